@@ -1,0 +1,3 @@
+"""Off-policy knowledge distillation of causal language models."""
+
+__version__ = "0.1.0"

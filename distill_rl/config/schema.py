@@ -1,0 +1,293 @@
+"""Every setting and its default; nothing else holds one.
+
+`docs/configuration.md` is generated from this file: the string under a field is its documentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+from omegaconf import MISSING
+
+# OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
+# ruff: noqa: UP007, UP045
+
+
+@dataclass
+class RunConfig:
+    name: str = ""
+    """Name of the run and of its directory; empty: the name of the YAML file."""
+    dir: str = "runs"
+    """Folder that holds run directories."""
+    seed: int = 0
+    """Seed of the data order, of dropout and of everything else that is drawn."""
+
+
+@dataclass
+class ParallelConfig:
+    dp: int = 1
+    """Data-parallel size: FSDP2 shards for the student, replicas for a teacher."""
+    tp: int = 1
+    """Tensor-parallel size."""
+
+
+@dataclass
+class StudentConfig:
+    model: str = MISSING
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer; null: the model's."""
+    revision: Optional[str] = None
+    """Hub revision of the model; null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of forward and backward; master weights and optimizer state are always fp32."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in backward instead of keeping its activations."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    compile: bool = False
+    """torch.compile each decoder layer."""
+
+
+@dataclass
+class TeacherConfig:
+    name: str = "teacher"
+    """Name in logs, metrics and actor names; unique among the teachers."""
+    model: str = MISSING
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer; null: the model's."""
+    revision: Optional[str] = None
+    """Hub revision of the model; null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of weights and forward."""
+    weight: float = 1.0
+    """Share of this teacher in the KD loss, relative to the sum over teachers."""
+    score: Literal["static", "ce", "entropy"] = "static"
+    """How teachers are weighed against each other: by `weight`, or by their CE or entropy on the batch."""
+    loss: Optional[str] = None
+    """Loss of this teacher where it differs from loss.*; null: the common one."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: Optional[int] = None
+    """Rows per forward; null: train.micro_batch_size."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """Engine that runs the teacher."""
+    export: Literal["topk", "hidden", "logits"] = "topk"
+    """What the teacher hands to the student."""
+    wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Dtype in which log-probs travel; auto: fp16 on GPUs, fp32 on CPUs. Rest and label log-probs are always fp32."""
+
+
+@dataclass
+class ValidationConfig:
+    path: Optional[str] = None
+    """Data of its own for validation, in the format of data.path."""
+    fraction: float = 0.0
+    """Share of data.path held out for validation when validation.path is null; drawn by run.seed."""
+    max_documents: int = 512
+    """Validation stops after this many documents."""
+
+
+@dataclass
+class DataConfig:
+    path: str = MISSING
+    """Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or a hub name."""
+    split: str = "train"
+    """Split to read where the data has splits."""
+    format: Literal["auto", "text", "messages"] = "auto"
+    """What a row holds: text, or chat messages; auto: messages where data.messages_key is a column."""
+    text_key: str = "text"
+    """Column that holds the text."""
+    messages_key: str = "messages"
+    """Column that holds the chat: a list of {role, content}."""
+    loss_on: Literal["all", "assistant"] = "all"
+    """Train on all tokens, or on the assistant turns of a chat only."""
+    max_length: int = 1024
+    """Positions per row; a longer document is cut and counted."""
+    packing: bool = True
+    """Put several documents into one row (first fit); attention never crosses from one to another."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+
+
+@dataclass
+class LossConfig:
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = "forward_kl"
+    """Divergence between teacher and student."""
+    beta: float = 0.5
+    """Mixture weight of jsd and of the skewed divergences."""
+    top_k: int = 64
+    """Teacher entries kept per token; the mass of all others travels as one rest bucket."""
+    tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
+    """What becomes of the mass outside the top k."""
+    temperature: float = 1.0
+    """Softmax temperature of both models; the KD loss is scaled by its square."""
+    kd_weight: float = 1.0
+    """Weight of the distillation loss; 0: train on the data alone, without teachers."""
+    ce_weight: float = 0.0
+    """Weight of the cross-entropy with the data."""
+    dynamic_scale: Literal["off", "on", "exact"] = "off"
+    """Scale KD to the size of CE by the previous step's ratio (on), or by this step's (exact)."""
+    cross_tokenizer: Optional[str] = None
+    """Loss for a teacher with another tokenizer; null: teacher and student must share one."""
+    chunk_average: Literal["mean", "chain"] = "mean"
+    """How token probabilities become a chunk's probability across tokenizers."""
+    uncommon_top_k: int = 8192
+    """Columns of the sorted part of `gold` across tokenizers."""
+    gold_relaxed: bool = False
+    """Admit inexact vocabulary matches in `gold`."""
+    alm_tau: float = 1.0
+    """Temperature of the chunk likelihoods of `alm`."""
+
+
+@dataclass
+class ProjectionConfig:
+    path: Optional[str] = None
+    """Vocabulary projection of a cross-tokenizer pair; null: built and cached."""
+    learnable: bool = False
+    """Train the projection's values on their fixed support."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 2e-5
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's decay rates."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not applied to vectors (norms and biases)."""
+
+
+@dataclass
+class ScheduleConfig:
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    steps: Optional[int] = None
+    """Step at which the schedule ends; null: the last step of the run. A run that is to be extended sets it."""
+
+
+@dataclass
+class TrainConfig:
+    steps: Optional[int] = None
+    """Optimizer steps; the run ends at train.steps or train.epochs, whichever comes first."""
+    epochs: Optional[float] = None
+    """Passes over the data, reshuffled for each."""
+    global_batch_size: int = 32
+    """Documents per optimizer step."""
+    micro_batch_size: int = 4
+    """Rows per forward and backward of one data-parallel rank."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: never."""
+    deterministic: bool = False
+    """torch.use_deterministic_algorithms on GPUs. On CPUs a run is always bit-reproducible."""
+
+
+@dataclass
+class DPConfig:
+    backend: Literal["numba", "numpy", "cuda"] = "numba"
+    """Engine of the dynamic-programming fallback."""
+    band: int = 64
+    """Half-width of the band it searches."""
+
+
+@dataclass
+class AlignerConfig:
+    method: Literal["auto", "bytes", "offsets", "dp"] = "auto"
+    """How two tokenizations are matched."""
+    workers: int = 1
+    """CPU actors that tokenise, align and pack."""
+    deadline_s: float = 120.0
+    """Seconds that one batch may take."""
+    fast_ids: bool = True
+    """Use precomputed tables of canonical ids."""
+    dp: DPConfig = field(default_factory=DPConfig)
+
+
+@dataclass
+class PrefetchConfig:
+    depth: int = 1
+    """Batches that the aligner and the teachers may run ahead of the student; changes no bit of the result."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0
+    """Steps between checkpoints; 0: only when the run ends or is stopped."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_best: int = 0
+    """Best checkpoints kept besides, by validation/kl_loss."""
+    resume: Optional[str] = None
+    """null: start afresh; latest: go on from the newest checkpoint; auto: the same where there is one; or a step folder."""
+
+
+@dataclass
+class EvaluateConfig:
+    every: int = 0
+    """Steps between validation passes (KD and CE on held-out text); 0: only at the end of the run."""
+    suites: list[str] = field(default_factory=list)
+    """Evaluation suites to run on the exported student at the end."""
+    data: Optional[str] = None
+    """File or folder of the suites' data."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """Engine that runs the suites."""
+
+
+@dataclass
+class ObserveConfig:
+    every: int = 1
+    """Steps between records in metrics.jsonl and TensorBoard."""
+    tensorboard: bool = True
+    """Write TensorBoard files to logs/."""
+    wandb: bool = False
+    """Log to Weights & Biases."""
+    mlflow: bool = False
+    """Log to MLflow."""
+
+
+@dataclass
+class RayConfig:
+    address: Optional[str] = None
+    """Cluster to join; null: start Ray on this machine and stop it at the end."""
+    num_cpus: Optional[int] = None
+    """Logical CPUs of a Ray started here; null: one per actor, at least the machine's."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """Teachers and student share GPUs by fractions, or have their own."""
+    placement_timeout_s: float = 60.0
+    """Seconds to wait for the asked resources before giving up with a table of asked and available."""
+    start_timeout_s: float = 300.0
+    """Seconds in which all workers must have loaded their models."""
+    step_timeout_s: float = 900.0
+    """Seconds in which one step must end."""
+    dashboard: bool = False
+    """Start Ray's dashboard on 127.0.0.1 with a Ray started here (needs the `dashboard` extra)."""
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    teachers: list[TeacherConfig] = field(default_factory=list)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    projection: ProjectionConfig = field(default_factory=ProjectionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    aligner: AlignerConfig = field(default_factory=AlignerConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    transport: Literal["auto", "local", "object_store", "shared_memory", "cuda_ipc"] = "auto"
+    """How targets travel from teacher to student; auto: probed at the start."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    ray: RayConfig = field(default_factory=RayConfig)

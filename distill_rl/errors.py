@@ -1,0 +1,96 @@
+"""Every error this package raises on purpose.
+
+    DistillError                 exit code 1
+    ├── ConfigError              exit code 2   a setting, or settings that do not fit together
+    ├── DataError                exit code 2   rows, columns, files
+    ├── AlignmentError           exit code 1   two tokenizations that cannot be matched
+    ├── TransportError           exit code 1   a slot, a handle, a generation
+    ├── WorkerError              exit code 1   an actor that raised, died or overran its deadline
+    ├── CheckpointError          exit code 2   foreign, newer, damaged or missing checkpoint
+    └── NumericsError            exit code 1   NaN or Inf where none may be
+
+A message is one line: what, the rule, the value received, the remedy. Every error survives pickling,
+because most of them are born in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class DistillError(Exception):
+    """Root of the tree.
+
+    Args:
+        what: the thing that is wrong, named as the user knows it (`data.path`, `student rank 3`).
+        rule: what must hold.
+        value: what was received instead; shown with `repr` unless it is a string.
+        remedy: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, rule: str = "", value: object = None, remedy: str = ""):
+        super().__init__(what, rule, value, remedy)
+        self.what, self.rule, self.value, self.remedy = what, rule, value, remedy
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.rule:
+            text += f": {self.rule}"
+        if self.value is not None:
+            text += f"; got {self.value if isinstance(self.value, str) else repr(self.value)}"
+        if self.remedy:
+            text += f"; {self.remedy}"
+        return " ".join(text.split())
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line per problem; more than one for an error made by `many`."""
+        return getattr(self, "_problems", None) or (str(self),)
+
+    @classmethod
+    def many(cls, problems: Iterable[str]) -> DistillError:
+        """One error that carries several problems, each already one line."""
+        lines = tuple(problems)
+        error = cls("\n".join(lines))
+        error._problems = lines
+        return error
+
+
+def _rebuild(cls: type[DistillError], args: tuple, state: dict) -> DistillError:
+    error = cls.__new__(cls, *args)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(DistillError):
+    exit_code = 2
+
+
+class DataError(DistillError):
+    exit_code = 2
+
+
+class AlignmentError(DistillError):
+    pass
+
+
+class TransportError(DistillError):
+    pass
+
+
+class WorkerError(DistillError):
+    pass
+
+
+class CheckpointError(DistillError):
+    exit_code = 2
+
+
+class NumericsError(DistillError):
+    pass

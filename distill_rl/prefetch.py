@@ -1,0 +1,56 @@
+"""Ordered, bounded look-ahead. It knows nothing of what it looks ahead at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+Job = TypeVar("Job")
+Item = TypeVar("Item")
+
+
+class Lookahead(Generic[Job, Item]):
+    """Yields `submit(job)` for each job, in order, with up to `depth` later jobs already submitted.
+
+    Job t + depth + 1 is submitted only when the consumer asks for item t + 1, which is when it is done
+    with item t: at most depth + 1 items are alive, and a ring of depth + 1 slots is enough for them.
+
+    Consumes: jobs. Waits for: nothing. Unblocked by: the consumer's next call. Produces: items.
+    `close` releases, newest first, every item that was submitted and not yet handed out; it is also
+    called when iteration ends in any way.
+    """
+
+    def __init__(self, jobs: Iterable[Job], submit: Callable[[Job], Item], release: Callable[[Item], None], depth: int):
+        if depth < 0:
+            raise ValueError(f"depth must be 0 or more; got {depth}")
+        self._jobs, self._submit, self._release, self._depth = iter(jobs), submit, release, depth
+        self._pending: deque[Item] = deque()
+
+    def __iter__(self) -> Iterator[Item]:
+        try:
+            while True:
+                self._fill()
+                if not self._pending:
+                    return
+                yield self._pending.popleft()
+        finally:
+            self.close()
+
+    def __enter__(self) -> Lookahead[Job, Item]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._pending:
+            self._release(self._pending.pop())
+
+    def _fill(self) -> None:
+        while len(self._pending) <= self._depth:
+            try:
+                job = next(self._jobs)
+            except StopIteration:
+                return
+            self._pending.append(self._submit(job))

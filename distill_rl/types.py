@@ -1,0 +1,139 @@
+"""What crosses a process: frozen dataclasses of plain values and numpy arrays, never tensors.
+
+Shape legend, used everywhere in this package
+    R   rows of a batch (a row holds one document, or several when packed)
+    S   positions per row
+    N   tokens, R·S flattened row by row
+    V   vocabulary;  Vl  a tensor-parallel rank's part of it
+    k   teacher entries kept per token
+    H   hidden size of the student;  Ht  of the teacher
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+IGNORE_INDEX = -100
+"""The label of a position from which nothing is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far the data has been read: `position` documents of epoch `epoch` are consumed."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Where a run stands: `step` optimizer steps done, `cursor` after the last batch trained on."""
+
+    step: int = 0
+    cursor: Cursor = Cursor()
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentBatch:
+    """Loader → aligner: the raw documents of one global batch, in order.
+
+    `index` counts global batches from 0 over the whole run; batch i is trained on by step i + 1.
+    `cursor` is the position after this batch, the one to resume from once it has been trained on.
+    Each document is a row of the data set, reduced to its text or its messages, with the row's
+    number under `"row"` for error messages.
+    """
+
+    index: int
+    documents: tuple[Mapping[str, Any], ...]
+    cursor: Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Token rows for one model; all arrays are [R, S].
+
+    A position restart (`position_ids == 0`) begins a new document, and the padding after the last
+    document of a row counts as a document of its own. Attention never crosses such a restart, so
+    packed and padded rows need no mask and take one path through the model.
+    """
+
+    input_ids: np.ndarray
+    """int32 [R, S]"""
+    labels: np.ndarray
+    """int32 [R, S], already shifted: position s predicts labels[s]; IGNORE_INDEX where nothing is learnt"""
+    position_ids: np.ndarray
+    """int32 [R, S], from 0 in every document"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.input_ids.shape  # type: ignore[return-value]
+
+    def __getitem__(self, rows: slice) -> TokenRows:
+        return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """One data-parallel rank's contiguous part of a global batch.
+
+    `first_row` is the place of the part's first row in the global batch. The number of rows is a
+    multiple of the rank's micro-batch size; rows added to make it so have only ignored labels.
+    `num_labels` is the count over the *global* batch: the denominator of every mean.
+    """
+
+    index: int
+    first_row: int
+    rows: TokenRows
+    num_labels: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """Aligner → driver: what the driver needs to know of a batch that it never sees."""
+
+    index: int
+    cursor: Cursor
+    num_documents: int
+    num_rows: int
+    num_tokens: int
+    """document tokens after truncation, without padding"""
+    num_labels: int
+    num_truncated: int
+    """documents cut at data.max_length"""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The run directory, the only place a run writes to."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
