@@ -32,6 +32,7 @@ class DistillError(Exception):
 
     def __init__(self, what: str, rule: str = "", value: object = None, remedy: str = ""):
         super().__init__(what, rule, value, remedy)
+        self._problems: tuple[str, ...] = ()
         self.what, self.rule, self.value, self.remedy = what, rule, value, remedy
 
     def __str__(self) -> str:
@@ -50,7 +51,7 @@ class DistillError(Exception):
     @property
     def problems(self) -> tuple[str, ...]:
         """One line per problem; more than one for an error made by `many`."""
-        return getattr(self, "_problems", None) or (str(self),)
+        return self._problems or (str(self),)
 
     @classmethod
     def many(cls, problems: Iterable[str]) -> DistillError:

@@ -11,7 +11,7 @@ from typing import Literal, Optional
 from omegaconf import MISSING
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
-# ruff: noqa: UP007, UP045
+# ruff: noqa: UP045
 
 
 @dataclass
@@ -115,7 +115,9 @@ class DataConfig:
 
 @dataclass
 class LossConfig:
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = "forward_kl"
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = (
+        "forward_kl"
+    )
     """Divergence between teacher and student."""
     beta: float = 0.5
     """Mixture weight of jsd and of the skewed divergences."""

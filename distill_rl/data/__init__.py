@@ -1,0 +1,1 @@
+"""From files to token rows: sources, global order, tokenisation, packing."""

@@ -1,0 +1,1 @@
+"""The teacher's outputs on their way to the student."""

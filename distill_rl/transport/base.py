@@ -41,6 +41,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,15 @@ class Handle:
 
     @property
     def num_bytes(self) -> int:
-        from math import prod
-
-        return sum(prod(spec.shape) * _ITEM_SIZE[spec.dtype] for spec in self.tensors)
+        return sum(spec.num_bytes for spec in self.tensors)
 
 
-_ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+def describe(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """The specs of named tensors, in their order."""
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        for name, tensor in tensors.items()
+    )
 
 
 class Transport(Protocol):

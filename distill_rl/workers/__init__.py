@@ -1,0 +1,15 @@
+"""The Ray actors and everything that starts, calls and ends them.
+
+Ray reads its environment when it is imported, so what must be set before that is set here, where every
+import of Ray in this package begins. A value that the user has set stands.
+"""
+
+import os as _os
+
+for _name, _value in {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}.items():
+    _os.environ.setdefault(_name, _value)

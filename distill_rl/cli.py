@@ -1,0 +1,167 @@
+"""The command line. Heavy imports come after parsing, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distill_rl import __version__
+from distill_rl.errors import ConfigError, DistillError
+
+_EPILOG = """\
+a first run:
+  distill-rl check -c configs/quickstart.yaml            what would run, with sizes; changes nothing
+  distill-rl train -c configs/quickstart.yaml            train, validate, export
+  distill-rl train -c configs/quickstart.yaml --resume   go on after a stop
+  distill-rl report runs/quickstart                      curves as one HTML file
+
+any setting can be given after the file, with list indices:
+  distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
+
+exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (resume me), 130 Ctrl-C
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; errors of ours become lines on stderr, never a traceback."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return options.command(options)
+    except DistillError as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        from distill_rl.signals import EXIT_INTERRUPTED
+
+        print("distill-rl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _complain(error: DistillError) -> int:
+    from distill_rl.observe.log import printable
+
+    for problem in error.problems:
+        print(f"distill-rl: error: {printable(problem)}", file=sys.stderr)
+    return error.exit_code
+
+
+def _train(options: argparse.Namespace) -> int:
+    from distill_rl.commands.train import train
+
+    overrides = list(options.overrides)
+    if options.resume is not None:
+        if options.clean:
+            raise ConfigError(
+                "--resume and --clean", "exclude each other", remedy="--resume goes on, --clean starts over"
+            )
+        overrides.append(f"checkpoint.resume={options.resume}")
+    return train(options.config, overrides, clean=options.clean)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from distill_rl.commands.check import check
+
+    return check(options.config, options.overrides)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from distill_rl.commands.evaluate import evaluate
+
+    return evaluate(options.model, options.suites.split(","), data=options.data, out=options.out, limit=options.limit)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from distill_rl.commands.export import export
+
+    return export(options.run, checkpoint=options.checkpoint, out=options.out)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from distill_rl.commands.report import report
+
+    return report(options.run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distill-rl",
+        description="Train a smaller causal language model to match a bigger one's token distributions on fixed text.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"distill-rl {__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train", help="train a student, validate it, export it", description="Train, validate and export a student."
+    )
+    _add_config(train)
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="WHAT",
+        help="go on from the newest checkpoint (latest, the default), from it if there is one (auto), or from a step folder",
+    )
+    train.add_argument("--clean", action="store_true", help="delete what the run directory holds and start over")
+    train.set_defaults(command=_train)
+
+    check = commands.add_parser(
+        "check",
+        help="print the resolved configuration and derived sizes",
+        description="Print the resolved configuration, what follows from it (batches, slots, memory, actors), and every problem found. Changes nothing.",
+    )
+    _add_config(check)
+    check.set_defaults(command=_check)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="score a model on evaluation suites",
+        description="Score a model folder on evaluation suites, offline.",
+    )
+    evaluation.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face causal LM")
+    evaluation.add_argument("--suites", required=True, metavar="A,B", help="suites, separated by commas (exact_match)")
+    evaluation.add_argument("--data", required=True, metavar="PATH", help="file or folder of the suites' data")
+    evaluation.add_argument("--out", metavar="DIR", help="where results and items go; default: printed only")
+    evaluation.add_argument("--limit", type=int, metavar="N", help="only the first N items")
+    evaluation.set_defaults(command=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face model",
+        description="Write a checkpoint of a run as a Hugging Face model folder. Needs no Ray.",
+    )
+    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    export.add_argument(
+        "--checkpoint", default="latest", metavar="STEP", help="latest (default), or a step such as 120"
+    )
+    export.add_argument("--out", metavar="DIR", type=Path, help="default: RUN/export")
+    export.set_defaults(command=_export)
+
+    report = commands.add_parser(
+        "report",
+        help="write one static HTML file with a run's curves",
+        description="Write RUN/report.html: curves, timings, evaluation. Opens offline.",
+    )
+    report.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c", "--config", required=True, metavar="FILE", help="YAML file; see docs/configuration.md for every key"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

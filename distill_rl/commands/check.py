@@ -1,0 +1,73 @@
+"""distill-rl check: the resolved configuration, what follows from it, and every problem. Changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from distill_rl.config.derive import GIB, DerivedSizes, Facts, sizes
+from distill_rl.config.load import to_yaml
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.observe.log import printable
+from distill_rl.preflight import gather
+from distill_rl.transport.choose import choose
+
+
+def check(path: str, overrides: Sequence[str]) -> int:
+    """Prints; 0 when a run could start (or only a hub could not be asked).
+
+    Raises:
+        ConfigError: every problem found, after the configuration has been printed.
+    """
+    checked = gather(path, overrides, clean=True)
+    if checked.config is not None:
+        print(to_yaml(checked.config), end="")
+        print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
+    for name in checked.unreachable:
+        print(f"# not checked: {printable(name)}")
+    sys.stdout.flush()
+    if checked.problems:
+        raise ConfigError.many(checked.problems)
+    return 0
+
+
+def summary(config: Config, facts: Facts) -> list[str]:
+    """Derived sizes as lines a person can read."""
+    derived = sizes(config, facts)
+    transport = choose(config.transport)
+    lines = [
+        f"batch      {derived.documents_per_step} documents in at most {derived.micro_batches} micro-batches per rank, at most {derived.max_tokens_per_step:,} tokens",
+        f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
+        *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
+        f"transport  {transport.name}: {transport.reason}",
+    ]
+    for teacher in derived.teachers:
+        lines.append(
+            f"targets    {teacher.name}: {teacher.entries} entries, {teacher.bytes_per_token} bytes per token, "
+            f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} per ring"
+        )
+    for worker in derived.memory:
+        lines.append(
+            f"memory     {worker.worker}: about {_bytes(worker.total)} in each of {worker.count} (weights {_bytes(worker.weights)}, gradients {_bytes(worker.gradients)}, "
+            f"optimizer {_bytes(worker.optimizer)}, activations {_bytes(worker.activations)}, logits {_bytes(worker.logits)}, process {_bytes(worker.base)})"
+        )
+    if derived.checkpoint_bytes is not None:
+        lines.append(
+            f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
+        )
+    return lines
+
+
+def _steps(derived: DerivedSizes) -> str:
+    if derived.total_steps is None:
+        return "steps not known before the data are read"
+    return f"{derived.total_steps:,} steps" + (f" = {derived.epochs:.2f} epochs" if derived.epochs is not None else "")
+
+
+def _count(number: int | None) -> str:
+    return "an unknown number of" if number is None else f"{number:,}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"

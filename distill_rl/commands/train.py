@@ -1,0 +1,74 @@
+"""distill-rl train: check, take the run directory, drive, evaluate the export, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distill_rl import rundir
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.files import write_atomic
+from distill_rl.observe.log import log_file, say, setup_console
+from distill_rl.preflight import gather
+from distill_rl.signals import Signals
+from distill_rl.types import RunPaths
+
+if TYPE_CHECKING:
+    from distill_rl.driver import Driver
+
+log = logging.getLogger(__name__)
+
+
+def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
+    """Runs a configuration to its end, or to a request to stop; the exit code of the process.
+
+    Raises:
+        DistillError: bad input (all problems at once), or whatever ended the run.
+    """
+    setup_console()
+    checked = gather(path, overrides, clean=clean)
+    problems = [*checked.problems, *checked.unreachable]
+    if checked.config is None or problems:
+        raise ConfigError.many(problems)
+    with rundir.occupy(checked.config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
+        try:
+            return _run(checked.config, paths, signals)
+        except DistillError:
+            log.info("the run failed", exc_info=True)
+            raise
+
+
+def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
+    from distill_rl.commands.report import report
+    from distill_rl.driver import Driver
+    from distill_rl.job import prepare
+
+    with Driver.open(prepare(config, paths), signals) as driver:
+        code = driver.run()
+    if code == 0:
+        say(f"exported  {paths.export}")
+        if config.evaluate.suites:
+            score_export(config, driver)
+    report(paths.root)
+    return code
+
+
+def score_export(config: Config, driver: Driver) -> None:
+    """Runs the suites on the exported student; the scores go to the metrics, the report and the model card."""
+    from distill_rl.evals.run import evaluate
+    from distill_rl.observe.sinks import JsonlSink
+
+    paths, step = driver.job.paths, driver.state.step
+    results = evaluate(
+        paths.export, config.evaluate.suites, config.evaluate.data or "", out_dir=paths.root / "evals" / "student"
+    )
+    scores = {f"eval/{suite}": result["score"] for suite, result in results.items()}
+    sink = JsonlSink(paths.metrics)
+    sink.write(step, scores)
+    sink.close()
+    write_atomic(paths.export / "README.md", driver.card(scores))
+    for suite, result in results.items():
+        low, high = result["interval"]
+        say(f"evaluated {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}] on {result['num_items']} items")

@@ -1,0 +1,272 @@
+"""Sizes that follow from a configuration and from what its files say. Pure arithmetic, in bytes and counts.
+
+The memory estimate names each part, so that a user sees what to change. It is compared with measured
+peaks by `launch/bench.sh memory` (docs/benchmarks/memory.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from distill_rl.config.schema import Config, TeacherConfig
+
+ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+GIB = 2**30
+
+PROCESS_BASE = int(0.55 * GIB)
+"""Resident size of a worker process before it holds a model: Python, torch, transformers, Ray. Measured on CPU."""
+TEACHER_CHUNK_TOKENS = 1024
+TEACHER_CHUNK_BYTES = 256 * 2**20
+"""A teacher makes fp32 logits of at most this many tokens and bytes at a time (teacher/targets.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model folder says of itself."""
+
+    folder: str
+    family: str
+    parameters: int
+    """counted once where embeddings are tied"""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    vocabulary_columns: int
+    """rows of the embedding table, padding included"""
+    positions: int | None
+    """longest sequence; None: the configuration names no limit"""
+    tied: bool
+    stored_dtype: str
+    bytes_on_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the files say; None where they could not be read."""
+
+    vocabulary_size: int | None = None
+    """ids of the student's tokenizer"""
+    tokenizer_hash: str | None = None
+    num_documents: int | None = None
+    """training documents, after the validation split"""
+    num_validation_documents: int | None = None
+    data_fingerprint: str | None = None
+    total_steps: int | None = None
+    student: ModelFacts | None = None
+    teachers: tuple[ModelFacts | None, ...] = ()
+    """in the order of the config"""
+    gpus: int = 0
+    """GPUs visible on this machine"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Estimated peak of one process, by part."""
+
+    worker: str
+    """`student` or the teacher's name"""
+    count: int
+    """how many such processes"""
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    """FSDP's unsharded copy of the largest unit, with its gradient"""
+    activations: int = 0
+    logits: int = 0
+    targets: int = 0
+    """targets of the micro-batches in flight"""
+    base: int = PROCESS_BASE
+
+    @property
+    def total(self) -> int:
+        parts = (
+            self.weights,
+            self.gradients,
+            self.optimizer,
+            self.gathered,
+            self.activations,
+            self.logits,
+            self.targets,
+        )
+        return sum(parts) + self.base
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSizes:
+    name: str
+    micro_batches: int
+    """per data-parallel rank and step, at most"""
+    entries: int
+    """kept per token: loss.top_k, or the whole vocabulary where that is smaller"""
+    bytes_per_token: int
+    bytes_per_slot: int
+    """targets of one full micro-batch of rows as long as data.max_length"""
+    ring_bytes: int
+    """all slots of one teacher rank: (prefetch.depth + 1) x micro-batches"""
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedSizes:
+    documents_per_step: int
+    max_tokens_per_step: int
+    micro_batches: int
+    """the student's, per data-parallel rank and step, at most"""
+    total_steps: int | None
+    epochs: float | None
+    """passes over the data that the run makes"""
+    teachers: tuple[TeacherSizes, ...]
+    world: dict[str, str] = field(default_factory=dict)
+    """role → its processes: `student` → `dp 2 x tp 1 = 2 processes`"""
+    processes: int = 0
+    memory: tuple[WorkerMemory, ...] = ()
+    checkpoint_bytes: int | None = None
+
+
+def total_steps(config: Config, num_documents: int | None) -> int | None:
+    """Optimizer steps of the run: train.steps or train.epochs, whichever ends first; None while not known.
+
+    The order of the data is the epochs' permutations one after another, so that only the run's last
+    batch can be smaller than the others.
+    """
+    steps, epochs = config.train.steps, config.train.epochs
+    if epochs is None:
+        return steps
+    if num_documents is None:
+        return None
+    by_epochs = ceil(max(round(epochs * num_documents), 1) / config.train.global_batch_size)
+    return by_epochs if steps is None else min(steps, by_epochs)
+
+
+def running_teachers(config: Config) -> list[TeacherConfig]:
+    """The teachers that are started: none where loss.kd_weight is 0."""
+    return list(config.teachers) if config.loss.kd_weight > 0 else []
+
+
+def sizes(config: Config, facts: Facts) -> DerivedSizes:
+    """All derived sizes; memory of a model is left out where its facts are not known."""
+    batch = config.train.global_batch_size
+    steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
+    teachers = tuple(_teacher_sizes(config, teacher, facts) for teacher in running_teachers(config))
+    world, processes = _world(config)
+    return DerivedSizes(
+        documents_per_step=batch,
+        max_tokens_per_step=batch * config.data.max_length,
+        micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
+        total_steps=steps,
+        epochs=steps * batch / facts.num_documents if steps is not None and facts.num_documents else None,
+        teachers=teachers,
+        world=world,
+        processes=processes,
+        memory=_memory(config, facts, teachers),
+        checkpoint_bytes=12 * facts.student.parameters if facts.student else None,
+    )
+
+
+def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts) -> TeacherSizes:
+    rows = teacher.micro_batch_size or config.train.micro_batch_size
+    micro_batches = ceil(config.train.global_batch_size / (teacher.parallel.dp * rows))
+    entries = min(config.loss.top_k, facts.vocabulary_size or config.loss.top_k)
+    # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
+    per_token = entries * (4 + _wire_size(teacher, facts)) + 8
+    slot = rows * config.data.max_length * per_token
+    ring = (config.prefetch.depth + 1) * micro_batches * slot
+    return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, ring)
+
+
+def _wire_size(teacher: TeacherConfig, facts: Facts) -> int:
+    name = teacher.wire_dtype
+    if name == "auto":
+        name = "fp16" if facts.gpus else "fp32"
+    return ITEM_SIZE[name]
+
+
+def _world(config: Config) -> tuple[dict[str, str], int]:
+    roles = {"student": config.student.parallel}
+    roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
+    world = {}
+    processes = config.aligner.workers
+    for name, parallel in roles.items():
+        count = parallel.dp * parallel.tp
+        processes += count
+        plural = "process" if count == 1 else "processes"
+        world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {count} {plural}"
+    world["aligner"] = f"{config.aligner.workers} process" + ("es" if config.aligner.workers > 1 else "")
+    return world, processes
+
+
+def _memory(config: Config, facts: Facts, teachers: tuple[TeacherSizes, ...]) -> tuple[WorkerMemory, ...]:
+    workers = []
+    if facts.student is not None:
+        in_flight = sum(teacher.bytes_per_slot for teacher in teachers)
+        workers.append(student_memory(config, facts.student, targets=in_flight))
+    running = running_teachers(config)
+    for teacher, size, model in zip(running, teachers, facts.teachers[: len(running)]):
+        if model is not None:
+            workers.append(teacher_memory(config, teacher, model, targets=2 * size.bytes_per_slot))
+    return tuple(workers)
+
+
+def student_memory(config: Config, model: ModelFacts, *, targets: int = 0) -> WorkerMemory:
+    """Peak of one student process: fp32 weights, gradients and two Adam moments, all sharded over dp x tp,
+    the unsharded compute copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
+    dp, tp = config.student.parallel.dp, config.student.parallel.tp
+    item = ITEM_SIZE[config.student.dtype]
+    shard = ceil(model.parameters / (dp * tp))
+    tokens = config.train.micro_batch_size * config.data.max_length
+    embedding = model.vocabulary_columns * model.hidden_size
+    tables = embedding if model.tied else 2 * embedding
+    layer = (model.parameters - tables) // max(model.num_layers, 1)
+    unit = max(layer, tables) // tp
+    return WorkerMemory(
+        worker="student",
+        count=dp * tp,
+        weights=4 * shard,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        gathered=unit * item * 2,
+        activations=_activations(config, model, tokens, item, tp),
+        logits=tokens * ceil(model.vocabulary_columns / tp) * _logit_bytes(item),
+        targets=targets,
+    )
+
+
+def teacher_memory(config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0) -> WorkerMemory:
+    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk."""
+    tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
+    rows = teacher.micro_batch_size or config.train.micro_batch_size
+    tokens = rows * config.data.max_length
+    columns = ceil(model.vocabulary_columns / tp)
+    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
+    return WorkerMemory(
+        worker=teacher.name,
+        count=teacher.parallel.dp * tp,
+        weights=item * ceil(model.parameters / tp),
+        activations=tokens * item * (6 * model.hidden_size + 3 * model.intermediate_size // tp),
+        logits=chunk * columns * (item + 8),
+        targets=targets,
+    )
+
+
+def _logit_bytes(item: int) -> int:
+    """Bytes per logit at the peak of the loss: the logits, their gradient, and the gradient of the layer below."""
+    return 3 * item
+
+
+def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:
+    """Kept for backward, per token and layer of a Llama-like decoder.
+
+    Hidden-sized: two inputs and outputs of the norms with their fp32 copies, queries before and after
+    the rotation, attention's output. Key-value-sized: keys before and after, values.
+    Intermediate-sized: gate, up, activation, product.
+    """
+    hidden, intermediate = model.hidden_size, model.intermediate_size // tp
+    key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
+    norms = 2 * hidden * (2 * item + 4)
+    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate)
+    if config.student.activation_checkpointing:
+        return tokens * (model.num_layers * hidden * item + layer)
+    return tokens * model.num_layers * layer

@@ -1,0 +1,99 @@
+"""`${section.key}` and `${oc.env:NAME}` in a configuration, and nothing else: no code, no other resolver."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from distill_rl.config.walk import Findings, join
+
+ENVIRONMENT = frozenset(
+    {"HOME", "USER", "SCRATCH", "WORK", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NAME"}
+)
+"""Environment variables that a configuration may read; a value that is none of these could be a secret."""
+
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_REFERENCE_OR_ESCAPE = re.compile(_REFERENCE.pattern + r"|\$\\(\\*)\{")
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_ENV = re.compile(r"oc\.env:\s*(\w+)\s*(?:,(.*))?")
+
+
+class _Unresolved(Exception):
+    pass
+
+
+def resolve(raw: Any, lookup: Callable[[str], Any], found: Findings) -> Any:
+    """A copy of `raw` with every reference replaced; what cannot be replaced is reported and left as it is.
+
+    Args:
+        lookup: dotted key → raw value, defaults included; raises KeyError.
+    """
+    return _tree(raw, "", lookup, found)
+
+
+def _tree(node: Any, path: str, lookup: Callable[[str], Any], found: Findings) -> Any:
+    if isinstance(node, dict):
+        return {key: _tree(value, join(path, key), lookup, found) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_tree(value, join(path, i), lookup, found) for i, value in enumerate(node)]
+    if isinstance(node, str):
+        try:
+            return _text(node, lookup, (path,))
+        except _Unresolved as problem:
+            found.add(path, str(problem), node)
+    return node
+
+
+def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    if text.count("${") != len(_REFERENCE.findall(text)):
+        raise _Unresolved("references do not nest and must be closed; ${section.key} and ${oc.env:NAME} are understood")
+    whole = _REFERENCE.fullmatch(text)
+    if whole:
+        return _reference(whole[1].strip(), lookup, seen)
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return "$" + match[2] + "{"
+        value = _reference(match[1].strip(), lookup, seen)
+        if value is None:
+            raise _Unresolved(f"refers to {match[1].strip()}, which is null, inside a text")
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return _REFERENCE_OR_ESCAPE.sub(replacement, text)
+
+
+def escape(text: str) -> str:
+    """The text as it must be written in a file to come back unchanged: `${` as `$\\{`.
+
+    OmegaConf parses whatever holds `${`, so the escape must not.
+    """
+    return re.sub(r"\$(\\*)\{", r"$\\\1{", text)
+
+
+def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    environment = _ENV.fullmatch(name)
+    if environment:
+        return _variable(environment[1], environment[2])
+    if not _KEY.fullmatch(name):
+        raise _Unresolved("only ${section.key} and ${oc.env:NAME} are understood")
+    if name in seen:
+        raise _Unresolved(f"the reference goes in a circle ({' -> '.join((*seen, name))})")
+    try:
+        value = lookup(name)
+    except KeyError:
+        raise _Unresolved(f"refers to {name}, which does not exist") from None
+    if isinstance(value, dict | list):
+        raise _Unresolved(f"refers to {name}, which is a section")
+    return _text(value, lookup, (*seen, name)) if isinstance(value, str) else value
+
+
+def _variable(name: str, fallback: str | None) -> str:
+    if name not in ENVIRONMENT:
+        allowed = ", ".join(sorted(ENVIRONMENT))
+        raise _Unresolved(f"{name} may not be read from a configuration; the variables that may be are {allowed}")
+    value = os.environ.get(name, None if fallback is None else fallback.strip())
+    if value is None:
+        raise _Unresolved(f"the environment has no {name}; write ${{oc.env:{name},FALLBACK}} or set it")
+    return value

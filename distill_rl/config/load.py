@@ -1,0 +1,132 @@
+"""YAML and `key=value` → `Config`: defaults ← extends ← file ← overrides, all problems reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distill_rl.config.interpolate import resolve
+from distill_rl.config.overrides import apply_overrides, merge
+from distill_rl.config.save import fingerprint, save_config, to_yaml
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.walk import Findings, build
+from distill_rl.errors import ConfigError
+
+__all__ = ["fingerprint", "load_config", "read_config", "save_config", "to_yaml"]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a file with overrides laid over it.
+
+    Args:
+        path: a YAML file; its `extends: other.yaml`, relative to it, is laid under it, and so on.
+        overrides: `key=value` with dotted keys and list indices (`teachers.0.model=x`).
+
+    Raises:
+        ConfigError: with one line per problem: unreadable file, unknown key, wrong type, missing value.
+    """
+    config, found = read_config(path, overrides)
+    if found.lines or config is None:
+        raise ConfigError.many(found.lines)
+    return config
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, Findings]:
+    """Like `load_config`, but a problem leaves its key at the default, so that checking can go on.
+
+    Returns:
+        The configuration (None when a file could not be read) and the problems. A value that is
+        missing stays `"???"`.
+    """
+    found = Findings()
+    raw = _read_chain(Path(path), found, ())
+    if raw is None:
+        return None, found
+    apply_overrides(raw, overrides, found)
+    _name_run(raw, Path(path))
+    raw = resolve(raw, lambda key: _lookup(raw, key), found)
+    return build(Config, raw, found), found
+
+
+def _read_chain(path: Path, found: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
+    """The file laid over the files it extends, or None with the reason in `found`."""
+    file = path.resolve()
+    if file in chain:
+        circle = " -> ".join(entry.name for entry in (*chain[chain.index(file) :], file))
+        found.add("extends", "files may not extend each other in a circle", circle)
+        return None
+    raw = _read_file(path, found, chain)
+    if raw is None:
+        return None
+    parent = raw.pop("extends", None)
+    if parent is None:
+        return raw
+    if not isinstance(parent, str) or not parent:
+        found.add(f"{path}: extends", "must be the path of one YAML file", parent)
+        return None
+    below = _read_chain(path.parent / parent, found, (*chain, file))
+    return None if below is None else merge(below, raw)
+
+
+def _read_file(path: Path, found: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
+    named = f" (extended by {chain[-1].name})" if chain else ""
+    if not path.is_file():
+        kind = "is a folder, not a YAML file" if path.is_dir() else "no such file"
+        found.add(f"{path}{named}", kind, remedy="give the path of a YAML file")
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        found.add(f"{path}:{line}{named}", "not valid UTF-8", remedy="save the file as UTF-8")
+        return None
+    except OSError as error:
+        found.add(f"{path}{named}", f"cannot be read: {error.strerror}")
+        return None
+    except Exception as error:
+        found.add(*_syntax_error(f"{path}", named, error))
+        return None
+    if not isinstance(raw, dict):
+        found.add(f"{path}{named}", "must hold sections (student: ..., data: ...)", type(raw).__name__)
+        return None
+    return raw  # type: ignore[return-value]
+
+
+def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
+    """The place and the reason of a YAML error, whichever class raised it."""
+    mark = getattr(error, "problem_mark", None)
+    place = f"{path}:{mark.line + 1}" if mark is not None else path
+    reason = getattr(error, "problem", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+    key = getattr(error, "full_key", None)  # a reference that is not closed
+    if key:
+        reason = f"{key}: {reason}"
+    return f"{place}{named}", f"not valid YAML: {reason}"
+
+
+def _name_run(raw: dict[str, Any], path: Path) -> None:
+    run = raw.get("run")
+    if run is None:
+        run = raw["run"] = {}
+    if isinstance(run, dict) and run.get("name") in (None, ""):
+        run["name"] = path.stem
+
+
+def _lookup(raw: dict[str, Any], key: str) -> Any:
+    """The raw value at a dotted key, or the schema's default there; KeyError when the schema has no such key."""
+    parts = key.split(".")
+    for tree in (raw, asdict(Config())):
+        node: Any = tree
+        try:
+            for part in parts:
+                node = node[int(part)] if isinstance(node, list) else node[part]
+            return node
+        except (KeyError, IndexError, ValueError, TypeError):
+            continue
+    if parts[0] == "teachers" and len(parts) > 2 and int(parts[1]) < len(raw.get("teachers") or ()):
+        return _lookup(asdict(TeacherConfig()), ".".join(parts[2:]))
+    raise KeyError(key)

@@ -1,0 +1,93 @@
+"""`Config` → YAML without secrets, and the fingerprint of what decides a run's numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from distill_rl.config.interpolate import escape
+from distill_rl.config.schema import Config
+from distill_rl.files import write_atomic
+
+REDACTED = "<redacted>"
+_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|key|apikey|credentials?)$", re.IGNORECASE)
+_COLUMN_NAMES = frozenset({"text_key", "messages_key"})
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def redact(tree: Any, name: str = "") -> Any:
+    """A copy of a nested mapping in which every text under a key like `token` or `password`, and every
+    user and password inside a URL, is replaced."""
+    if isinstance(tree, dict):
+        return {key: redact(value, str(key)) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [redact(value, name) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    if tree and _SECRET.search(name) and name not in _COLUMN_NAMES:
+        return REDACTED
+    return _IN_URL.sub(REDACTED, tree)
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load_config` reads back; secrets redacted."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(redact(asdict(config)))))
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Writes `to_yaml` to `path`, whole or not at all."""
+    write_atomic(path, to_yaml(config))
+
+
+def _escape(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _escape(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_escape(value) for value in tree]
+    return escape(tree) if isinstance(tree, str) else tree
+
+
+def decisive(config: Config) -> dict[str, Any]:
+    """What decides a run's numbers, as flat `key: value`.
+
+    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; how
+    the work is split (dp, tp, micro-batch: another split changes rounding only); and how long the
+    run is (train.steps, train.epochs), so that a finished run can be extended.
+    """
+    tree = asdict(config)
+    for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
+        del tree[section]
+    del tree["run"]["name"], tree["run"]["dir"]
+    for key in ("steps", "epochs", "micro_batch_size", "deterministic"):
+        del tree["train"][key]
+    for model in (tree["student"], *tree["teachers"]):
+        del model["parallel"]
+    for key in ("activation_checkpointing", "compile", "attention"):
+        del tree["student"][key]
+    for teacher in tree["teachers"]:
+        del teacher["micro_batch_size"], teacher["attention"], teacher["backend"]
+    for key in ("workers", "deadline_s", "fast_ids", "dp"):
+        del tree["aligner"][key]
+    return dict(_flat(tree))
+
+
+def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(node, dict):
+        entries = node.items()
+    elif isinstance(node, list):
+        entries = [(str(i), value) for i, value in enumerate(node)]
+    else:
+        return [(path, node)]
+    return [leaf for key, value in entries for leaf in _flat(value, f"{path}.{key}" if path else key)]
+
+
+def fingerprint(config: Config) -> str:
+    """sha256 (hex) over `decisive(config)`: equal for two configurations that give the same numbers."""
+    text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

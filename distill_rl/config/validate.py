@@ -1,0 +1,261 @@
+"""The rules that settings must keep, as far as they can be told without opening a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import lcm
+from typing import Any
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+
+NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
+    ("teachers[].score", "static"),
+    ("teachers[].loss", None),
+    ("teachers[].backend", "hf"),
+    ("teachers[].export", "topk"),
+    ("loss.dynamic_scale", "off"),
+    ("loss.cross_tokenizer", None),
+    ("loss.chunk_average", "mean"),
+    ("loss.uncommon_top_k", 8192),
+    ("loss.gold_relaxed", False),
+    ("loss.alm_tau", 1.0),
+    ("projection.path", None),
+    ("projection.learnable", False),
+    ("aligner.method", "auto"),
+    ("aligner.workers", 1),
+    ("aligner.fast_ids", True),
+    ("aligner.dp.backend", "numba"),
+    ("aligner.dp.band", 64),
+    ("evaluate.backend", "hf"),
+    ("observe.wandb", False),
+    ("observe.mlflow", False),
+    ("ray.placement", "colocated"),
+)
+"""Settings whose organ is not built yet, with the only value that works; `transport` has its own rule."""
+
+POSITIVE = (
+    "student.parallel.dp",
+    "student.parallel.tp",
+    "teachers[].parallel.dp",
+    "teachers[].parallel.tp",
+    "teachers[].micro_batch_size",
+    "data.max_length",
+    "data.validation.max_documents",
+    "loss.top_k",
+    "loss.temperature",
+    "optimizer.lr",
+    "optimizer.eps",
+    "schedule.steps",
+    "train.steps",
+    "train.epochs",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "aligner.deadline_s",
+    "checkpoint.keep_last",
+    "observe.every",
+    "ray.num_cpus",
+    "ray.placement_timeout_s",
+    "ray.start_timeout_s",
+    "ray.step_timeout_s",
+)
+NOT_NEGATIVE = (
+    "run.seed",
+    "teachers[].weight",
+    "loss.kd_weight",
+    "loss.ce_weight",
+    "optimizer.weight_decay",
+    "schedule.warmup_steps",
+    "train.max_grad_norm",
+    "prefetch.depth",
+    "checkpoint.every",
+    "checkpoint.keep_best",
+    "evaluate.every",
+)
+SHARES = ("loss.beta", "schedule.min_lr_ratio")
+NOT_EMPTY = (
+    "run.name", "run.dir", "student.model", "teachers[].name", "teachers[].model",
+    "data.path", "data.split", "data.text_key", "data.messages_key",
+)  # fmt: skip
+
+
+def problems(config: Config) -> list[str]:
+    """Everything that is wrong with a well-typed configuration, one line each; empty when nothing is.
+
+    Opens no file and imports neither torch nor transformers. A value that is still missing (`???`) is
+    left to `load_config`, which has reported it.
+    """
+    return [
+        *_ranges(config),
+        *_names(config),
+        *_length(config),
+        *_batch(config),
+        *_losses(config),
+        *_optimizer(config),
+        *_checkpoints(config),
+        *_transport(config),
+        *_not_available(config),
+    ]
+
+
+def notes(config: Config) -> list[str]:
+    """What is allowed but may surprise, one line each."""
+    lines = []
+    if config.teachers and config.loss.kd_weight == 0:
+        lines.append("loss.kd_weight is 0: no teacher is started")
+    if config.data.loss_on == "assistant" and config.data.format == "text":
+        lines.append("data.loss_on=assistant has no effect on text rows: the loss is on all tokens")
+    if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
+        lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
+    return lines
+
+
+def values(config: Config, pattern: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a setting; `teachers[].x` gives one pair per teacher."""
+    if pattern.startswith("teachers[]."):
+        for index, teacher in enumerate(config.teachers):
+            yield f"teachers.{index}.{pattern[11:]}", _get(teacher, pattern[11:])
+    else:
+        yield pattern, _get(config, pattern)
+
+
+def _get(node: Any, path: str) -> Any:
+    for part in path.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
+    return str(ConfigError(key, rule, value, remedy))
+
+
+def _every(config: Config, patterns: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for pattern in patterns:
+        for key, value in values(config, pattern):
+            if value is not None:
+                yield key, value
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for key, value in _every(config, POSITIVE):
+        if value <= 0:
+            whole = isinstance(value, int)
+            yield _line(key, "must be 1 or more" if whole else "must be greater than 0", value)
+    for key, value in _every(config, NOT_NEGATIVE):
+        if value < 0:
+            yield _line(key, "must be 0 or more", value)
+    for key, value in _every(config, SHARES):
+        if not 0 <= value <= 1:
+            yield _line(key, "must lie in [0, 1]", value)
+    fraction = config.data.validation.fraction
+    if not 0 <= fraction < 1:
+        remedy = "0.05 holds out one document in twenty"
+        yield _line("data.validation.fraction", "must be a share of the data in [0, 1)", fraction, remedy)
+    for key, value in _every(config, NOT_EMPTY):
+        if not value.strip():
+            yield _line(key, "must not be empty", value or "''")
+
+
+def _names(config: Config) -> Iterator[str]:
+    name = config.run.name
+    if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
+        yield _line("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
+    for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
+        if count > 1:
+            yield _line("teachers", f"names must be unique; {count} teachers are called {teacher!r}", None,
+                        "set teachers.0.name, teachers.1.name, ...")  # fmt: skip
+    for key, value in values(config, "teachers[].name"):
+        if value.strip() and not all(letter.isalnum() or letter in "-_." for letter in value):
+            yield _line(
+                key, "may hold letters, digits, '-', '_' and '.', because actors are named after it", repr(value)
+            )
+
+
+def _length(config: Config) -> Iterator[str]:
+    if config.train.steps is None and config.train.epochs is None:
+        yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
+
+
+def _batch(config: Config) -> Iterator[str]:
+    """global_batch_size must split evenly over each group's data-parallel ranks and micro-batches."""
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    splits = [("student", config.student.parallel.dp, micro)]
+    if config.loss.kd_weight > 0:
+        for teacher in config.teachers:
+            own = micro if teacher.micro_batch_size is None else teacher.micro_batch_size
+            splits.append((f"teacher {teacher.name}", teacher.parallel.dp, own))
+    if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
+        return  # each has a line of its own
+    common = lcm(*(dp * size for _, dp, size in splits))
+    below, above = batch // common * common, (batch // common + 1) * common
+    remedy = f"use {below} or {above}" if below else f"use {above}"
+    for who, dp, size in splits:
+        whole, rest = divmod(batch, dp * size)
+        if rest:
+            rule = f"{batch} documents do not split over {who}'s dp {dp} x micro-batch {size} = {dp * size}"
+            yield _line("train.global_batch_size", rule, None, f"{batch} = {whole} x {dp * size} + {rest}; {remedy}")
+
+
+def _losses(config: Config) -> Iterator[str]:
+    loss = config.loss
+    if loss.kd_weight == 0 and loss.ce_weight == 0:
+        yield _line("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "nothing would be learnt")
+    if loss.kd_weight > 0 and not config.teachers:
+        remedy = "add teachers.0.model=PATH, or set loss.kd_weight=0 loss.ce_weight=1"
+        yield _line("teachers", f"loss.kd_weight {loss.kd_weight:g} needs a teacher", "none", remedy)
+    weights = [teacher.weight for teacher in config.teachers]
+    if loss.kd_weight > 0 and weights and min(weights) >= 0 and sum(weights) == 0:
+        yield _line("teachers", "at least one weight must be greater than 0", weights)
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    betas = config.optimizer.betas
+    if len(betas) != 2:
+        yield _line("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
+    for index, beta in enumerate(betas[:2]):
+        if not 0 <= beta < 1:
+            yield _line(f"optimizer.betas.{index}", "must lie in [0, 1)", beta)
+    end = config.schedule.steps if config.schedule.steps is not None else config.train.steps
+    warmup = config.schedule.warmup_steps
+    if end is not None and end > 0 and warmup > end:
+        where = "schedule.steps" if config.schedule.steps is not None else "train.steps"
+        yield _line("schedule.warmup_steps", f"must not exceed {where} ({end})", warmup)
+
+
+def _checkpoints(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best > 0:
+        if config.evaluate.every <= 0:
+            remedy = "set evaluate.every, or checkpoint.keep_best=0"
+            yield _line(
+                "checkpoint.keep_best", "needs a validation loss to tell the best by", checkpoint.keep_best, remedy
+            )
+        if not config.data.validation.path and config.data.validation.fraction == 0:
+            remedy = "set data.validation.path or data.validation.fraction"
+            yield _line("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
+    resume = checkpoint.resume
+    if resume is not None and resume not in ("latest", "auto") and "step-" not in resume:
+        remedy = "for example checkpoint.resume=latest"
+        yield _line("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
+
+
+def _transport(config: Config) -> Iterator[str]:
+    if config.transport == "local":
+        rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
+        yield _line("transport", rule, "local", "use transport=auto")
+    elif config.transport not in ("auto", "object_store"):
+        yield _line("transport", "only auto or object_store is available in this version", config.transport)
+
+
+def _not_available(config: Config) -> Iterator[str]:
+    for pattern, only in NOT_AVAILABLE:
+        for key, value in values(config, pattern):
+            if value != only:
+                yield _line(key, f"only {_yaml(only)} is available in this version", _yaml(value))
+
+
+def _yaml(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,231 @@
+"""Raw mapping → `Config`, by one walk over the leaves that reports every problem with its full path.
+
+OmegaConf stops at the first error and forgets list indices, so its own merge is not used for this.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from distill_rl.config.foreign import OUR_KEY
+from distill_rl.errors import ConfigError
+
+MISSING = "???"
+"""YAML's way to say that a value must still be given (OmegaConf's convention)."""
+
+
+class Findings:
+    """Problem lines, and the keys they are about, so that nothing is complained of twice."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.keys: set[str] = set()
+
+    def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
+        self.lines.append(str(ConfigError(key, rule, value, remedy)))
+        self.keys.update({key, suspect} - {""})
+
+
+def join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+@cache
+def hints(section: type) -> dict[str, Any]:
+    """Field name → type of a section, annotations evaluated."""
+    return get_type_hints(section)
+
+
+def unwrap(kind: Any) -> tuple[Any, bool]:
+    """`Optional[X]` → (X, True); X → (X, False)."""
+    if get_origin(kind) in (Union, types.UnionType):
+        rest = [part for part in get_args(kind) if part is not type(None)]
+        return rest[0], True
+    return kind, False
+
+
+def item_kind(kind: Any) -> Any:
+    """Type of a list's entries, or None when `kind` is no list."""
+    kind, _ = unwrap(kind)
+    return get_args(kind)[0] if get_origin(kind) is list else None
+
+
+def default_of(entry: Field) -> Any:
+    """Default value of a field; MISSING where there is none."""
+    if entry.default_factory is not NO_DEFAULT:
+        return entry.default_factory()
+    return entry.default
+
+
+def kind_at(section: type, path: str) -> Any:
+    """The type that the schema has at a dotted path (`teachers.0.model`), or None."""
+    kind: Any = section
+    for part in path.split("."):
+        kind, _ = unwrap(kind)
+        if is_dataclass(kind):
+            kind = hints(kind).get(part)  # type: ignore[arg-type]
+        elif item_kind(kind) is not None and part.isdigit():
+            kind = item_kind(kind)
+        else:
+            return None
+    return kind
+
+
+def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """Every setting of the schema as (dotted path, field, type), list indices written as `0`."""
+    for entry in fields(section):
+        kind, key = hints(section)[entry.name], join(path, entry.name)
+        inner = item_kind(kind)
+        if is_dataclass(kind):
+            yield from leaves(kind, key)  # type: ignore[arg-type]
+        elif is_dataclass(inner):
+            yield from leaves(inner, join(key, 0))  # type: ignore[arg-type]
+        else:
+            yield key, entry, kind
+
+
+def build(section: type, raw: Mapping[Any, Any], found: Findings, path: str = "") -> Any:
+    """An instance of `section`; a leaf with a problem is reported in `found` and keeps its default."""
+    names = {entry.name for entry in fields(section)}
+    for key in raw:
+        if key not in names:
+            _unknown(section, key, found, path)
+    values: dict[str, Any] = {}
+    for entry in fields(section):
+        key, kind = join(path, entry.name), hints(section)[entry.name]
+        default = default_of(entry)
+        value = raw.get(entry.name, default)
+        if isinstance(value, str) and value == MISSING:
+            found.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
+            values[entry.name] = value
+        elif is_dataclass(value):
+            values[entry.name] = build(type(value), {}, found, key)
+        else:
+            values[entry.name] = _value(kind, value, default, found, key)
+    return section(**values)
+
+
+def _value(kind: Any, value: Any, default: Any, found: Findings, key: str) -> Any:
+    plain, optional = unwrap(kind)
+    if value is None and optional:
+        return None
+    if is_dataclass(plain):
+        if isinstance(value, Mapping) or value is None:  # a section whose keys are all commented out is empty
+            return build(plain, value or {}, found, key)  # type: ignore[arg-type]
+    elif item_kind(plain) is not None:
+        if isinstance(value, list):
+            inner = item_kind(plain)
+            return [_value(inner, entry, MISSING, found, join(key, i)) for i, entry in enumerate(value)]
+    elif get_origin(plain) is Literal:
+        # YAML 1.1 reads a bare `on` or `off` as a boolean.
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        if word in get_args(plain):
+            return word
+        return _wrong_choice(plain, value, default, found, key)
+    elif plain is bool:
+        if isinstance(value, bool):
+            return value
+    elif plain is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif plain is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if isfinite(value):
+                return float(value)
+            found.add(key, "must be a finite number", value)
+            return default
+    elif plain is str and isinstance(value, str):
+        return value
+    found.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
+    return default
+
+
+def _wrong_choice(kind: Any, value: Any, default: Any, found: Findings, key: str) -> Any:
+    choices = get_args(kind)
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    remedy = f"did you mean {near[0]}?" if near else ""
+    found.add(key, f"must be one of {', '.join(choices)}", _shown(value), remedy)
+    return default
+
+
+def _unknown(section: type, key: Any, found: Findings, path: str) -> None:
+    full = join(path, key)
+    if key == "_target_":
+        found.add(full, "a configuration never names code to run", remedy="remove it")
+        return
+    siblings = [entry.name for entry in fields(section)]
+    near = _nearest(section, str(key), path)
+    if near:
+        found.add(full, "no such key", remedy=f"did you mean {near}?", suspect=near)
+    else:
+        found.add(full, "no such key", remedy=f"keys here: {', '.join(siblings)}")
+
+
+def _nearest(section: type, key: str, path: str) -> str:
+    """Full path of the valid key that was probably meant; empty when nothing is near."""
+    from distill_rl.config.schema import Config
+
+    siblings = [entry.name for entry in fields(section)]
+    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    if match:
+        return join(path, match[0])
+    if key in OUR_KEY:
+        return OUR_KEY[key]
+    by_name: dict[str, str] = {}
+    for name, _, _ in leaves(Config):
+        by_name.setdefault(name.rpartition(".")[2], name)
+    for entry in fields(Config):
+        by_name.setdefault(entry.name, entry.name)
+    if key in by_name:
+        return by_name[key]
+    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    if match:
+        return join(path, match[0])
+    match = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
+    return by_name[match[0]] if match else ""
+
+
+def _expected(kind: Any) -> str:
+    plain, optional = unwrap(kind)
+    inner = item_kind(plain)
+    if is_dataclass(plain):
+        text = f"a section with the keys {', '.join(entry.name for entry in fields(plain))}"  # type: ignore[arg-type]
+    elif inner is not None:
+        text = {str: "a list of texts", float: "a list of numbers"}.get(inner, "a list of sections")
+    else:
+        text = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[plain]
+    return text + (" or null" if optional else "")
+
+
+def _example(kind: Any, default: Any) -> str:
+    plain, _ = unwrap(kind)
+    if default not in (None, "", MISSING, NO_DEFAULT) and not is_dataclass(default):
+        return str(default).lower() if isinstance(default, bool) else str(default)
+    if plain is str:
+        return "PATH"
+    return {bool: "true", int: "8", float: "0.5"}.get(plain, "[]") if isinstance(plain, type) else "[]"
+
+
+def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
+    if plain is str and isinstance(value, int | float):
+        return f"""put it in quotes: {key.rpartition(".")[2]}: "{_yaml(value)}" """.rstrip()
+    if is_dataclass(plain):
+        return "indent its keys below it"
+    return f"for example {key}={_example(plain, default)}"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    """The value as a user would recognise it, cut to a length that fits on the line."""
+    text = "null" if value is None else _yaml(value) if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

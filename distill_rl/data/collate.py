@@ -1,0 +1,210 @@
+"""One global batch of documents → token rows for every data-parallel rank of the student and of each teacher."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distill_rl.config.schema import Config
+from distill_rl.data.chat import render_document
+from distill_rl.data.packing import first_fit
+from distill_rl.errors import DataError
+from distill_rl.types import IGNORE_INDEX, BatchInfo, DocumentBatch, RankBatch, TokenRows
+
+_ROW_MULTIPLE = 8
+"""Rows are as long as a multiple of this, which matrix multiplications on tensor cores ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One document's tokens, at most `max_length`.
+
+    `label_mask[j]` says that token j is to be learnt: the position before it gets it as its label.
+    """
+
+    input_ids: np.ndarray
+    """int32 [n]"""
+    label_mask: np.ndarray
+    """bool [n]"""
+    truncated: bool
+
+
+class Tokenization:
+    """Documents → tokens, by one tokenizer.
+
+    Text gets the special tokens that the tokenizer adds and an end-of-text token if it has one. Chat messages are
+    written by the tokenizer's chat template, which brings its own special tokens. A longer document is cut at its end.
+
+    Args:
+        tokenizer: a fast transformers tokenizer.
+        format: `data.format`; "auto" takes each document as it is.
+        loss_on: "all", or "assistant" to learn only what the assistant says, its end-of-turn token included.
+        max_length: tokens per document.
+
+    Raises:
+        DataError: a slow tokenizer; `loss_on` "assistant" with text; a chat that cannot be written or taken apart.
+    """
+
+    def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
+        if not tokenizer.is_fast:
+            rule = "a fast tokenizer (tokenizer.json), whose tokens know their place in the text"
+            raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
+        self._tokenizer, self._assistant_only, self._max_length = tokenizer, loss_on == "assistant", max_length
+        if format == "text" and self._assistant_only:
+            raise self._no_assistant("rows of text")
+
+    def encode(self, document: Mapping[str, Any]) -> Encoded:
+        """Tokens of one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
+        return self._encode_chat(document) if "messages" in document else self._encode_text(document)
+
+    def _encode_text(self, document: Mapping[str, Any]) -> Encoded:
+        if self._assistant_only:
+            raise self._no_assistant(f"text in row {document['row']}")
+        ids = self._tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        if end is not None and (not ids or ids[-1] != end):
+            ids = [*ids, end]
+        return self._cut(ids, np.ones(len(ids), dtype=bool))
+
+    def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
+        text, spans = render_document(
+            self._tokenizer, document["messages"], document["row"], find_assistant=self._assistant_only
+        )
+        encoded = self._tokenizer(
+            text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=self._assistant_only,
+            verbose=False,
+        )
+        mask = np.ones(len(encoded["input_ids"]), dtype=bool)
+        if self._assistant_only:
+            starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+            mask[:] = False
+            for first, stop in spans:
+                mask |= (starts >= first) & (starts < stop)
+        return self._cut(encoded["input_ids"], mask)
+
+    def _cut(self, ids: Sequence[int], mask: np.ndarray) -> Encoded:
+        kept = np.asarray(ids[: self._max_length], dtype=np.int32)
+        return Encoded(kept, mask[: self._max_length], truncated=len(ids) > self._max_length)
+
+    @staticmethod
+    def _no_assistant(found: str) -> DataError:
+        return DataError(
+            "data.loss_on=assistant", "chat messages", found, "use data.loss_on=all or data.format=messages"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How one model's workers divide a global batch: `dp` ranks, `micro_batch_size` rows per forward of each."""
+
+    dp: int
+    micro_batch_size: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows is a multiple of this."""
+        return self.dp * self.micro_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What a batch must fit: the student's and the teachers' division, row length, packing, padding id."""
+
+    student: Share
+    teachers: tuple[Share, ...]
+    max_length: int
+    packing: bool
+    pad_id: int
+
+    @classmethod
+    def from_config(cls, config: Config, pad_id: int) -> BatchPlan:
+        common = config.train.micro_batch_size
+        return cls(
+            student=Share(config.student.parallel.dp, common),
+            teachers=tuple(Share(t.parallel.dp, t.micro_batch_size or common) for t in config.teachers),
+            max_length=config.data.max_length,
+            packing=config.data.packing,
+            pad_id=pad_id,
+        )
+
+    @property
+    def row_multiple(self) -> int:
+        """Smallest number of rows that student and teachers can all divide evenly."""
+        return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The id to fill rows with. Padding is never learnt and never attended to, so any valid id does."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(candidate for candidate in candidates if candidate is not None)
+
+
+def build_batch(
+    batch: DocumentBatch, tokenization: Tokenization, plan: BatchPlan
+) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
+    """Tokenise, pack or pad, and divide one global batch; deterministic.
+
+    Returns:
+        what the driver needs to know; the student's part for each of its data-parallel ranks; for each teacher the
+        parts for its ranks. All parts are cut from the same rows, in contiguous runs of equal size.
+
+    Raises:
+        DataError: a document that cannot be tokenised, by its row.
+    """
+    began = time.perf_counter()
+    encoded = [tokenization.encode(document) for document in batch.documents]
+    rows = lay_out(encoded, plan)
+    num_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
+    info = BatchInfo(
+        index=batch.index,
+        cursor=batch.cursor,
+        num_documents=len(encoded),
+        num_rows=rows.shape[0],
+        num_tokens=sum(len(document.input_ids) for document in encoded),
+        num_labels=num_labels,
+        num_truncated=sum(document.truncated for document in encoded),
+        seconds=time.perf_counter() - began,
+    )
+    student, *teachers = (_divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
+    return info, student, teachers
+
+
+def lay_out(encoded: Sequence[Encoded], plan: BatchPlan) -> TokenRows:
+    """Documents → rows [R, S]: several to a row when packing (first fit), else one.
+
+    S is the longest row rounded up to a multiple of 8, at most `plan.max_length`; R a multiple of
+    `plan.row_multiple`. What no document fills is padding: a document of its own with positions from 0, no labels.
+    """
+    lengths = [len(document.input_ids) for document in encoded]
+    members = first_fit(lengths, plan.max_length) if plan.packing else [[number] for number in range(len(encoded))]
+    longest = max((sum(lengths[number] for number in row) for row in members), default=0)
+    length = min(-(-max(longest, 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE, plan.max_length)
+    shape = (-(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple, length)
+    input_ids = np.full(shape, plan.pad_id, dtype=np.int32)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
+    position_ids = np.tile(np.arange(length, dtype=np.int32), (shape[0], 1))
+    for row, documents in enumerate(members):
+        start = 0
+        for document in (encoded[number] for number in documents):
+            stop = start + len(document.input_ids)
+            input_ids[row, start:stop] = document.input_ids
+            position_ids[row, start:stop] = np.arange(stop - start)
+            if stop - start > 1:
+                shifted = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
+                labels[row, start : stop - 1] = shifted
+            start = stop
+        position_ids[row, start:] = np.arange(length - start)
+    return TokenRows(input_ids, labels, position_ids)
+
+
+def _divide(rows: TokenRows, dp: int, index: int, num_labels: int) -> list[RankBatch]:
+    size = rows.shape[0] // dp
+    return [RankBatch(index, first, rows[first : first + size], num_labels) for first in range(0, dp * size, size)]

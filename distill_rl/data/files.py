@@ -1,0 +1,196 @@
+"""One data file → one map-style `datasets.Dataset` with one checked column, and what identifies its content.
+
+Arrow files are memory-mapped where they lie. Parquet and JSON are read into memory when small and otherwise
+converted, once, to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that every process
+that opens them shares one copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distill_rl.data.rows import ARROW_TYPES, check_column, check_value
+from distill_rl.errors import DataError
+
+Kind = Literal["text", "messages"]
+
+SUFFIXES = (".arrow", ".parquet", ".json", ".jsonl")
+CACHE_FROM_BYTES = 64 << 20
+"""Parquet and JSON files from this size on are converted to a memory-mapped Arrow file."""
+HASH_WHOLE_BYTES = 1 << 30
+"""Data up to this size are hashed byte for byte; of larger ones the sizes and evenly spaced samples."""
+_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+_ROWS_PER_BATCH = 4096
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a file; for JSON those of the first row. Raises DataError for a damaged or empty file."""
+    if path.stat().st_size == 0:
+        raise _empty(path)
+    if path.suffix in (".json", ".jsonl"):
+        for _, row in _json_rows(path):
+            return list(row)
+        raise _empty(path)
+    try:
+        return pq.read_schema(path).names if path.suffix == ".parquet" else _open_arrow(path).column_names
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
+    """The column `key` of a file as a data set of one column; every row is checked for `kind` where it is read."""
+    try:
+        if path.suffix == ".arrow":
+            return datasets.Dataset(_open_arrow(path).select([key]))
+        if path.stat().st_size < CACHE_FROM_BYTES:
+            batches = list(_batches(path, key, kind))
+            if not batches:
+                raise _empty(path)
+            return datasets.Dataset(pa.Table.from_batches(batches))
+        return datasets.Dataset(_open_arrow(_convert(path, key, kind)))
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def content_hash(paths: Sequence[Path]) -> str:
+    """SHA-256 over the content of files in order, whatever their names and places.
+
+    Up to 1 GiB in total every byte counts. Of more, each file's size and 64 samples of 64 KiB, the first and the
+    last bytes among them: an edit that keeps the size and misses the samples goes unseen.
+    """
+    digest = hashlib.sha256()
+    sizes = [path.stat().st_size for path in paths]
+    whole = sum(sizes) <= HASH_WHOLE_BYTES
+    for path, size in zip(paths, sizes):
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            if whole or size <= _SAMPLES * _SAMPLE_BYTES:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+                continue
+            for sample in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _open_arrow(path: Path) -> pa.Table:
+    """Memory-map an Arrow file of either layout: the stream that `datasets` writes, or the random-access file."""
+    source = pa.memory_map(str(path))
+    try:
+        return pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid as stream_error:
+        source.seek(0)
+        if source.read(6) != b"ARROW1":
+            raise stream_error
+        return pa.ipc.open_file(source).read_all()
+
+
+def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
+    if path.suffix == ".parquet":
+        first_row = 0
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_PER_BATCH, columns=[key]):
+                column = batch.column(key)
+                check_column(column, kind, f"{path}: column {key!r}", first_row)
+                yield batch
+                first_row += len(column)
+        return
+    schema = pa.schema([(key, ARROW_TYPES[kind])])
+    values: list[Any] = []
+    for place, row in _json_rows(path):
+        what = f"{path}: {place}"
+        if key not in row:
+            raise DataError(what, f"has the column {key!r} like the first row", sorted(row))
+        values.append(check_value(row[key], kind, f"{what}, column {key!r}"))
+        if len(values) == _ROWS_PER_BATCH:
+            yield pa.record_batch([pa.array(values, ARROW_TYPES[kind])], schema)
+            values = []
+    if values:
+        yield pa.record_batch([pa.array(values, ARROW_TYPES[kind])], schema)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its place for messages; JSON lines, or one JSON list of objects."""
+    with path.open("rb") as file:
+        is_list = path.suffix == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        file.seek(0)
+        if is_list:
+            rows = _parse(file.read(), f"{path}: the JSON list")
+            for index, row in enumerate(rows):
+                yield f"row {index}", _object(row, f"{path}: row {index}")
+            return
+        index = 0
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"row {index} (line {number})"
+            yield place, _object(_parse(line, f"{path}: {place}"), f"{path}: {place}")
+            index += 1
+
+
+def _parse(text: bytes, what: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            what, "text is UTF-8", f"byte 0x{text[error.start]:02x} at byte {error.start}", "convert the file to UTF-8"
+        ) from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        found = getattr(error, "msg", "too deep a nesting")
+        remedy = "the file may be truncated, or not JSON lines"
+        raise DataError(
+            what, "is complete, valid JSON", f"{found} at character {getattr(error, 'pos', 0)}", remedy
+        ) from error
+
+
+def _object(row: Any, what: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(what, "is a JSON object with the columns as its keys", type(row).__name__)
+    return row
+
+
+def _convert(path: Path, key: str, kind: Kind) -> Path:
+    """The Arrow twin of a file, written atomically if it is not there yet; bound to path, size and time of change."""
+    status = path.stat()
+    name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{key}\0{kind}"
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "distill_rl"
+    target = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.arrow"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = _batches(path, key, kind)
+    first = next(batches, None)
+    if first is None:
+        raise _empty(path)
+    partial = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            with pa.ipc.new_stream(file, first.schema) as writer:
+                writer.write_batch(first)
+                for batch in batches:
+                    writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _empty(path: Path) -> DataError:
+    return DataError(str(path), "at least one row", "an empty file")
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    kind = path.suffix[1:] or "folder"
+    return DataError(str(path), f"a readable, complete {kind} file", str(error)[:200], "the file may be truncated")

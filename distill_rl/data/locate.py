@@ -1,0 +1,192 @@
+"""What `data.path` names: files, Arrow folders, or a hub data set."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from distill_rl.data import files
+from distill_rl.data.files import Kind
+from distill_rl.data.rows import check_column, check_type
+from distill_rl.errors import DataError
+
+CHECK_BYTES = 256 << 20
+"""Memory-mapped columns up to this size are checked when they are opened; larger ones row by row as they are read."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_PROBE_S = 10.0
+_FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
+
+
+class HubError(DataError):
+    """A hub data set that cannot be reached from here, so that nothing can be said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One Arrow, Parquet or JSON file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def content(self) -> list[Path]:
+        """The files that hold the rows."""
+        return [self.path]
+
+    def columns(self) -> list[str]:
+        return files.column_names(self.path)
+
+    def open(self, key: str, kind: Kind) -> datasets.Dataset:
+        """The column `key`, checked for `kind` as far as `CHECK_BYTES` allows."""
+        dataset = files.open_file(self.path, key, kind)
+        if self.path.suffix == ".arrow":
+            _check(dataset, key, kind, self.name)
+        return dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A data set that `datasets` has opened: an Arrow folder, or one of the hub."""
+
+    name: str
+    dataset: datasets.Dataset
+
+    @property
+    def content(self) -> list[Path]:
+        """The files that hold the rows."""
+        return [Path(file["filename"]) for file in self.dataset.cache_files]
+
+    def columns(self) -> list[str]:
+        return self.dataset.column_names
+
+    def open(self, key: str, kind: Kind) -> datasets.Dataset:
+        """The column `key`, checked for `kind` as far as `CHECK_BYTES` allows."""
+        dataset = self.dataset.select_columns([key])
+        _check(dataset, key, kind, self.name)
+        return dataset
+
+
+def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
+    """Everything that `path` names, sorted by path; of data with splits the first of `splits` that is there.
+
+    Raises:
+        HubError: a hub name that cannot be reached.
+        DataError: nothing there, no such split, damaged folders; `setting` is the key to blame.
+    """
+    datasets.disable_progress_bars()
+    local = _local_paths(path, setting)
+    if not local:
+        return [_open_hub(path, splits, setting)]
+    return [_open_folder(entry, splits, setting) if entry.is_dir() else DataFile(entry) for entry in local]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` can only be the name of a hub data set: nothing local bears it, and its form allows it."""
+    if not _HUB_NAME.fullmatch(path) or path.endswith(files.SUFFIXES) or Path(path).exists():
+        return False
+    owner, slash, _ = path.partition("/")
+    return not (slash and Path(owner).is_dir())
+
+
+def _local_paths(path: str, setting: str) -> list[Path]:
+    """The files and folders that `path` names, sorted; empty for a hub name."""
+    if glob.has_magic(path) and not Path(path).exists():
+        found = sorted(Path(entry) for entry in glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        folders = {entry for entry in found if _is_arrow_folder(entry)}
+        found = [entry for entry in found if entry in folders or (_is_data_file(entry) and entry.parent not in folders)]
+        if not found:
+            raise DataError(setting, f"a glob that matches {', '.join(files.SUFFIXES)} files or Arrow folders", path)
+        return found
+    entry = Path(path)
+    if entry.is_dir():
+        return [entry]
+    if entry.exists():
+        if entry.suffix not in files.SUFFIXES:
+            raise DataError(setting, f"a folder or a file ending in {', '.join(files.SUFFIXES)}", path)
+        return [entry]
+    if is_hub_name(path):
+        return []
+    raise DataError(setting, "an existing file, folder or glob, or a hub name", path, _nearby(entry))
+
+
+def _is_data_file(path: Path) -> bool:
+    return path.is_file() and path.suffix in files.SUFFIXES and path.name not in _FOLDER_FILES
+
+
+def _is_arrow_folder(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _nearby(path: Path) -> str:
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
+
+
+def _open_folder(path: Path, wanted: Sequence[str], setting: str) -> Loaded:
+    if not _is_arrow_folder(path):
+        inside = sorted({entry.suffix for entry in path.rglob("*") if entry.suffix in files.SUFFIXES})
+        remedy = f"name its files by a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
+        raise DataError(setting, "a folder written by datasets.save_to_disk", str(path), remedy)
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise DataError(
+            str(path), "a complete Arrow folder", str(error)[:200], "a file may be missing or cut"
+        ) from error
+    return Loaded(str(path), _pick_split(loaded, wanted, str(path)))
+
+
+def _pick_split(loaded: Any, wanted: Sequence[str], name: str) -> datasets.Dataset:
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    for split in wanted:
+        if split in loaded:
+            return loaded[split]
+    raise DataError(name, f"has the split {wanted[-1]!r}", f"the splits {sorted(loaded)}", "set data.split")
+
+
+def _open_hub(name: str, wanted: Sequence[str], setting: str) -> Loaded:
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE
+    unreachable = HubError(
+        setting,
+        "an existing path, or a hub data set that can be reached",
+        name,
+        "check the name, the network, HF_HOME and HF_HUB_OFFLINE",
+    )
+    if not offline:
+        # `load_dataset` would retry an unreachable hub for 20 seconds and more.
+        try:
+            huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_PROBE_S)
+        except RepositoryNotFoundError as error:
+            raise DataError(setting, "a path, or a hub data set that you may read", name, "check the name") from error
+        except Exception as error:  # HTTP and socket errors, whose classes depend on the client behind the hub library
+            raise unreachable from error
+    try:
+        loaded = datasets.load_dataset(name)
+    except Exception as error:  # whatever the builder of this data set raises
+        if offline and isinstance(error, OSError):
+            raise unreachable from error
+        raise DataError(setting, "a hub data set that `datasets` can load", f"{name}: {str(error)[:200]}") from error
+    return Loaded(name, _pick_split(loaded, wanted, name))
+
+
+def _check(dataset: datasets.Dataset, key: str, kind: Kind, name: str) -> None:
+    column, what = dataset.data.column(key), f"{name}, column {key!r}"
+    check_type(column.type, kind, what)
+    if column.nbytes <= CHECK_BYTES:
+        check_column(column, kind, what)

@@ -1,0 +1,130 @@
+"""What a row may hold: text, or chat messages. Checks of single values and of whole Arrow columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from distill_rl.errors import DataError
+
+MESSAGE_TYPE = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+ARROW_TYPES: dict[str, pa.DataType] = {"text": pa.large_string(), "messages": pa.large_list(MESSAGE_TYPE)}
+
+
+def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
+    """The text, or the messages reduced to role and content; `what` names file, row and column.
+
+    Raises:
+        DataError: not text; not a non-empty list of `{role, content}` with text in both; not valid Unicode.
+    """
+    if kind == "text":
+        return _check_text(value, what)
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise DataError(what, "a list of at least one message {role, content}", found)
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            found = f"the keys {sorted(message)}" if isinstance(message, Mapping) else type(message).__name__
+            raise DataError(f"{what}, message {number}", "a message has a role and a content", found)
+        messages.append(
+            {key: _check_text(message[key], f"{what}, message {number}, {key}") for key in ("role", "content")}
+        )
+    return messages
+
+
+def _check_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+        raise DataError(what, "text", found)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(what, "valid Unicode", f"a lone surrogate at character {error.start}") from error
+    return value
+
+
+def check_column(
+    column: pa.Array | pa.ChunkedArray, kind: Literal["text", "messages"], what: str, first_row: int = 0
+) -> None:
+    """Check a whole Arrow column without a Python object per row; rows in messages count from `first_row`.
+
+    Raises:
+        DataError: naming the first row that `check_value` would refuse.
+    """
+    if kind == "text":
+        _require_string(column.type, what, first_row)
+        _require_all(column.is_valid(), what, first_row, "text", "null")
+        _require_utf8(column, what, first_row)
+        return
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    for chunk in chunks:
+        _check_messages(chunk, what, first_row)
+        first_row += len(chunk)
+
+
+def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str) -> None:
+    """Check what the type alone tells: text, or lists of structs with a textual role and content."""
+    if kind == "text":
+        _require_string(column_type, what, 0)
+        return
+    found = str(column_type)
+    item = column_type.value_type if _is_list(column_type) else None
+    if item is None or not pa.types.is_struct(item) or not {"role", "content"} <= {field.name for field in item}:
+        raise DataError(f"{what}, row 0", "a list of messages {role, content}", f"the type {found[:100]}")
+    for key in ("role", "content"):
+        _require_string(item.field(key).type, f"{what}, {key}", 0)
+
+
+def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
+    check_type(chunk.type, "messages", what)
+    _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
+    _require_all(pc.greater(pc.list_value_length(chunk), 0), what, first_row, "at least one message", "an empty list")
+    messages = pc.list_flatten(chunk)
+    parents = pc.list_parent_indices(chunk)
+
+    def place(index: int) -> int:
+        return first_row + parents[index].as_py()
+
+    for key in ("role", "content"):
+        values = pc.struct_field(messages, key)
+        bad = pc.index(values.is_valid(), False).as_py()
+        if bad >= 0:
+            raise DataError(f"{what}, row {place(bad)}, {key}", "text", "null")
+        _require_utf8(values, f"{what}, {key}", first_row, place)
+
+
+def _is_list(column_type: pa.DataType) -> bool:
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(column_type) for is_kind in kinds)
+
+
+def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None:
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    if not any(is_kind(column_type) for is_kind in kinds):
+        raise DataError(f"{what}, row {first_row}", "text", f"the type {str(column_type)[:100]}")
+
+
+def _require_all(valid: Any, what: str, first_row: int, rule: str, found: str) -> None:
+    bad = pc.index(valid, False).as_py()
+    if bad >= 0:
+        raise DataError(f"{what}, row {first_row + bad}", rule, found)
+
+
+def _require_utf8(column: Any, what: str, first_row: int, place: Any = None) -> None:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        for index, value in enumerate(column):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as bad:
+                row = place(index) if place else first_row + index
+                raise DataError(
+                    f"{what}, row {row}", "text is UTF-8", f"byte 0x{bad.object[bad.start]:02x} at byte {bad.start}"
+                ) from bad
+        raise DataError(what, "a valid Arrow column", str(error)[:200], "the file may be damaged") from error

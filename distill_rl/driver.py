@@ -1,0 +1,156 @@
+"""The driver: one CPU process that moves references, never tensors.
+
+`Driver.open` builds what a run needs and ends it again; `run` is the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+
+from distill_rl import checkpoints
+from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
+from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.job import Job
+from distill_rl.observe.card import model_card
+from distill_rl.observe.log import say
+from distill_rl.observe.metrics import Metric, merge
+from distill_rl.observe.sinks import Observer, open_observer
+from distill_rl.observe.timing import StepTimer
+from distill_rl.prefetch import Lookahead
+from distill_rl.signals import EXIT_PREEMPTED, Signals
+from distill_rl.types import TrainState
+from distill_rl.workers.build import Crew, hire
+from distill_rl.workers.pipeline import PendingBatch
+
+
+class Driver:
+    def __init__(
+        self,
+        job: Job,
+        crew: Crew,
+        loader: Loader,
+        observer: Observer,
+        timer: StepTimer,
+        signals: Signals,
+        resumed: Checkpoint | None,
+    ):
+        self.job, self.config, self.crew, self.student = job, job.config, crew, crew.student
+        self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
+        self.store = checkpoint_store(job)
+        self.state = resumed.state.train if resumed else TrainState()
+        self.score = resumed.state.score if resumed else None
+        self._saved = self._validated = self.state.step if resumed else -1
+
+    @classmethod
+    @contextmanager
+    def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
+        """Starts (or joins) Ray, the actors and the sinks; ends them all when the block ends, whatever happened."""
+        resumed = find_checkpoint(job)
+        start = resumed.state.train if resumed else TrainState()
+        train, config = job.config.train, job.config
+        loader = Loader(
+            job.train,
+            batch_size=train.global_batch_size,
+            seed=config.run.seed,
+            steps=train.steps,
+            epochs=train.epochs,
+            start=start,
+        )
+        timer = StepTimer()
+        with ExitStack() as stack:
+            crew = stack.enter_context(hire(job, loader.total_steps, timer, signals.raise_if_interrupted))
+            if resumed:
+                crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
+            observer = open_observer(
+                config, job.paths, total_steps=loader.total_steps, resume_step=start.step if resumed else None
+            )
+            stack.enter_context(closing(observer))
+            say(f"training  steps {start.step + 1} to {loader.total_steps} in {job.paths.root}")
+            yield cls(job, crew, loader, observer, timer, signals, resumed)
+
+    def run(self) -> int:
+        """Trains to the last step, or to a request to stop. Returns the process's exit code."""
+        with Lookahead(
+            self.loader, self.crew.pipeline.train, PendingBatch.release, self.config.prefetch.depth
+        ) as items:
+            for step, item in enumerate(items, start=self.state.step + 1):
+                with self.timer.step(step), item.lease() as (batch, targets):
+                    trained = self.student.train_step(batch, targets)
+                self.state = TrainState(step=step, cursor=item.cursor)
+                self.observer.log(step, trained, item.metrics, self.timer.flush())
+                if self.due(self.config.evaluate.every):
+                    self.validate()
+                if self.due(self.config.checkpoint.every):
+                    self.save()
+                if self.signals.preempted:
+                    return self.preempt()
+        return self.finish()
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def validate(self) -> None:
+        """KD and CE on held-out text; once per step at most."""
+        if self.job.validation is None or self._validated == self.state.step:
+            return
+        batches = validation_batches(
+            self.job.validation, self.config.train.global_batch_size, self.config.data.validation.max_documents
+        )
+        parts: list[dict[str, Metric]] = []
+        for batch in batches:
+            with self.crew.pipeline.validate(batch).lease() as (pending, targets):
+                parts.append(self.student.evaluate(pending, targets))
+        metrics = merge(parts)
+        self.score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else None
+        self._validated = self.state.step
+        self.observer.log(self.state.step, metrics)
+
+    def save(self) -> None:
+        """A checkpoint of this step; once per step at most."""
+        if self._saved == self.state.step:
+            return
+        score = self.score if self._validated == self.state.step else None
+        with self.store.write(SavedState(self.state, self.job.fingerprints, score)) as directory:
+            self.student.collective("save", os.fspath(directory), what=f"saving step {self.state.step}")
+        self._saved = self.state.step
+
+    def preempt(self) -> int:
+        self.save()
+        say(f"stopped after step {self.state.step} and saved; go on with --resume")
+        return EXIT_PREEMPTED
+
+    def finish(self) -> int:
+        self.validate()
+        self.save()
+        self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
+        return 0
+
+    def card(self, scores: Mapping[str, float] | None = None) -> str:
+        """The model card of the student as it stands."""
+        measured = {} if self.score is None else {"validation/kl_loss": self.score}
+        return model_card(
+            self.config,
+            step=self.state.step,
+            data_fingerprint=self.job.fingerprints["data"],
+            scores=measured | dict(scores or {}),
+        )
+
+
+def checkpoint_store(job: Job) -> CheckpointStore:
+    settings = job.config.checkpoint
+    return CheckpointStore(job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
+
+
+def find_checkpoint(job: Job) -> Checkpoint | None:
+    """The checkpoint that `checkpoint.resume` asks for, verified, or None for a fresh start.
+
+    Raises:
+        CheckpointError: none is there, it is damaged, or it was made from other data, tokenizer or models.
+    """
+    found = checkpoints.find(checkpoint_store(job), job.config.checkpoint.resume)
+    if found:
+        checkpoints.require_same(found.state.fingerprints, job.fingerprints)
+        say(f"resuming  from {found.path}")
+    return found

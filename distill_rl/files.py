@@ -1,0 +1,56 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: str | Path, content: str | bytes) -> None:
+    """Writes beside the target, flushes to disk, renames over it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def sync_directory(path: str | Path) -> None:
+    """Makes renames inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: str | Path) -> None:
+    """Flushes every file and directory under `root`."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            descriptor = os.open(Path(directory) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(directory)
+
+
+def sha256(path: str | Path) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

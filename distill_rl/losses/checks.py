@@ -1,0 +1,103 @@
+"""Refusals of bad arguments: each names the argument, the rule and the value.
+
+Shapes are always checked. Values are looked at on CPU tensors, and on a GPU only when asked, because it waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.targets import TopKLogprobs
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def in_unit_interval(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: must lie in [0, 1]; got {value!r}")
+
+
+def positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}: must be positive and finite; got {value!r}")
+
+
+def chunk_size(value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"chunk_size: must be at least 1; got {value!r}")
+
+
+def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
+    if tensor.ndim not in dims or not tensor.is_floating_point():
+        wanted = " or ".join(str(dim) for dim in dims)
+        raise ValueError(
+            f"{name}: must be a float tensor of {wanted} dimensions; got {tensor.dtype} {list(tensor.shape)}"
+        )
+
+
+def rows(name: str, tensor: Tensor | None, leading: torch.Size) -> Tensor | None:
+    """The tensor as [N], given that the logits have the leading dimensions [N] or [B, S]."""
+    if tensor is None:
+        return None
+    count = math.prod(leading)
+    if tensor.shape not in (leading, torch.Size([count])):
+        raise ValueError(f"{name}: must have the shape of the logits' rows, {list(leading)}; got {list(tensor.shape)}")
+    return tensor.reshape(count)
+
+
+def looked_at(validate: bool | None, tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" if validate is None else validate
+
+
+def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_index: int, validate: bool | None) -> None:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{name}: must be integers; got {values.dtype}")
+    if not looked_at(validate, values):
+        return
+    bad = valid & ((values < 0) | (values >= vocabulary))
+    if bad.any():
+        first = int(values[bad][0])
+        raise ValueError(f"{name}: must lie in [0, {vocabulary}) or be ignore_index ({ignore_index}); got {first}")
+
+
+def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
+    ids, logprobs = teacher.ids, teacher.logprobs
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
+    if ids.ndim != 2 or ids.shape[0] != num_rows:
+        raise ValueError(f"teacher.ids: must be [N, k] with N = {num_rows} rows; got {list(ids.shape)}")
+    if logprobs.shape != ids.shape or not logprobs.is_floating_point():
+        raise ValueError(
+            f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; "
+            f"got {logprobs.dtype} {list(logprobs.shape)}"
+        )
+    rest = teacher.rest_logprob
+    if rest is not None and rest.shape != ids.shape[:1]:
+        raise ValueError(f"teacher.rest_logprob: must be [N] with N = {num_rows} rows; got {list(rest.shape)}")
+    if not 1 <= ids.shape[1] <= vocabulary:
+        raise ValueError(f"teacher.ids: k must lie in [1, {vocabulary}], the vocabulary; got {ids.shape[1]}")
+    if teacher.temperature != temperature:
+        raise ValueError(
+            f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
+        )
+    if looked_at(validate, ids) and ids.numel():
+        _distinct_ids(ids, vocabulary)
+
+
+def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= vocabulary:
+        raise ValueError(f"teacher.ids: must lie in [0, {vocabulary}); got {lowest if lowest < 0 else highest}")
+    ordered = ids.sort(1).values
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if twice.any():
+        row, column = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"teacher.ids: must be distinct within a row; got {int(ordered[row, column])} twice in row {row}"
+        )

@@ -1,0 +1,134 @@
+"""KD against a teacher that is known over the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.divergence import Distribution, Divergence
+from distill_rl.losses.labels import LabelTerm
+from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import LogSums, Scratch, combine, row_sum
+
+
+class TeacherChunks(Protocol):
+    """Where the teacher's logits come from, a chunk of rows at a time."""
+
+    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
+        """This rank's columns of these rows times `scale`, [n, Vl + 1], in a buffer of `scratch`."""
+
+
+class LogitChunks:
+    """Teacher logits that exist: [N, Vl]."""
+
+    def __init__(self, logits: Tensor):
+        self.logits = logits
+
+    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
+        return scratch.load("teacher", self.logits[rows], scale)
+
+
+class DenseRows:
+    """(T²·D, cross-entropy) per row; also the mass that either side has in the compared columns, 1.
+
+    The two KLs need one sweep: with m the leading side's maximum, D = Σ exp(x − m)·(x − y)/Z_x − lse_x + lse_y for
+    x the leading side's logits and y the other's. The other divergences need both normalisers before their second.
+    """
+
+    def __init__(
+        self,
+        teacher: TeacherChunks,
+        shard: VocabularyShard,
+        divergence: Divergence,
+        temperature: float,
+        label: LabelTerm | None,
+        num_rows: int,
+        like: Tensor,
+    ):
+        self.teacher, self.shard, self.divergence, self.label = teacher, shard, divergence, label
+        self.temperature, self.scale = temperature, 1 / temperature
+        self.at_one = label is not None and temperature != 1
+        powers = (1.0, temperature) if self.at_one else (1.0,)
+        self.student_sums = LogSums(num_rows, powers, like, weighted=divergence.leads == "student")
+        self.teacher_sums = LogSums(num_rows, (1.0,), like, weighted=divergence.leads == "teacher")
+        self.student_lse, self.teacher_lse, self.slope = (like.new_empty(num_rows) for _ in range(3))
+        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
+
+    @property
+    def sweeps(self):
+        if self.divergence.leads:
+            return [(self._collect, self._complete_led)]
+        return [(self._collect, self._complete), (self._collect_terms, self._complete_terms)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, self.values = tuple(self.values), []
+        one = torch.ones_like(values[0])
+        return values, (one, one.clone())
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        w = self.teacher.load(rows, scratch, self.scale)
+        if self.label is not None:
+            self.label.collect(rows, u)
+        work = scratch.buffer("work", u.shape[0])
+        sides = [(self.student_sums, u, w), (self.teacher_sums, w, u)]
+        for sums, x, y in sides:
+            exponentials = sums.add(rows, x, work)
+            if sums.weighted is not None:
+                sums.weighted[rows] = row_sum(exponentials.mul_(x - y))
+
+    def _complete(self, rows: slice) -> None:
+        combine(self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.logit] if self.label else [])
+        self.student_lse[rows] = self.student_sums.log(rows)
+        self.teacher_lse[rows] = self.teacher_sums.log(rows)
+        if self.label is not None:
+            self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, int(self.at_one)))
+
+    def _complete_led(self, rows: slice) -> None:
+        self._complete(rows)
+        difference = self.student_lse[rows] - self.teacher_lse[rows]
+        if self.divergence.leads == "teacher":
+            self._set_value(rows, self.teacher_sums.mean(rows) + difference)
+            self.slope[rows] = -1
+        else:
+            value = self.student_sums.mean(rows) - difference
+            self._set_value(rows, value)
+            self.slope[rows] = value + 1
+
+    def _collect_terms(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        p, q = self._distributions(rows, u, scratch)
+        self.values[0][rows] = row_sum(self.divergence.value(p, q))
+        self.slope[rows] = row_sum(self.divergence.slope(p, q))
+
+    def _complete_terms(self, rows: slice) -> None:
+        self.shard.sum_(self.values[0][rows], self.slope[rows])
+        self._set_value(rows, self.values[0][rows])
+
+    def _set_value(self, rows: slice, divergence: Tensor) -> None:
+        """Never negative: what is left below zero is rounding."""
+        self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
+
+    def _distributions(self, rows: slice, u: Tensor, scratch: Scratch) -> tuple[Distribution, Distribution]:
+        w = self.teacher.load(rows, scratch, self.scale)
+        return Distribution(w.sub_(self.teacher_lse[rows, None])), Distribution(u.sub_(self.student_lse[rows, None]))
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        kd, ce = (None if g is None else g.to(u.dtype) for g in (*grads, None)[:2])
+        at_one = None
+        if ce is not None and (self.at_one or kd is None):
+            at_one = self.label.probabilities(rows, u, scratch.buffer("label", u.shape[0])).mul_(ce[:, None])
+        if kd is None:
+            gradient = u.zero_() if at_one is None else at_one
+        else:
+            kd = kd * self.temperature
+            p, q = self._distributions(rows, u, scratch)
+            gradient = self.divergence.slope(p, q).mul_(kd[:, None])
+            weight = -kd * self.slope[rows]
+            if ce is not None and at_one is None:
+                weight += ce
+            gradient.addcmul_(q.prob, weight[:, None])
+            if at_one is not None:
+                gradient.add_(at_one)
+        return gradient if ce is None else self.label.subtract(rows, gradient, ce)

@@ -1,0 +1,170 @@
+"""The divergences, each as two lines.
+
+A divergence between a teacher p and a student q is a sum over the vocabulary (or over a few columns and a bucket for
+the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions say all there is to know of it:
+
+    value   f(p, q)
+    slope   ∂f/∂(log q) = q · ∂f/∂q
+
+because q is a softmax of u, so that ∂D/∂u_v = slope_v − q_v · Σ_w slope_w. To add one: a class with these two lines,
+an entry in `DIVERGENCES`, and a line in `reference.py`, from which the tests take the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Distribution:
+    """Log-probabilities of any shape, and the probabilities once somebody asks for them."""
+
+    def __init__(self, log: Tensor):
+        self.log = log
+
+    @cached_property
+    def prob(self) -> Tensor:
+        return self.log.exp()
+
+
+def mixture(a: Distribution, b: Distribution, share: float) -> Distribution:
+    """share · a + (1 − share) · b for a share strictly between 0 and 1."""
+    return Distribution(torch.logaddexp(a.log + math.log(share), b.log + math.log1p(-share)))
+
+
+class Divergence(Protocol):
+    beta: float
+
+    def value(self, p: Distribution, q: Distribution) -> Tensor: ...
+
+    def slope(self, p: Distribution, q: Distribution) -> Tensor: ...
+
+
+class _Divergence:
+    leads: Literal["teacher", "student"] | None = None
+    """Whose probabilities weigh log(p/q), for the two whose sum needs no normalised logits and so no second sweep."""
+
+    def __init__(self, beta: float = 0.0):
+        self.beta = beta
+
+
+class ForwardKL(_Divergence):
+    """KL(p‖q)"""
+
+    leads = "teacher"
+
+    def value(self, p, q):
+        return p.prob * (p.log - q.log)
+
+    def slope(self, p, q):
+        return -p.prob
+
+
+class ReverseKL(_Divergence):
+    """KL(q‖p)"""
+
+    leads = "student"
+
+    def value(self, p, q):
+        return q.prob * (q.log - p.log)
+
+    def slope(self, p, q):
+        return q.prob * (q.log - p.log + 1)
+
+
+class JensenShannon(_Divergence):
+    """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q (GKD, arXiv 2306.13649)"""
+
+    def value(self, p, q):
+        m = mixture(p, q, self.beta)
+        return self.beta * p.prob * (p.log - m.log) + (1 - self.beta) * q.prob * (q.log - m.log)
+
+    def slope(self, p, q):
+        return (1 - self.beta) * q.prob * (q.log - mixture(p, q, self.beta).log)
+
+
+class SkewedForwardKL(_Divergence):
+    """KL(p‖m) with m = α·p + (1 − α)·q, α = beta (DistiLLM, arXiv 2402.03898)"""
+
+    def value(self, p, q):
+        return p.prob * (p.log - mixture(p, q, self.beta).log)
+
+    def slope(self, p, q):
+        return (self.beta - 1) * q.prob * (p.log - mixture(p, q, self.beta).log).exp()
+
+
+class SkewedReverseKL(_Divergence):
+    """KL(q‖m) with m = α·q + (1 − α)·p, α = beta (DistiLLM, arXiv 2402.03898)"""
+
+    def value(self, p, q):
+        return q.prob * (q.log - mixture(q, p, self.beta).log)
+
+    def slope(self, p, q):
+        log_ratio = q.log - mixture(q, p, self.beta).log
+        return q.prob * (log_ratio + 1 - self.beta * log_ratio.exp())
+
+
+class TotalVariation(_Divergence):
+    """½ Σ |p − q|"""
+
+    def value(self, p, q):
+        return 0.5 * (p.prob - q.prob).abs()
+
+    def slope(self, p, q):
+        return 0.5 * q.prob * (q.prob - p.prob).sign()
+
+
+DIVERGENCES: dict[str, type[_Divergence]] = {
+    "forward_kl": ForwardKL,
+    "reverse_kl": ReverseKL,
+    "jsd": JensenShannon,
+    "skewed_forward_kl": SkewedForwardKL,
+    "skewed_reverse_kl": SkewedReverseKL,
+    "tvd": TotalVariation,
+}
+
+_AT_ZERO = {"skewed_forward_kl": "forward_kl", "skewed_reverse_kl": "reverse_kl", "jsd": "forward_kl"}
+
+
+def resolve(name: str, beta: float) -> _Divergence:
+    """The divergence of that name with its β (the skew α of the skewed ones).
+
+    The ends of the range, where a formula degenerates, are what it tends to after scaling: JSD(0) is forward KL, JSD(1)
+    reverse KL, a skew of 0 the plain KL.
+
+    Raises:
+        ValueError: unknown name, β outside [0, 1], or a skew of 1, which compares a distribution with itself.
+    """
+    if name not in DIVERGENCES:
+        raise ValueError(f"divergence: must be one of {', '.join(DIVERGENCES)}; got {name!r}")
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta: must lie in [0, 1]; got {beta!r}")
+    if name.startswith("skewed") and beta == 1:
+        raise ValueError("beta: a skew of 1 compares a distribution with itself, take less than 1; got 1")
+    if beta == 0:
+        name = _AT_ZERO.get(name, name)
+    if beta == 1 and name == "jsd":
+        name = "reverse_kl"
+    return DIVERGENCES[name](beta)
+
+
+def balance(divergence: _Divergence) -> float:
+    """The κ that makes value + κ·(q − p) never negative, term by term, and zero only where p = q.
+
+    A KL is a sum of terms of either sign that is positive only because both sides sum to one. Probabilities that were
+    rounded on their way do not; with −p + q beside each p·log(p/q) every term is a divergence by itself. κ is −slope at
+    p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD and TVD.
+    """
+    one = Distribution(torch.zeros((), dtype=torch.float64, device="cpu"))
+    return -float(divergence.slope(one, one))
+
+
+def needs_support(divergence: _Divergence) -> bool:
+    """Whether the divergence is infinite where the teacher has no mass and the student has some (reverse KL)."""
+    nothing = Distribution(torch.tensor(-math.inf, dtype=torch.float64, device="cpu"))
+    one = Distribution(torch.zeros((), dtype=torch.float64, device="cpu"))
+    return bool(divergence.value(nothing, one).isinf())

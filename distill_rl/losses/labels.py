@@ -1,0 +1,94 @@
+"""The label's log-probability, alone or as the cross-entropy that comes out of a KD sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import LogSums, Scratch, combine, row_sum
+
+
+class LabelTerm:
+    """A label's logit and its normaliser, collected in a sweep over logits divided by T.
+
+    A label that no rank holds counts as a logit of 0: finite, and for the caller to mask.
+    """
+
+    def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
+        """labels: [N] global ids. `temperature`: what the logits of the sweep have been divided by."""
+        self.columns, self.size = shard.columns(labels), shard.size
+        self.temperature = temperature
+        self.logit = like.new_empty(labels.shape[0])
+        self.lse = like.new_empty(labels.shape[0])
+
+    def collect(self, rows: slice, u: Tensor) -> None:
+        columns = self.columns[rows, None]
+        self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
+
+    def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
+        """At T = 1, given the logsumexp of the undivided logits."""
+        self.lse[rows] = lse
+        return lse - self.logit[rows] * self.temperature
+
+    def probabilities(self, rows: slice, u: Tensor, out: Tensor) -> Tensor:
+        """softmax at T = 1 of a chunk of logits divided by T."""
+        torch.mul(u, self.temperature, out=out)
+        return out.sub_(self.lse[rows, None]).exp_()
+
+    def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
+        """gradient − weight at the label's column, in place."""
+        return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
+
+
+class LabelRows:
+    """log q(target) and, if asked for, the entropy of q, for q at temperature T.
+
+    ∂ log q_t/∂u_v = 1[v = t] − q_v and ∂ entropy/∂u_v = −q_v (log q_v + entropy).
+    """
+
+    def __init__(self, targets: Tensor, shard: VocabularyShard, like: Tensor, temperature: float, entropy: bool):
+        """targets: [N] global ids. `like`: any tensor of the device and the dtype of the arithmetic."""
+        num_rows = targets.shape[0]
+        self.shard, self.scale, self.with_entropy = shard, 1 / temperature, entropy
+        self.label = LabelTerm(targets, shard, like)
+        self.sums = LogSums(num_rows, (1.0,), like, weighted=entropy)
+        self.lse = like.new_empty(num_rows)
+        self.entropy = like.new_empty(num_rows if entropy else 0)
+        self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
+
+    @property
+    def sweeps(self):
+        return [(self._collect, self._complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, self.values = tuple(self.values), []
+        return values, ()
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        self.label.collect(rows, u)
+        exponentials = self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
+        if self.sums.weighted is not None:
+            self.sums.weighted[rows] = row_sum(exponentials.mul_(u))
+
+    def _complete(self, rows: slice) -> None:
+        combine(self.shard, rows, [self.sums], [self.label.logit])
+        self.lse[rows] = self.sums.log(rows)
+        self.values[0][rows] = self.label.logit[rows] - self.lse[rows]
+        if self.with_entropy:
+            self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
+            self.values[1][rows] = self.entropy[rows]
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        zero = u.new_zeros(u.shape[0])
+        label, entropy = ((zero if g is None else g.to(u.dtype) * self.scale) for g in (*grads, None)[:2])
+        log_q = u.sub_(self.lse[rows, None])
+        if self.with_entropy:
+            q = torch.exp(log_q, out=scratch.buffer("work", u.shape[0]))
+            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(-entropy[:, None])
+            gradient.addcmul_(q, -label[:, None])
+        else:
+            gradient = log_q.exp_().mul_(-label[:, None])
+        return self.label.subtract(rows, gradient, -label)

@@ -1,0 +1,47 @@
+"""From numbers per row to a loss: masks, weights, and the one division."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ReductionName = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[ReductionName, ...] = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How [N] numbers become one. Rows that are not valid count as 0 whatever they hold.
+
+    A mean divides by rows, never by weights: by `num_items_in_batch`, the *global* count, where it is given, so that
+    micro-batches and data-parallel ranks may simply be added up; else by the valid rows here.
+    """
+
+    name: ReductionName
+    valid: Tensor
+    """bool [N]"""
+    weights: Tensor | None = None
+    """[N]"""
+    num_items_in_batch: int | float | Tensor | None = None
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """int64 scalar, the valid rows."""
+        return self.valid.sum()
+
+    def __call__(self, rows: Tensor, *, weighted: bool = True) -> Tensor:
+        """[N] → scalar, or [N] for "none". Stays connected to the graph when no row is valid."""
+        if weighted and self.weights is not None:
+            rows = rows * self.weights
+        rows = torch.where(self.valid, rows, 0)
+        if self.name == "none":
+            return rows
+        total = rows.sum()
+        return total if self.name == "sum" else total / self._denominator()
+
+    def _denominator(self) -> Tensor | float:
+        count = self.num_tokens if self.num_items_in_batch is None else self.num_items_in_batch
+        return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

@@ -1,0 +1,136 @@
+"""The same losses written down plainly: whole vocabulary, fp64, autograd. The truth that the tests compare with.
+
+Nothing here is shared with the fast path except the types, and nothing is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.kd import KDOutput
+from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """a·log(a/b), 0 where a is 0."""
+    nothing = a == 0
+    return torch.where(nothing, 0, a * (torch.where(nothing, 1, a).log() - torch.where(nothing, 1, b).log()))
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "forward_kl": lambda p, q, _: _kl(p, q),
+    "reverse_kl": lambda p, q, _: _kl(q, p),
+    "jsd": lambda p, q, b: b * _kl(p, b * p + (1 - b) * q) + (1 - b) * _kl(q, b * p + (1 - b) * q),
+    "skewed_forward_kl": lambda p, q, a: _kl(p, a * p + (1 - a) * q),
+    "skewed_reverse_kl": lambda p, q, a: _kl(q, a * q + (1 - a) * p),
+    "tvd": lambda p, q, _: (p - q).abs() / 2,
+}
+
+# −a + b beside every a·log(a/b), so that probabilities that do not sum to one compare term by term.
+BALANCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "forward_kl": lambda p, q, _: q - p,
+    "reverse_kl": lambda p, q, _: p - q,
+    "jsd": lambda p, q, _: 0 * q,
+    "skewed_forward_kl": lambda p, q, a: (1 - a) * (q - p),
+    "skewed_reverse_kl": lambda p, q, a: (1 - a) * (p - q),
+    "tvd": lambda p, q, _: 0 * q,
+}
+
+
+def kd_loss(
+    student_logits: Tensor,
+    teacher: Teacher | None,
+    *,
+    labels: Tensor | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tail: str = "bucket",
+    kd_ratio: float = 1.0,
+    token_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items_in_batch: int | float | Tensor | None = None,
+) -> KDOutput:
+    """As `losses.kd_loss`, on unsharded tensors; every argument means the same."""
+    z = student_logits.double().reshape(-1, student_logits.shape[-1])
+    valid = torch.ones(len(z), dtype=torch.bool) if labels is None else labels.reshape(-1) != ignore_index
+    kd, teacher_mass, student_mass = _rows(z / temperature, teacher, divergence, beta, temperature, tail)
+    kd = temperature**2 * kd
+    ce = None
+    if labels is not None:
+        picked = torch.where(valid, labels.reshape(-1), 0).long()
+        ce = -z.log_softmax(1).gather(1, picked[:, None])[:, 0]
+
+    def reduced(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        rows = torch.where(valid, rows if weights is None else rows * weights.double().reshape(-1), 0)
+        if reduction == "none":
+            return rows
+        if reduction == "sum":
+            return rows.sum()
+        return rows.sum() / max(float(valid.sum() if num_items_in_batch is None else num_items_in_batch), 1)
+
+    kd_loss, ce_loss = reduced(kd, token_weights), None if ce is None else reduced(ce, token_weights)
+    loss = kd_loss if kd_ratio == 1 else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
+    return KDOutput(
+        loss=loss,
+        kd_loss=kd_loss.detach(),
+        ce_loss=None if ce_loss is None else ce_loss.detach(),
+        num_tokens=valid.sum(),
+        teacher_mass=reduced(teacher_mass).detach(),
+        student_mass=reduced(student_mass).detach(),
+    )
+
+
+def _rows(
+    u: Tensor, teacher: Teacher | None, divergence: str, beta: float, temperature: float, tail: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """D, the teacher's and the student's mass in the compared columns, each [N]."""
+    if teacher is None:
+        return 0 * u.sum(1), 0 * u.sum(1), 0 * u.sum(1)
+    name = _limit(divergence, beta)
+    f = DIVERGENCES[name]
+    if not isinstance(teacher, TopKLogprobs):
+        w = teacher_logits(teacher) / temperature
+        p, q = w.softmax(1), u.softmax(1)
+        return f(p, q, beta).sum(1), p.sum(1), q.sum(1)
+    ids = teacher.ids.long()
+    p, q = teacher.logprobs.double().exp(), u.softmax(1).gather(1, ids)
+    masses = p.sum(1), q.sum(1)
+    if tail == "truncate":
+        return f(p, q, beta).sum(1), *masses
+    if tail == "renormalize":
+        p, q = p / p.sum(1, keepdim=True), u.gather(1, ids).softmax(1)
+        return f(p, q, beta).sum(1), *masses
+    rest_u = u.scatter(1, ids, -torch.inf)
+    empty = (rest_u == -torch.inf).all(1)
+    rest_lse = torch.where(empty[:, None], 0, rest_u).logsumexp(1)
+    rest_q = torch.where(empty, 0, (rest_lse - u.logsumexp(1)).exp())
+    if teacher.rest_logprob is not None:
+        rest_p = teacher.rest_logprob.double().exp()
+    else:
+        rest_p = torch.where(masses[0] >= 1 - 1e-6, 0, 1 - masses[0])
+    kept = ~empty & ((rest_p > 0) | (name != "reverse_kl"))
+    p = torch.cat([p, torch.where(kept, rest_p, 0)[:, None]], 1)
+    q = torch.cat([q, torch.where(kept, rest_q, 0)[:, None]], 1)
+    return (f(p, q, beta) + BALANCES[name](p, q, beta)).sum(1), *masses
+
+
+def _limit(divergence: str, beta: float) -> str:
+    if beta == 0 and divergence in ("jsd", "skewed_forward_kl"):
+        return "forward_kl"
+    if (beta == 0 and divergence == "skewed_reverse_kl") or (beta == 1 and divergence == "jsd"):
+        return "reverse_kl"
+    return divergence
+
+
+def teacher_logits(teacher: DenseLogits | TeacherHidden) -> Tensor:
+    """[N, V] in fp64."""
+    if isinstance(teacher, DenseLogits):
+        return teacher.logits.double().reshape(-1, teacher.logits.shape[-1])
+    logits = teacher.hidden.double().reshape(-1, teacher.hidden.shape[-1]) @ teacher.lm_head_weight.double().T
+    logits = logits * teacher.logit_scale
+    return logits if teacher.softcap is None else teacher.softcap * (logits / teacher.softcap).tanh()

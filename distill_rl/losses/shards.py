@@ -1,0 +1,124 @@
+"""Which columns of the vocabulary this rank holds, and the sums over the ranks that hold the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Columns [offset, offset + size) of `total`; `group` holds the ranks of the other columns, None when there are none."""
+
+    offset: int
+    size: int
+    total: int
+    group: ProcessGroup | None = None
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Local columns of global ids, int64; ids held by another rank, or by none, become `size`, a dummy column."""
+        local = ids.long() - self.offset
+        return torch.where((local >= 0) & (local < self.size), local, self.size)
+
+    def max_(self, *tensors: Tensor) -> None:
+        """Replace the tensors by their maximum over the group, in one collective."""
+        self._all_reduce(tensors, dist.ReduceOp.MAX)
+
+    def sum_(self, *tensors: Tensor) -> None:
+        """Replace the tensors by their sum over the group, in one collective."""
+        self._all_reduce(tensors, dist.ReduceOp.SUM)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks of the group, in rank order; shapes must be equal."""
+        if self.group is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+    def _all_reduce(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType) -> None:
+        if self.group is None or not tensors:
+            return
+        packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(packed, op=op, group=self.group)
+        for tensor, part in zip(tensors, packed.split([tensor.numel() for tensor in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str) -> tuple[Tensor, VocabularyShard]:
+    """The local part of a tensor whose dimension `dim` is the vocabulary, and its place.
+
+    Args:
+        tensor: a DTensor sharded over that dimension (the shards may be uneven or empty; the group is its mesh's), or a
+            plain tensor: the whole vocabulary, or with `tp_group` this rank's shard of equal shards in rank order.
+        tp_group: for plain tensors only.
+        dim: −1 for logits, 0 for the weight of an output layer.
+        name: of the argument, for error messages.
+
+    Raises:
+        ValueError: a Partial placement, the vocabulary sharded over two mesh dimensions, or a DTensor with a `tp_group`.
+    """
+    dim %= tensor.ndim
+    if isinstance(tensor, DTensor):
+        if tp_group is not None:
+            raise ValueError(f"tp_group: a DTensor brings its own group, leave it out when {name} is one")
+        shard = _dtensor_shard(tensor, dim, name)
+        return tensor.to_local(), shard
+    size = tensor.shape[dim]
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return tensor, VocabularyShard(0, size, size)
+    ranks, rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
+    return tensor, VocabularyShard(rank * size, size, ranks * size, tp_group)
+
+
+def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
+    placements, mesh = tensor.placements, tensor.device_mesh
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise ValueError(f"{name}: a Partial DTensor must be reduced first; got {placements}")
+    sharding = [number for number, placement in enumerate(placements) if _shards(placement, dim, tensor.ndim)]
+    if len(sharding) > 1:
+        raise ValueError(f"{name}: the vocabulary may be sharded over one mesh dimension; got {placements}")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    group = mesh.get_group(sharding[0]) if sharding and mesh.size(sharding[0]) > 1 else None
+    return VocabularyShard(offset[dim] if sharding else 0, shape[dim], tensor.shape[dim], group)
+
+
+def _shards(placement: object, dim: int, ndim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim % ndim == dim
+
+
+def local_like(tensor: Tensor, shard: VocabularyShard, *, dim: int, name: str) -> Tensor:
+    """The part of another model's logits or output layer that matches the student's shard.
+
+    Args:
+        tensor: plain and of the shard's size, or a DTensor, sharded in the same way or replicated.
+
+    Raises:
+        ValueError: it covers other columns.
+    """
+    dim %= tensor.ndim
+    if not isinstance(tensor, DTensor):
+        if tensor.shape[dim] != shard.size:
+            raise ValueError(
+                f"{name}: must have the columns of the student's shard, {shard.size} of {shard.total}; "
+                f"got {tensor.shape[dim]}"
+            )
+        return tensor
+    theirs = _dtensor_shard(tensor, dim, name)
+    if theirs.total != shard.total:
+        raise ValueError(f"{name}: must have the student's vocabulary of {shard.total}; got {theirs.total}")
+    local = tensor.to_local()
+    if theirs.size == theirs.total:
+        return local.narrow(dim, shard.offset, shard.size)
+    if (theirs.offset, theirs.size) != (shard.offset, shard.size):
+        raise ValueError(
+            f"{name}: must be sharded as the student is, columns {shard.offset} to {shard.offset + shard.size}; "
+            f"got {theirs.offset} to {theirs.offset + theirs.size}"
+        )
+    return local

@@ -1,0 +1,159 @@
+"""KD against a teacher that is known in k columns per row, with a bucket for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.divergence import Distribution, Divergence, balance, needs_support
+from distill_rl.losses.labels import LabelTerm
+from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import LogSums, Scratch, combine, floor_of
+from distill_rl.losses.targets import TopKLogprobs
+
+Tail = Literal["bucket", "truncate", "renormalize"]
+TAILS: tuple[Tail, ...] = ("bucket", "truncate", "renormalize")
+
+FULL_MASS = 1 - 1e-6
+"""Where the k columns hold this much and the rest did not travel, there is no telling what rounding left of it."""
+
+
+class TopKRows:
+    """(T²·D, cross-entropy) per row; also the mass of teacher and student in the teacher's k columns.
+
+    S are the teacher's columns, R the others. log q_R is the logsumexp over R, never log(1 − q_S). What R's columns share:
+    ∂D/∂u_v = exp(u_v − lse_R)·(slope_R − q_R·H) for v in R.
+
+    The student's logits at the k columns are summed over the ranks with the normalisers (k + 1 numbers per row, two
+    collectives), after which every rank has the whole of the comparison and any divergence costs the same.
+    """
+
+    def __init__(
+        self,
+        teacher: TopKLogprobs,
+        shard: VocabularyShard,
+        divergence: Divergence,
+        temperature: float,
+        tail: Tail,
+        label: LabelTerm | None,
+        like: Tensor,
+    ):
+        self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
+        self.temperature, self.scale = temperature, 1 / temperature
+        self.balance = balance(divergence) if tail == "bucket" else 0.0
+        self.needs_support = needs_support(divergence)
+        self.at_one = label is not None and temperature != 1
+        num_rows, k = teacher.ids.shape
+        self.rest = LogSums(num_rows, (1.0, temperature) if self.at_one else (1.0,), like)
+        self.top: Tensor | None = like.new_empty(num_rows, k)
+        # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
+        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
+        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
+        self.masses = [like.new_empty(num_rows) for _ in range(2)]
+
+    @property
+    def sweeps(self):
+        return [(self._collect, self._complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, masses, self.values, self.masses, self.top = tuple(self.values), tuple(self.masses), [], [], None
+        return values, masses
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        if self.label is not None:
+            self.label.collect(rows, u)
+        columns = self.shard.columns(self.teacher.ids[rows])
+        self.top[rows] = torch.where(columns < self.shard.size, u.gather(1, columns), 0)
+        u.scatter_(1, columns, floor_of(u.dtype))
+        self.rest.add(rows, u, scratch.buffer("work", u.shape[0]))
+
+    def _complete(self, rows: slice) -> None:
+        top = self.top[rows]
+        combine(self.shard, rows, [self.rest], [self.top] + ([self.label.logit] if self.label else []))
+        # Where R is empty or masked everywhere its sums count columns at the floor.
+        rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
+        lse = _logsumexp(top, rest_lse)
+        self.lse[rows], self.rest_lse[rows] = lse, rest_lse
+        self._compare(rows, top, lse, rest_lse)
+        if self.label is not None:
+            at_one = lse
+            if self.at_one:
+                at_one = _logsumexp(top * self.temperature, self.rest.log(rows, 1))
+            self.values[1][rows] = self.label.cross_entropy(rows, at_one)
+
+    def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
+        """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""
+        log_p, log_q = self._teacher_logprobs(rows, top.dtype), top - lse[:, None]
+        self.masses[0][rows], self.masses[1][rows] = log_p.exp().sum(1), log_q.exp().sum(1)
+        self.base[rows] = lse
+        if self.tail == "renormalize":
+            self.base[rows] = top.logsumexp(1)
+            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - self.base[rows, None]
+        p, q = Distribution(log_p), Distribution(log_q)
+        value, slope = self._terms(p, q)
+        value, slope = value.sum(1), slope.sum(1)
+        rest_q = Distribution(rest_lse - lse)
+        rest_slope = torch.zeros_like(slope)
+        if self.tail == "bucket":
+            rest_p = Distribution(self._rest_logprob(rows, log_p))
+            rest_value, rest_slope = self._terms(rest_p, rest_q)
+            kept = rest_lse > floor_of(top.dtype)
+            if self.needs_support:
+                kept &= rest_p.log > floor_of(top.dtype)
+            rest_slope = torch.where(kept, rest_slope, 0)
+            value, slope = value + torch.where(kept, rest_value, 0), slope + rest_slope
+        if self.tail != "truncate":
+            value = value.clamp_min(0)  # what is left below zero is rounding
+        self.values[0][rows] = self.temperature**2 * value
+        self.slope[rows] = slope
+        self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
+
+    def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
+        value, slope = self.divergence.value(p, q), self.divergence.slope(p, q)
+        if self.balance:
+            value, slope = value + self.balance * (q.prob - p.prob), slope + self.balance * q.prob
+        return value, slope
+
+    def _teacher_logprobs(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self.teacher.logprobs[rows].to(dtype).clamp_min(floor_of(dtype))
+
+    def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:
+        """log p_R, the floor where it is 0."""
+        if self.teacher.rest_logprob is not None:
+            return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
+        mass = log_p.exp().sum(1)
+        return torch.where(mass >= FULL_MASS, floor_of(log_p.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        kd, ce = ((u.new_zeros(u.shape[0]) if g is None else g.to(u.dtype)) for g in (*grads, None)[:2])
+        kd = kd * self.temperature
+        at_one = None
+        if self.at_one and grads[1] is not None:
+            at_one = self.label.probabilities(rows, u, scratch.buffer("label", u.shape[0])).mul_(ce[:, None])
+        shared_ce = u.new_zeros(u.shape[0]) if self.at_one else ce
+        columns = self.shard.columns(self.teacher.ids[rows])
+        top = u.gather(1, columns)
+        rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
+        gradient = u.sub_(self.rest_lse[rows, None]).exp_()
+        gradient.mul_((kd * self.rest_factor[rows] + shared_ce * rest_q)[:, None])
+        gradient.scatter_(1, columns, self._gradient_at_top(rows, top, kd, shared_ce))
+        if at_one is not None:
+            gradient.add_(at_one)
+        return gradient if self.label is None else self.label.subtract(rows, gradient, ce)
+
+    def _gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+        log_p = self._teacher_logprobs(rows, top.dtype)
+        if self.tail == "renormalize":
+            log_p = log_p - log_p.logsumexp(1, keepdim=True)
+        q = Distribution(top - self.base[rows, None])
+        _, slope = self._terms(Distribution(log_p), q)
+        gradient = (slope - q.prob * self.slope[rows, None]) * kd[:, None]
+        return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
+
+
+def _logsumexp(top: Tensor, rest: Tensor) -> Tensor:
+    """[n, k] and [n] → [n]"""
+    return torch.cat([top, rest[:, None]], 1).logsumexp(1)

@@ -1,0 +1,205 @@
+"""A sweep over vocabulary-sharded logits, a chunk of rows at a time: values per row forward, a streamed gradient backward.
+
+Rows are independent, so no more than a chunk of them is ever held in the arithmetic's dtype. Forward keeps a few numbers
+per row; backward recomputes a chunk from the logits and writes its gradient, rounded once, into one buffer.
+
+The gradient under tensor parallelism: collectives are called inside `forward`, where autograd does not see them, and
+none in `backward`. Every rank back-propagates its own copy of the replicated values, and what comes out is exactly the
+derivative with respect to its own columns. A collective inside the graph would add it up once more per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distill_rl.losses.shards import VocabularyShard
+
+_CPU_CHUNK = 2**18
+_CUDA_CHUNK = 2**25
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic on logits of this dtype: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """Stands for −inf, so that differences of two masked logits are 0 instead of NaN; its exponential is 0."""
+    return torch.finfo(dtype).min / 4
+
+
+def default_chunk(columns: int, device: torch.device) -> int:
+    """Rows per chunk: a chunk fits into a core's cache on a CPU (1 MiB of fp32), and keeps a GPU busy (128 MiB)."""
+    return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
+
+
+def chunks(num_rows: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of `size` rows that tile `num_rows`; the last may be shorter."""
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """[n, columns] → [n]. A row's sum has the same bits whatever n: torch adds a lone row up in another order."""
+    return x.sum(1) if x.shape[0] != 1 else x.expand(2, -1).sum(1)[:1]
+
+
+class Scratch:
+    """Chunk-sized buffers, used again for every chunk. Each has one column more than the shard: the dummy column.
+
+    Ids that another rank holds point to it, so that gathering from it yields the floor, scattering to it harms nothing,
+    and an empty shard is no special case.
+    """
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
+        self.columns = columns
+        self._shape, self._dtype, self._device = (rows, columns + 1), dtype, device
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, rows: int) -> Tensor:
+        """[rows, columns + 1], with whatever was left in it."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._buffers[name][:rows]
+
+    def load(self, name: str, logits: Tensor, scale: float) -> Tensor:
+        """The logits [n, columns] times `scale`, with the floor for −inf and in the dummy column."""
+        buffer = self.buffer(name, logits.shape[0])
+        buffer[:, : self.columns].copy_(logits)
+        return self.finish(buffer, scale)
+
+    def finish(self, buffer: Tensor, scale: float) -> Tensor:
+        """What `load` does after copying, for a buffer that was filled otherwise."""
+        buffer[:, self.columns] = 0
+        if scale != 1:
+            buffer.mul_(scale)
+        buffer.clamp_(min=floor_of(buffer.dtype))
+        buffer[:, self.columns] = floor_of(buffer.dtype)
+        return buffer
+
+
+class LogSums:
+    """Σ_v exp(power · (x_v − m)) · y_v per row, with m the row's maximum: first over this rank's columns, then over all.
+
+    One total per power, with y = 1: power 1 is the normaliser, power T that of logits divided by T at temperature 1.
+    With `weighted` there is one more, of power 1, for the caller to fill.
+    """
+
+    def __init__(self, num_rows: int, powers: Sequence[float], like: Tensor, weighted: bool = False):
+        self.powers = tuple(powers)
+        self.max = like.new_empty(num_rows)
+        self.totals = [like.new_empty(num_rows) for _ in powers]
+        self.weighted = like.new_empty(num_rows) if weighted else None
+
+    def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
+        """Sums of exponentials of a chunk x; returns exp(x − m), which lies in `work`."""
+        self.max[rows] = x.amax(1)
+        for power, total in reversed(list(zip(self.powers, self.totals))):
+            torch.sub(x, self.max[rows, None], out=work)
+            if power != 1:
+                work.mul_(power)
+            total[rows] = row_sum(work.exp_())
+        return work
+
+    def log(self, rows: slice, number: int = 0) -> Tensor:
+        """log Σ exp(power · x), not below the floor."""
+        total = self.max[rows] * self.powers[number] + self.totals[number][rows].log()
+        return total.clamp_min(floor_of(total.dtype))
+
+    def mean(self, rows: slice) -> Tensor:
+        """Σ exp(x) · y / Σ exp(x) of the weighted sum."""
+        assert self.weighted is not None
+        return self.weighted[rows] / self.totals[0][rows]
+
+    def parts(self) -> list[tuple[float, Tensor]]:
+        """Every sum with its power."""
+        weighted = [] if self.weighted is None else [(1.0, self.weighted)]
+        return [*zip(self.powers, self.totals), *weighted]
+
+
+def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra: Sequence[Tensor]) -> None:
+    """Turn this rank's sums of these rows into those over the whole vocabulary: one MAX and one SUM.
+
+    Args:
+        extra: more tensors of N rows to add up, in place.
+    """
+    if shard.group is None:
+        return
+    before = [group.max[rows].clone() for group in sums]
+    shard.max_(*[group.max[rows] for group in sums])
+    for group, local in zip(sums, before):
+        shift = local - group.max[rows]
+        for power, total in group.parts():
+            total[rows].mul_((shift * power).exp())
+    shard.sum_(*[total[rows] for group in sums for _, total in group.parts()], *[tensor[rows] for tensor in extra])
+
+
+class RowFunction(Protocol):
+    """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
+
+    u stands for a loaded chunk, [n, Vl + 1], that may be overwritten.
+    """
+
+    scale: float
+    """factor on the logits before anything else, 1/T"""
+
+    @property
+    def sweeps(self) -> Sequence[tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]]:
+        """Pairs: collect a chunk's sums; then, over any range of rows, combine them over the ranks."""
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The [N] values, differentiable and not. The object lets go of them: they will refer to it."""
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, Vl + 1]."""
+
+
+class StreamedRows(torch.autograd.Function):
+    """A row function of logits that exist: [N, Vl] → its values.
+
+    One of the two autograd functions of this package; the other is `fused.FusedRows`.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, function: RowFunction, chunk: int, inplace: bool) -> tuple[Tensor, ...]:
+        scratch = _scratch_for(logits, chunk)
+        for collect, complete in function.sweeps:
+            for rows in chunks(logits.shape[0], chunk):
+                collect(rows, scratch.load("student", logits[rows], function.scale), scratch)
+            complete(slice(0, logits.shape[0]))
+        ctx.save_for_backward(logits)
+        ctx.function, ctx.chunk, ctx.inplace, ctx.spent = function, chunk, inplace, False
+        ctx.set_materialize_grads(False)
+        values, constants = function.outputs()
+        ctx.mark_non_differentiable(*constants)
+        ctx.num_values = len(values)
+        return *values, *constants
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None):
+        if ctx.spent:
+            raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
+        (logits,) = ctx.saved_tensors
+        ctx.spent = ctx.inplace
+        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        scratch = _scratch_for(logits, ctx.chunk)
+        for rows in chunks(logits.shape[0], ctx.chunk):
+            u = scratch.load("student", logits[rows], ctx.function.scale)
+            gradient = ctx.function.gradient(rows, u, [_part(g, rows) for g in grads[: ctx.num_values]], scratch)
+            out[rows].copy_(gradient[:, : scratch.columns])
+        return out, None, None, None
+
+
+def _scratch_for(logits: Tensor, chunk: int) -> Scratch:
+    rows = min(chunk, logits.shape[0])
+    return Scratch(rows, logits.shape[1], accumulator(logits.dtype), logits.device)
+
+
+def _part(grad: Tensor | None, rows: slice) -> Tensor | None:
+    return None if grad is None else grad[rows]

@@ -1,0 +1,86 @@
+"""What a teacher says of N tokens. These are also the wire formats: every field is a tensor of N rows.
+
+N tokens, V vocabulary, Vl this rank's part of it, k entries per token, Ht the teacher's hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLogits:
+    """Logits over the whole vocabulary, before any temperature."""
+
+    logits: Tensor
+    """[N, Vl] or [B, S, Vl], this rank's shard; or a DTensor Shard(-1)"""
+    label_logprob: Tensor | None = None
+    """[N], the teacher's log-probability of the actual next token"""
+
+
+@dataclass(frozen=True, slots=True)
+class TopKLogprobs:
+    """The teacher's k most likely tokens, with log-probabilities taken over the whole vocabulary.
+
+    Nothing is renormalised: exp(logprobs) and exp(rest_logprob) sum to one, up to the dtype they travelled in.
+    """
+
+    ids: Tensor
+    """int32 or int64 [N, k], global vocabulary ids, distinct within a row"""
+    logprobs: Tensor
+    """any float [N, k], at `temperature`"""
+    rest_logprob: Tensor | None = None
+    """[N], log of the mass outside the k; derived from the others when absent"""
+    temperature: float = 1.0
+    label_logprob: Tensor | None = None
+    """[N], log-probability of the actual next token, at `temperature`"""
+
+    def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
+        """ids int32 [N, k], logprobs in `wire_dtype` [N, k], rest_logprob and label_logprob fp32 [N] where present."""
+        tensors = {"ids": self.ids.to(torch.int32), "logprobs": self.logprobs.to(wire_dtype)}
+        if self.rest_logprob is not None:
+            tensors["rest_logprob"] = self.rest_logprob.float()
+        if self.label_logprob is not None:
+            tensors["label_logprob"] = self.label_logprob.float()
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> TopKLogprobs:
+        """The inverse of `to_tensors`. The tensors are kept, not copied, and never written to.
+
+        Raises:
+            ValueError: `ids` or `logprobs` is missing.
+        """
+        missing = {"ids", "logprobs"} - set(tensors)
+        if missing:
+            raise ValueError(f"tensors: must hold ids and logprobs; {', '.join(sorted(missing))} missing")
+        return cls(
+            ids=tensors["ids"],
+            logprobs=tensors["logprobs"],
+            rest_logprob=tensors.get("rest_logprob"),
+            temperature=temperature,
+            label_logprob=tensors.get("label_logprob"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHidden:
+    """Last hidden states and the output layer: exact dense KD whose logits never exist as a whole."""
+
+    hidden: Tensor
+    """[N, Ht] or [B, S, Ht]"""
+    lm_head_weight: Tensor
+    """[Vl, Ht], this rank's rows; or a DTensor Shard(0)"""
+    softcap: float | None = None
+    """logits = softcap · tanh(logits / softcap), as Gemma 2 does"""
+    logit_scale: float = 1.0
+    """factor on the logits before the softcap, as Cohere and Granite have"""
+    label_logprob: Tensor | None = None
+    """[N]"""
+
+
+Teacher = DenseLogits | TopKLogprobs | TeacherHidden

@@ -1,0 +1,107 @@
+"""The teacher's side: what to keep of logits sharded over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distill_rl.losses import checks
+from distill_rl.losses.shards import VocabularyShard, split
+from distill_rl.losses.sweep import LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
+from distill_rl.losses.targets import TopKLogprobs
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    labels: Tensor | None = None,
+    temperature: float = 1.0,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> TopKLogprobs:
+    """The k most likely tokens with log-probabilities over the whole vocabulary, and the exact log of the rest.
+
+    The rest is summed over the columns outside the k, never taken as 1 − Σ. Every rank receives the same answer.
+
+    Args:
+        logits: [N, V] or [B, S, V], sharded as in `kd_loss`; columns at −inf get probability 0.
+        k: entries per row.
+        labels: int [N] or [B, S]; the log-probability of a label outside the vocabulary (−100, say) means nothing.
+        temperature: of the softmax.
+
+    Returns:
+        int64 ids and fp32 (fp64 for fp64 logits) log-probabilities of N rows, most likely first.
+
+    Raises:
+        ValueError: k outside [1, V], temperature not positive, labels of another shape.
+    """
+    checks.floating("logits", logits, (2, 3))
+    checks.positive("temperature", temperature)
+    checks.chunk_size(chunk_size)
+    local, shard = split(logits, tp_group, dim=-1, name="logits")
+    if not 1 <= k <= shard.total:
+        raise ValueError(f"k: must lie in [1, {shard.total}], the vocabulary; got {k}")
+    flat_labels = checks.rows("labels", labels, local.shape[:-1])
+    flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
+    chunk = chunk_size or default_chunk(shard.size, flat.device)
+    ids, top, rest, label = _candidates(flat, shard, k, flat_labels, temperature, chunk)
+    if shard.group is not None:
+        ids, top, rest, label = _best_of_all(shard, k, ids, top, rest, label)
+    lse = torch.cat([top, rest[:, None]], 1).logsumexp(1)
+    return TopKLogprobs(
+        ids=ids,
+        logprobs=_log(top - lse[:, None]),
+        rest_logprob=_log(rest - lse),
+        temperature=temperature,
+        label_logprob=None if labels is None else label - lse,
+    )
+
+
+def _candidates(
+    logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's best k (ids, logits/T), the logsumexp of its other columns, and the label's logit where it has it.
+
+    A shard with fewer than k columns fills up with the dummy column, at the floor.
+    """
+    num_rows, dtype = logits.shape[0], accumulator(logits.dtype)
+    floor = floor_of(dtype)
+    like = logits.new_empty(0, dtype=dtype)
+    ids = torch.full((num_rows, k), shard.offset, dtype=torch.int64, device=logits.device)
+    top = like.new_full((num_rows, k), floor)
+    label = like.new_full((num_rows,), floor)
+    rest = LogSums(num_rows, (1.0,), like)
+    held = min(k, shard.size)
+    scratch = Scratch(min(chunk, num_rows), shard.size, dtype, logits.device)
+    for rows in chunks(num_rows, chunk):
+        u = scratch.load("student", logits[rows], 1 / temperature)
+        if labels is not None:
+            label[rows] = u.gather(1, shard.columns(labels[rows])[:, None])[:, 0]
+        values, columns = u[:, : shard.size].topk(held, dim=1)
+        ids[rows, :held], top[rows, :held] = columns + shard.offset, values
+        rest.add(rows, u.scatter_(1, columns, floor), scratch.buffer("work", u.shape[0]))
+    everything = slice(0, num_rows)
+    return ids, top, torch.where(rest.max > floor, rest.log(everything), floor), label
+
+
+def _best_of_all(
+    shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best k of every rank's best k; candidates that lose join the rest. Two collectives."""
+    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None]], 1))
+    candidates = torch.cat([part[:, :k] for part in parts], 1)
+    candidate_ids = torch.cat(shard.gather(ids), 1)
+    best, places = candidates.topk(k, dim=1)
+    losers = candidates.scatter(1, places, floor_of(top.dtype))
+    rests = torch.stack([part[:, k] for part in parts], 1)
+    rest = torch.cat([losers, rests], 1).logsumexp(1)
+    label = torch.stack([part[:, k + 1] for part in parts], 1).amax(1)
+    return candidate_ids.gather(1, places), best, rest, label
+
+
+def _log(values: Tensor) -> Tensor:
+    """With −inf where the floor stood for it."""
+    return torch.where(values > floor_of(values.dtype) / 2, values, -torch.inf)

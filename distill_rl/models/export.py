@@ -1,0 +1,120 @@
+"""A sharded model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distill_rl.errors import DistillError
+from distill_rl.files import sync_directory, sync_tree
+from distill_rl.models.hub import resolve
+from distill_rl.models.weights import WeightFiles, names_in_files
+from distill_rl.parallel.shards import gather_to_first
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def export_model(
+    model: PreTrainedModel,
+    *,
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    card: str | None = None,
+    revision: str | None = None,
+) -> None:
+    """Write weights, config, generation config, tokenizer and model card; collective over the model's ranks.
+
+    Parameters are gathered one by one, so that only rank 0 ever holds all of them; it writes them in the dtype that
+    each has in `source`, the folder or hub name the model was loaded from. Rank 0 returns when the folder stands
+    complete under its name; the others return as soon as they have handed over their shards. A folder that is there
+    already is replaced.
+
+    Raises:
+        DistillError: the folder cannot be written.
+    """
+    folder = resolve(source, revision, weights=True)
+    files = WeightFiles(folder)
+    state = _gather(model, files)
+    if state is None:
+        return
+    out_dir = Path(out_dir)
+    unfinished = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
+    try:
+        for left_over in out_dir.parent.glob(f".{out_dir.name}.tmp-*"):
+            shutil.rmtree(left_over)
+        unfinished.mkdir(parents=True)
+        _write_weights(state, unfinished)
+        _write_config(folder, unfinished, state)
+        if (folder / "generation_config.json").is_file():
+            shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
+        tokenizer.save_pretrained(unfinished)
+        if card is not None:
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
+        _commit(unfinished, out_dir)
+    except OSError as error:
+        raise DistillError(f"export to {out_dir}", "must be writable, with room for the model", str(error)) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | None:
+    """All tensors in the files' dtype on rank 0's CPU; None on every other rank."""
+    state: dict[str, Tensor] = {}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, file_name in names_in_files(model, files).items():
+        whole = gather_to_first(tensors[name])
+        if whole is not None:
+            state[name] = whole.to(files.dtype(file_name))
+    return state or None
+
+
+def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_BYTES
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        save_file({name: state[name] for name in names}, folder / file_name, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
+    """The source's config with the dtype of the weights, which the source may leave out, and no code of its own."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(_common_dtype(state)).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """The dtype that most of the bytes have."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in state.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _commit(unfinished: Path, out_dir: Path) -> None:
+    """Flush every file to disk, then put the folder in its place."""
+    sync_tree(unfinished)
+    replaced = unfinished.with_name(f".{out_dir.name}.tmp-old-{os.getpid()}")
+    if out_dir.exists():
+        out_dir.rename(replaced)
+    unfinished.rename(out_dir)
+    sync_directory(out_dir.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

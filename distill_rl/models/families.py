@@ -1,0 +1,145 @@
+"""What a model family needs: its tensor-parallel plan, and how its head makes logits of hidden states.
+
+Nothing here imports torch at run time, so that a plan can be judged before a model exists.
+Shapes: R rows, S positions, H hidden size, V vocabulary (a tensor-parallel rank holds a part of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
+"""How a module is split: by output features; by input features; not at all; not at all, but it sees only this
+rank's heads, so that its gradient is the sum over the ranks."""
+
+_LLAMA_LAYER = {
+    "input_layernorm": REPLICATED,
+    "self_attn.q_proj": COLUMN,
+    "self_attn.k_proj": COLUMN,
+    "self_attn.v_proj": COLUMN,
+    "self_attn.o_proj": ROW,
+    "post_attention_layernorm": REPLICATED,
+    "mlp.gate_proj": COLUMN,
+    "mlp.up_proj": COLUMN,
+    "mlp.down_proj": ROW,
+}
+_QWEN3_LAYER = {**_LLAMA_LAYER, "self_attn.q_norm": PER_HEAD, "self_attn.k_norm": PER_HEAD}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type as transformers calls it.
+
+    `layer_plan` says how the modules of a decoder layer are split over tensor-parallel ranks; empty: the family
+    runs on one rank per model only. A plan implies the names of Llama's outer modules (`model.embed_tokens`,
+    `model.norm`, `lm_head`). `proven` is true where this package's tests cover packing and the head.
+    """
+
+    name: str
+    layer_plan: Mapping[str, str] = field(default_factory=dict)
+    proven: bool = False
+
+
+_FAMILIES = {
+    family.name: family
+    for family in (
+        Family("llama", _LLAMA_LAYER, proven=True),
+        Family("mistral", _LLAMA_LAYER, proven=True),
+        Family("qwen2", _LLAMA_LAYER, proven=True),
+        Family("qwen3", _QWEN3_LAYER, proven=True),
+        Family("gpt2", proven=True),
+        Family("phi3", proven=True),
+        Family("gemma2", proven=True),
+        Family("granite", proven=True),
+        Family("cohere", proven=True),
+    )
+}
+
+
+def family_of(hf_config: PreTrainedConfig) -> Family:
+    """The family of a model's config; one this package does not know has no plan and is not proven."""
+    return _FAMILIES.get(hf_config.model_type) or Family(hf_config.model_type)
+
+
+def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:
+    """Why this model cannot be split over `tp` ranks, one line each; empty when it can.
+
+    The vocabulary need not divide: its shards may be uneven.
+    """
+    if tp == 1:
+        return []
+    family = family_of(hf_config)
+    if not family.layer_plan:
+        planned = ", ".join(sorted(f.name for f in _FAMILIES.values() if f.layer_plan))
+        return [f"model family {family.name} has no tensor-parallel plan ({planned} have one); set parallel.tp: 1"]
+    sizes = {
+        "attention heads": hf_config.num_attention_heads,
+        "key-value heads": hf_config.num_key_value_heads,
+        "intermediate features": hf_config.intermediate_size,
+    }
+    return [
+        f"{count} {what} cannot be split evenly over parallel.tp = {tp}: {count} = {count // tp} * {tp} + {count % tp}"
+        for what, count in sizes.items()
+        if count % tp
+    ]
+
+
+def logits(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """The whole forward pass, the one that a sharded student must use.
+
+    No mask goes in: attention is causal, and a restart of `position_ids` begins a new document that sees nothing
+    of the one before. That holds only as long as there is neither a mask nor a cache.
+
+    Args:
+        input_ids: integers [R, S].
+        position_ids: integers [R, S], from 0 in every document.
+
+    Returns:
+        [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
+    """
+    rows = input_ids.shape
+    out = model(**_inputs(model, input_ids, position_ids)).logits
+    return out if out.shape[:2] == rows else out.view(*rows, out.shape[-1])
+
+
+def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Everything before the head: hidden states [R, S, H], on every tensor-parallel rank in full.
+
+    For models without FSDP (a teacher): a sharded model must be entered through its root.
+    """
+    hidden = model.base_model(**_inputs(model, input_ids, position_ids)).last_hidden_state
+    return hidden.view(*input_ids.shape, hidden.shape[-1])
+
+
+def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits of hidden states [..., H], with the family's scale and soft cap; sharded as those of `logits`."""
+    config: Any = model.config
+    out = model.get_output_embeddings()(hidden)
+    if getattr(config, "logits_scaling", None):  # Granite
+        out = out / config.logits_scaling
+    if getattr(config, "logit_scale", None):  # Cohere
+        out = out * config.logit_scale
+    if getattr(config, "final_logit_softcapping", None):  # Gemma
+        out = (out / config.final_logit_softcapping).tanh() * config.final_logit_softcapping
+    return out
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: the unit of checkpointing, compilation and sharding."""
+    block_names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in block_names]
+    inside = {id(child) for block in blocks for child in block.modules() if child is not block}
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _inputs(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    if model.config._attn_implementation.startswith("flash"):
+        # transformers finds the documents of a packed sequence only in a batch of one row.
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    return {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}

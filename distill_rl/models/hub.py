@@ -1,0 +1,143 @@
+"""Names to files: models and tokenizers from folders or from the Hugging Face hub, without loading torch.
+
+Code from a model's folder is never run, and of weights only safetensors are fetched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_WEIGHTS = [*_DESCRIPTION, "*.safetensors"]
+
+
+class HubUnreachable(ConfigError):
+    """The model is not on this machine and the hub does not answer: neither right nor wrong, not known."""
+
+
+def resolve(path: str | Path, revision: str | None = None, *, weights: bool = False) -> Path:
+    """The folder of a model: `path` itself, or the local snapshot of the hub model of that name.
+
+    Args:
+        revision: branch, tag or commit on the hub; a folder has none.
+        weights: fetch the safetensors too, not only what describes the model.
+
+    Raises:
+        ConfigError: neither a folder nor a model on the hub, or one that needs a login.
+        HubUnreachable: a hub name that is not in the local cache, and no answer from the hub.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(path)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model {name}", "must be a folder, or a name on the Hugging Face hub", "no such folder")
+    return _snapshot(name, revision, _WEIGHTS if weights else _DESCRIPTION)
+
+
+def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """The model's config.json as transformers reads it.
+
+    Raises:
+        ConfigError: no readable config.json, a model type unknown to transformers, one that needs its own code, or
+            weights that are quantized.
+    """
+    from transformers import AutoConfig
+
+    folder = resolve(path, revision)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {path}", "the folder must hold config.json", str(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # every field has its own validator, each with its own exception
+        raise ConfigError(
+            f"model {path}",
+            "config.json must describe a model that transformers knows without code of its own",
+            _first_line(error),
+        ) from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"model {path}", "weights must not be quantized", remedy="use the original weights")
+    return config
+
+
+def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's fast tokenizer.
+
+    Raises:
+        ConfigError: none there, a damaged one, or one without a fast implementation.
+    """
+    from transformers import AutoTokenizer
+
+    folder = resolve(path, revision)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
+    except Exception as error:  # the Rust tokenizers raise bare Exception for a damaged file
+        raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", _first_line(error)) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 (hex) over what decides which ids a text becomes and what an id means.
+
+    That is normaliser, pre-tokenizer, model (vocabulary and merges) and added tokens. Neither the chat template nor
+    which special tokens a template adds matter: a teacher of the same hash can read the student's ids.
+    """
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = [
+        {key: value for key, value in token.items() if key != "special"} for token in whole.get("added_tokens") or ()
+    ]
+    deciding = {key: whole.get(key) for key in ("normalizer", "pre_tokenizer", "model")} | {"added_tokens": added}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id plus one, added tokens included: the number of columns that stand for a token."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model {name}", "needs permission of its owners", remedy="accept its terms, then `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(
+            f"model {name}{at}", "must be a folder, or a name on the Hugging Face hub", "neither"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no answer from the hub"
+        raise HubUnreachable(
+            f"model {name}",
+            "is no folder and not in the local hub cache",
+            offline,
+            "give the path of a folder, or fetch it first where there is a network (`hf download`)",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,247 @@
+"""Geometry of the report's charts: numbers in, coordinates out. The template draws them as SVG.
+
+Coordinates are those of a view box of WIDTH × HEIGHT with the plot between LEFT, RIGHT, TOP and BOTTOM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+
+WIDTH, HEIGHT = 560, 236
+LEFT, RIGHT, TOP, BOTTOM = 52, 548, 32, 206
+MAX_POINTS, MAX_AREA_POINTS, MAX_PROBES = 400, 80, 100
+LOG_RATIO = 20.0
+"""a chart of positive values that span more than this gets a logarithmic axis"""
+CLIP_RATIO = 4.0
+"""a stack whose highest step is more than this times the median is cut at CLIP_RATIO / 2 medians"""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named curve. `points` are (step, value) by step; a value that is not finite is a gap.
+
+    A `noisy` one is drawn faint, with a moving average over it. `color` indexes the palette.
+    """
+
+    label: str
+    points: Sequence[Point]
+    color: int
+    noisy: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A path with its colour and CSS classes."""
+
+    d: str
+    color: int
+    classes: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the chart says while the pointer is over one strip of it."""
+
+    x: float
+    left: float
+    width: float
+    lines: tuple[str, ...]
+    dots: tuple[tuple[float, float, int], ...]
+    """(x, y, colour)"""
+
+
+@dataclass
+class Chart:
+    title: str
+    notes: list[str] = field(default_factory=list)
+    legend: list[tuple[str, int, bool]] = field(default_factory=list)
+    """(label, colour, dashed)"""
+    x_ticks: list[tuple[float, str]] = field(default_factory=list)
+    y_ticks: list[tuple[float, str]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    dots: list[tuple[float, float, int]] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
+
+
+def line_chart(title: str, series: Iterable[Series]) -> Chart | None:
+    """A chart of the series that have a finite value; nothing when none has."""
+    series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
+    if not series:
+        return None
+    finite = [y for one in series for _, y in one.points if math.isfinite(y)]
+    logarithmic = min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
+    chart = Chart(title, notes=["log scale"] if logarithmic else [])
+    gaps = sum(len(one.points) for one in series) - len(finite)
+    if gaps:
+        chart.notes.append(f"{gaps} not finite")
+    x, chart.x_ticks = _step_axis([step for one in series for step, _ in one.points])
+    y, chart.y_ticks = _value_axis(min(finite), max(finite), logarithmic)
+    for one in series:
+        points = thin(one.points, MAX_POINTS)
+        smooth = _smooth(points) if one.noisy and len(points) > 20 else points
+        if smooth is not points:
+            chart.marks.append(Mark(_path(points, x, y), one.color, "raw"))
+        chart.marks.append(Mark(_path(smooth, x, y), one.color, "line dashed" if one.dashed else "line"))
+        if len(points) <= 30:
+            chart.dots += [(x(step), y(value), one.color) for step, value in points if math.isfinite(value)]
+        chart.legend.append((one.label, one.color, one.dashed))
+    chart.probes = _probes(series, x, y)
+    return chart
+
+
+def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | None:
+    """Areas stacked in the order given; series share their steps, and the legend tells each one's share."""
+    steps = [step for step, _ in series[0].points] if series else []
+    totals = [sum(one.points[i][1] for one in series) for i in range(len(steps))]
+    if not totals or not sum(totals) > 0:
+        return None
+    chart, coarse = Chart(title), [thin(one.points, MAX_AREA_POINTS) for one in series]
+    heights = [sum(points[i][1] for points in coarse) for i in range(len(coarse[0]))]
+    top, usual = max(heights), median(heights)
+    if usual > 0 and top > CLIP_RATIO * usual:
+        chart.notes.append(f"step {steps[totals.index(max(totals))]:,.0f}: {number(max(totals))} {unit}, cut off")
+        top = usual * CLIP_RATIO / 2
+    x, chart.x_ticks = _step_axis(steps)
+    y, chart.y_ticks = _value_axis(0.0, top, False)
+    floor = [(step, 0.0) for step, _ in coarse[0]]
+    for one, points in zip(series, coarse):
+        ceiling = [(step, low + value) for (step, low), (_, value) in zip(floor, points)]
+        outline = [(step, min(value, top)) for step, value in (*ceiling, *reversed(floor))]
+        chart.marks.append(Mark(_path(outline, x, y) + "Z", one.color, "area"))
+        share = sum(value for _, value in one.points) / sum(totals)
+        chart.legend.append((f"{one.label} {share:.0%}", one.color, False))
+        floor = ceiling
+    chart.probes = _probes(series, x, None)
+    return chart
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """At most `limit` points: means over equal runs of neighbours. A run without a finite value stays a gap."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / limit)
+    return [
+        (_mean(step for step, _ in run), _mean(value for _, value in run))
+        for run in (points[start : start + size] for start in range(0, len(points), size))
+    ]
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands separated, exponent only where it is shorter."""
+    if not math.isfinite(value):
+        return "—"
+    if value == 0 or 1e-3 <= abs(value) < 1e7:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving average over about a twentieth of the points."""
+    half = max(1, len(points) // 40)
+    return [
+        (step, _mean(y for _, y in points[max(0, i - half) : i + half + 1]) if math.isfinite(value) else value)
+        for i, (step, value) in enumerate(points)
+    ]
+
+
+def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    parts, pen = [], "M"
+    for step, value in points:
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        parts.append(f"{pen}{x(step):.1f} {y(value):.1f}")
+        pen = "L"
+    return "".join(parts)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _step_axis(steps: Sequence[float]) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
+    low, high = min(steps), max(steps)
+    if low == high:
+        low, high = low - 1, high + 1
+    x = _scale(low, high, LEFT, RIGHT)
+    ticks = [tick for tick in _nice(low, high, 6) if tick == round(tick)]
+    return x, [(x(tick), f"{tick:,.0f}") for tick in ticks]
+
+
+def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
+    if logarithmic:
+        scale = _scale(math.log10(low) - 0.05, math.log10(high) + 0.05, BOTTOM, TOP)
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        digits = (1,) if len(decades) > 4 else (1, 3) if len(decades) > 3 else (1, 2, 5)
+        every = math.ceil(len(decades) / 6)
+        ticks = [digit * 10.0**decade for decade in decades[::every] for digit in digits]
+
+        def y(value: float) -> float:
+            return scale(math.log10(value)) if value > 0 else BOTTOM
+
+        return y, [(y(tick), number(tick)) for tick in ticks if low * 0.9 <= tick <= high * 1.1]
+    if low == high:
+        margin = abs(low) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    elif 0 < low < 0.5 * high:
+        low = 0.0
+    scale = _scale(low, high, BOTTOM, TOP)
+    return scale, [(scale(tick), number(tick)) for tick in _nice(low, high, 5)]
+
+
+def _nice(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between low and high, about `count` of them, a step of 1, 2 or 5 times a power of ten apart."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[float], float] | None) -> list[Probe]:
+    """One strip per step, or per few steps. A series that has no value in a strip is not named there."""
+    steps = sorted({step for one in series for step, _ in one.points})
+    size = math.ceil(len(steps) / MAX_PROBES)
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    places = [x(_mean(group)) for group in groups]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), RIGHT]
+    by_step = [dict(one.points) for one in series]
+    probes = []
+    for index, (group, place) in enumerate(zip(groups, places)):
+        first, last = group[0], group[-1]
+        texts, dots = [f"step {first:,.0f}" if first == last else f"steps {first:,.0f}–{last:,.0f}"], []
+        for one, values in zip(series, by_step):
+            value = _mean(values[step] for step in group if step in values)
+            if math.isfinite(value):
+                texts.append(f"{one.label} {number(value)}")
+                if y is not None:
+                    dots.append((place, y(value), one.color))
+        width = edges[index + 1] - edges[index]
+        probes.append(Probe(place, edges[index], width, _wrapped(texts), tuple(dots)))
+    return probes
+
+
+def _wrapped(texts: Sequence[str]) -> tuple[str, ...]:
+    """Joined into lines that fit the chart's width; what does not fit two of them is left to the legend."""
+    lines = [texts[0]]
+    for text in texts[1:]:
+        if len(lines[-1]) + len(text) < 84:
+            lines[-1] += f" · {text}"
+        elif len(lines) == 2:
+            return (lines[0], f"{lines[1]} · …")
+        else:
+            lines.append(text)
+    return tuple(line if len(line) < 90 else line[:88] + "…" for line in lines)

@@ -1,0 +1,108 @@
+"""Messages of the driver: quiet on the console, complete in `logs/driver.log`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distill_rl.errors import ConfigError
+
+ROOT = "distill_rl"
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+VARIABLE = "DISTILL_RL_LOG"
+
+
+def get(name: str = "") -> logging.Logger:
+    """The package's logger, or the one called `name` below it."""
+    return logging.getLogger(f"{ROOT}.{name}" if name else ROOT)
+
+
+def setup_console() -> None:
+    """Sends messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error; warning by default).
+
+    Calling it again changes the level and adds no second handler.
+
+    Raises:
+        ConfigError: the variable holds another word.
+    """
+    word = os.environ.get(VARIABLE, "warning").strip().lower()
+    if word not in LEVELS:
+        raise ConfigError(VARIABLE, f"must be one of {', '.join(LEVELS)}", word)
+    logger = get()
+    logger.setLevel(logging.DEBUG)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Console)]:
+        logger.removeHandler(handler)
+    console = _Console()
+    console.setLevel(LEVELS[word])
+    console.setFormatter(_Printable("%(levelname)s: %(message)s"))
+    logger.addHandler(console)
+
+
+def say(text: str) -> None:
+    """One line for the person who started the run: on stdout, and in the log."""
+    print(printable(text), flush=True)
+    get("run").info(text)
+
+
+@contextmanager
+def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Appends every message of level info and above to `path` while the block runs.
+
+    At level debug on the console the file gets debug messages too.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    debug = os.environ.get(VARIABLE, "").strip().lower() == "debug"
+    handler.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger = get()
+    before = logger.level
+    if logger.getEffectiveLevel() > handler.level:
+        logger.setLevel(handler.level)
+    logger.addHandler(handler)
+    try:
+        yield path
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        handler.close()
+
+
+def printable(text: object) -> str:
+    """`text` as one line that is safe on a terminal: every control, format and line-breaking character is escaped.
+
+    Run names, data rows and what a model generates are untrusted: an escape sequence in them could
+    repaint the terminal, a newline could forge a line of the log.
+    """
+    return "".join(_escape(char) for char in str(text))
+
+
+def _escape(char: str) -> str:
+    if char.isprintable() or unicodedata.category(char) == "Zs":
+        return char
+    return char.encode("unicode_escape").decode("ascii")
+
+
+class _Printable(logging.Formatter):
+    """Escapes each line; the second and later lines of a message or a traceback are indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(printable(line) for line in super().format(record).split("\n"))
+
+
+class _Console(logging.StreamHandler[Any]):
+    """Writes to whatever `sys.stderr` is at the time: a progress bar replaces it while it is on the screen."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr

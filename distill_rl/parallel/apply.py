@@ -1,0 +1,153 @@
+"""Parallelism, applied to a model from outside in one fixed order.
+
+    activation checkpointing → tensor parallelism → tie again → compile → FSDP2
+
+Each step relies on the ones before: checkpointing wraps plain layers; splitting replaces parameters and thereby
+unties them; FSDP2 shards what tensor parallelism left to this rank. All parameters of a model end as DTensors on
+one mesh (with tp = 1 on its dp dimension, which is then the whole of it), so that clipping, the optimizer and
+checkpoints know one kind of parameter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from distill_rl.errors import ConfigError
+from distill_rl.models.families import (
+    COLUMN,
+    PER_HEAD,
+    REPLICATED,
+    ROW,
+    Family,
+    decoder_layers,
+    tensor_parallel_problems,
+)
+from distill_rl.parallel.mesh import DP, TP
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Replicated(ParallelStyle):
+    """Every rank holds the module and sees the same whole input; tensors go in and come out plain."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(
+            lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:])
+        )
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+def parallelize(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    family: Family,
+    fsdp: bool,
+    activation_checkpointing: bool = False,
+    compute_dtype: torch.dtype,
+    compile: bool = False,
+) -> PreTrainedModel:
+    """Shard `model` (usually on the meta device) in place over a ("dp", "tp") mesh and return it.
+
+    With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
+    gradients are summed in fp32 over the data-parallel ranks, never averaged: the loss divides by the global count.
+
+    Raises:
+        ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
+    """
+    if activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(f"model family {family.name}", "has no activation checkpointing", remedy="switch it off")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mesh[TP].size() > 1:
+        _split(model, mesh[TP], family)
+    if compile:
+        for layer in decoder_layers(model):
+            layer.compile()
+    if fsdp:
+        _shard(model, mesh[DP], compute_dtype)
+    return model
+
+
+def tie_again(model: PreTrainedModel) -> None:
+    """Make input and output embeddings one parameter where the config says so.
+
+    Whatever replaces parameters one by one (`parallelize_module`, `to_empty`) leaves two behind.
+    """
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, name = target.rpartition(".")
+        setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
+    problems = tensor_parallel_problems(model.config, tp_mesh.size())
+    if problems:
+        raise ConfigError.many(problems)
+    outer = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "model.norm": Replicated(),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, tp_mesh, outer, src_data_rank=None)
+    # The local part of a DTensor is a view, on which FSDP2 cannot hang its backward hook safely.
+    model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())
+    for layer in decoder_layers(model):
+        plan = {name: _style(kind) for name, kind in family.layer_plan.items()}
+        parallelize_module(layer, tp_mesh, plan, src_data_rank=None)
+    tie_again(model)
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ConfigError(
+            f"model family {family.name}",
+            "the tensor-parallel plan must name every parameter",
+            ", ".join(plain[:3]),
+            "set parallel.tp: 1",
+        )
+
+
+def _style(kind: str) -> ParallelStyle:
+    styles = {
+        COLUMN: lambda: ColwiseParallel(),
+        ROW: lambda: RowwiseParallel(),
+        REPLICATED: lambda: Replicated(),
+        # Its input [R, S, heads, head size] is split over heads, so its weight's gradient is summed over the ranks.
+        PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    }
+    return styles[kind]()
+
+
+def _shard(model: PreTrainedModel, dp_mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 with one unit per layer and the rest in the root, even on a single rank: one code path.
+
+    Units always reshard after forward. One that stayed gathered would show plain parameters to the optimizer
+    after a forward without gradients.
+    """
+    # An output dtype would cast the hidden states between bf16 layers; the loss casts for itself.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=None)
+    units: list[nn.Module | list[nn.Module]] = [*decoder_layers(model)]
+    if not model.all_tied_weights_keys:
+        units += [model.get_input_embeddings(), model.get_output_embeddings()]
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,165 @@
+"""Process groups: this file makes them and ends them; no other file does.
+
+A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel
+group are neighbours, because they talk the most.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distill_rl.errors import ConfigError, DistillError
+
+DP, TP = "dp", "tp"
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of its dp × tp ranks.
+
+    `owned` is true where `open_world` made the default process group, so that closing ends it.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    dp_rank: int
+    tp_rank: int
+    owned: bool = True
+
+    @property
+    def dp(self) -> int:
+        return self.mesh.size(0)
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.size(1)
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same tensor-parallel part and see other rows."""
+        return self.mesh.get_group(DP)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that share one model and see the same rows."""
+        return self.mesh.get_group(TP)
+
+
+def serve_store(host: str, world_size: int, port: int = 0) -> dist.TCPStore:
+    """Rank 0's rendezvous, on a free port of `host` or on the one given; `.port` says which. Waits for nobody."""
+    return dist.TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
+
+
+def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
+    """The other ranks' end of `serve_store`.
+
+    Raises:
+        DistillError: nobody answers at that address within `timeout_s` seconds.
+    """
+    try:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise DistillError(
+            f"rendezvous at {host}:{port}",
+            f"rank 0 must answer within {timeout_s:g} s",
+            str(error).splitlines()[0],
+            "see whether rank 0 died, or a firewall stands between the nodes",
+        ) from error
+
+
+def open_world(
+    *,
+    rank: int,
+    dp: int,
+    tp: int,
+    device: str | torch.device = "cpu",
+    store: dist.Store | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    timeout_s: float = 600.0,
+) -> World:
+    """Make the process group and the (dp, tp) mesh of this rank; collective over all dp·tp ranks.
+
+    The rendezvous is `store`, or `host` and `port`; a single rank needs neither. A process group that
+    exists already with dp·tp ranks (torchrun, a test, a second engine in one process) is used as it is.
+    CPUs talk gloo; GPUs talk NCCL, and gloo for tensors that lie on the CPU.
+
+    Args:
+        timeout_s: seconds that a collective waits for the others.
+
+    Raises:
+        ConfigError: the existing group has another size, or the sizes make no sense.
+    """
+    world_size = dp * tp
+    if dp < 1 or tp < 1 or not 0 <= rank < world_size:
+        raise ConfigError("parallel", "0 <= rank < dp * tp with dp, tp >= 1", f"rank={rank}, dp={dp}, tp={tp}")
+    device = _own_device(torch.device(device), rank)
+    owned = not dist.is_initialized()
+    if owned:
+        _init_process_group(rank, world_size, device, store, host, port, timeout_s)
+    elif dist.get_world_size() != world_size:
+        raise ConfigError(
+            "parallel",
+            f"dp * tp must be the size of the running process group ({dist.get_world_size()})",
+            f"{dp} * {tp} = {world_size}",
+        )
+    mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
+    if tp > 1:
+        mesh._flatten()  # lets DTensor reduce over both dimensions at once, as the gradient norm does
+    return World(rank, world_size, device, mesh, rank // tp, rank % tp, owned)
+
+
+def close_world(world: World) -> None:
+    """Wait for the other ranks, then end what `open_world` made; a world that was found is left alone.
+
+    Without the wait a rank that is still inside a collective aborts the process.
+    """
+    if not world.owned or not dist.is_initialized():
+        return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _init_process_group(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    store: dist.Store | None,
+    host: str | None,
+    port: int | None,
+    timeout_s: float,
+) -> None:
+    if store is None and host is not None and port is not None:
+        store = serve_store(host, world_size, port) if rank == 0 else join_store(host, port, world_size)
+    if store is None and world_size == 1:
+        store = dist.HashStore()
+    if store is None:
+        raise ConfigError("open_world", f"{world_size} ranks need a store, or a host and a port")
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+
+
+def _own_device(device: torch.device, rank: int) -> torch.device:
+    """The device with its index; `cuda` alone means the local rank's, and it becomes the current one."""
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        device = torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,195 @@
+"""The student's bytes: parameters, AdamW's state and random state, written and read by every rank together.
+
+A directory holds torch.distributed.checkpoint files, which reshard on load, and `student.json`. This module knows
+nothing of where directories lie, which is the newest, or whether one is whole: `distill_rl.checkpoints` commits,
+prunes, and checks the manifest. DCP's `.metadata` is a pickle: only a directory that passed that check may be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from distill_rl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from distill_rl.parallel.mesh import World
+
+STATE_FILE = "student.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StudentState:
+    """What `student.json` says: `step` optimizer steps done on a (dp, tp) mesh, and what the caller wanted kept."""
+
+    step: int
+    dp: int
+    tp: int
+    extra: Mapping[str, Any]
+    format: int = FORMAT
+
+
+def save(
+    directory: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    step: int,
+    extra: Mapping[str, Any],
+) -> None:
+    """Writes the student into `directory`, which is made if missing and must be on storage that all ranks share.
+
+    Collective. Everything is flushed to disk on return. A failure of one rank is raised on all of them.
+
+    Args:
+        extra: anything JSON can hold; `load` gives it back.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    directory = Path(directory)
+    state = StudentState(step, world.dp, world.tp, dict(extra))
+    _on_first_rank(world, lambda: _write_json(directory / STATE_FILE, asdict(state)), f"checkpoint {directory}")
+    tensors = _tensors(model, optimizer) | _random_state(world)
+    _together(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory)), f"checkpoint {directory}")
+
+
+def load(
+    directory: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> tuple[StudentState, bool]:
+    """Reads what `save` wrote into a model and its optimizer, in place, whatever mesh wrote it.
+
+    Collective.
+
+    Returns:
+        The saved state, and whether this rank's random state was restored: only where the mesh has the same sizes.
+
+    Raises:
+        CheckpointError: missing or unreadable, from another format, or of a model with other parameters.
+    """
+    directory = Path(directory)
+    state = read_state(directory)
+    reader = dcp.FileSystemReader(directory)
+    saved = _saved_shapes(reader, directory)
+    tensors = _tensors(model, optimizer)
+    _check_shapes(directory, saved, tensors)
+    random_state = _random_state(world)
+    same_layout = (state.dp, state.tp) == (world.dp, world.tp) and random_state.keys() <= saved.keys()
+    if same_layout:
+        tensors |= random_state
+    _together(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
+    if same_layout:
+        _restore_random_state(random_state)
+    return state, same_layout
+
+
+def read_state(directory: str | Path) -> StudentState:
+    """`student.json` of a checkpoint; opens nothing else.
+
+    Raises:
+        CheckpointError: missing, not JSON, or of another format.
+    """
+    path = Path(directory) / STATE_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            remedy = "use the version of distill_rl that wrote it"
+            raise CheckpointError(f"checkpoint {path}", f"its format must be {FORMAT}", found["format"], remedy)
+        return StudentState(**found)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path}", "must be a readable student state", _one_line(error)) from error
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every parameter and its optimizer state, by name; a tied parameter appears once."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _random_state(world: World) -> dict[str, Tensor]:
+    tensors = {f"random.{world.rank}.cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        tensors[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
+    return tensors
+
+
+def _restore_random_state(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith(".cuda"):
+            torch.cuda.set_rng_state(tensor)
+        else:
+            torch.set_rng_state(tensor)
+
+
+def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {directory}", "its metadata must be readable", _one_line(error)) from error
+    return {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
+
+
+def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
+    unwanted = [name for name in saved if not name.startswith("random.") and name not in wanted]
+    differing = [name for name, tensor in wanted.items() if saved.get(name) != tuple(tensor.shape)]
+    if unwanted or differing:
+        name = (differing + unwanted)[0]
+        have = f"{name} is {saved.get(name, 'missing')} there and {tuple(wanted[name].shape) if name in wanted else 'missing'} here"
+        raise CheckpointError(
+            f"checkpoint {directory}",
+            "must hold the parameters of student.model",
+            f"{len(unwanted) + len(differing)} that differ ({have})",
+            "resume with the student that wrote it",
+        )
+
+
+def _on_first_rank(world: World, action: Callable[[], None], what: str) -> None:
+    """Runs `action` on rank 0; all ranks raise if it fails. Collective."""
+    failure: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            action()
+        except Exception as error:
+            failure[0] = _one_line(error)
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(what, "must be writable", failure[0])
+
+
+def _together(action: Callable[[], Any], what: str) -> None:
+    """Runs a DCP call, which already raises on every rank if one fails, and gives its error one line."""
+    try:
+        action()
+    except CheckpointException as error:
+        causes = {f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in error.failures.items()}
+        raise CheckpointError(what, "every rank must write or read its part", "; ".join(sorted(causes))) from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

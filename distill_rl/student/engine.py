@@ -1,0 +1,204 @@
+"""The student of one rank: loss, gradients, optimizer step. Runs under Ray, plain `torchrun`, or in a test.
+
+Every method is collective: all ranks of the mesh call it together, with the same arguments but for their part of the batch.
+Gradients are sums over data-parallel ranks of losses that were already divided by the global number of labels, so
+that no split of a batch changes the gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import NumericsError
+from distill_rl.losses import TopKLogprobs
+from distill_rl.models import families
+from distill_rl.models.export import export_model
+from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.load import load_model
+from distill_rl.observe.metrics import Metric
+from distill_rl.parallel.mesh import World
+from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.student import checkpoint
+from distill_rl.student.objective import LossSums, Objective
+from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
+from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TargetSource = Callable[[int, int], AbstractContextManager[list[TopKLogprobs]]]
+"""`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
+the config, each flattened to [num_rows·S, …], on any device, never written to; valid inside the block. An empty list
+where there is no teacher."""
+
+
+class StudentEngine:
+    """Model, optimizer and schedule of one rank.
+
+    Args:
+        config: the run's settings.
+        world: this rank's place; the student's mesh.
+        vocabulary_size: ids of the tokenizer; wider embedding tables are padding that never gets probability.
+        total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
+    """
+
+    def __init__(self, config: Config, world: World, *, vocabulary_size: int, total_steps: int):
+        student = config.student
+        _be_deterministic(config, world.device)
+        self.config = config
+        self.world = world
+        self.vocabulary_size = vocabulary_size
+        self.step = 0
+        self.model = load_model(
+            student.model,
+            world,
+            role="student",
+            dtype=student.dtype,
+            attention=student.attention,
+            activation_checkpointing=student.activation_checkpointing,
+            compile=student.compile,
+            revision=student.revision,
+            packing=config.data.packing,
+        )
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
+        self.objective = Objective(config.loss, config.teachers)
+        self._seed()
+
+    def train_step(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+        """One optimizer step on this rank's part of a global batch.
+
+        Returns:
+            On the first tensor-parallel rank: `train/kl_loss` (weighted over teachers, T² included), `train/nll_loss`,
+            `train/teacher_mass`, means over this rank's labelled tokens and weighted by them, so that their merge
+            over ranks is the mean of the global batch; `train/loss`, their weighted sum; `train/tokens` (labelled);
+            `train/grad_norm` before clipping and `train/lr`. `{}` on the others.
+
+        Raises:
+            NumericsError: on all ranks alike, before any weight has changed, if a gradient is NaN or Inf.
+        """
+        metrics = self.forward_backward(batch, targets)
+        return metrics | self.optim_step()
+
+    def forward_backward(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+        """Adds the gradient of `batch` to the parameters' `.grad`, micro-batch by micro-batch."""
+        return self._run(batch, targets, "train", backward=True)
+
+    def optim_step(self) -> dict[str, Metric]:
+        """Clips, updates the weights with this step's learning rate, and clears the gradients."""
+        step = self.step + 1
+        norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            remedy = "lower optimizer.lr, set train.max_grad_norm, or look for broken rows in this batch"
+            raise NumericsError(f"gradient norm of step {step}", "must be finite", norm, remedy)
+        lr = self.schedule(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step = step
+        if self.world.tp_rank:
+            return {}
+        return {"train/grad_norm": Metric(norm, "last"), "train/lr": Metric(lr, "last")}
+
+    @torch.no_grad()
+    def evaluate(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+        """`validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, to be merged like the training metrics."""
+        self.model.eval()
+        try:
+            report = self._run(batch, targets, "validation", backward=False)
+        finally:
+            self.model.train()
+        return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
+
+    def save(self, directory: str | Path, state_extra: Mapping[str, Any]) -> None:
+        """Writes weights, optimizer, random state and `state_extra` (JSON) into `directory`; the caller commits it.
+
+        Raises:
+            CheckpointError: on all ranks alike, if any of them cannot write.
+        """
+        checkpoint.save(
+            directory, model=self.model, optimizer=self.optimizer, world=self.world, step=self.step, extra=state_extra
+        )
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Goes on from what `save` wrote, bit for bit where the mesh is the same; returns `state_extra`.
+
+        On a mesh of other sizes weights and optimizer are resharded, and random numbers (dropout) start anew from
+        run.seed and the step.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model.
+        """
+        state, random_restored = checkpoint.load(
+            directory, model=self.model, optimizer=self.optimizer, world=self.world
+        )
+        self.step = state.step
+        if not random_restored:
+            self._seed()
+        return dict(state.extra)
+
+    def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
+        """Writes the student as a Hugging Face folder."""
+        export_model(
+            self.model,
+            source=self.config.student.model,
+            tokenizer=tokenizer,
+            out_dir=out_dir,
+            card=card,
+            revision=self.config.student.revision,
+        )
+
+    def _run(self, batch: RankBatch, targets: TargetSource, prefix: str, *, backward: bool) -> dict[str, Metric]:
+        """All micro-batches, also those without a label: the other ranks wait for their collectives."""
+        sums = LossSums(len(self.objective.teachers), self.world.device)
+        for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
+            labels = to_device(rows.labels, self.world.device)
+            with targets(first_row, rows.shape[0]) as found:
+                teachers = [_on_device(target, self.world.device) for target in found]
+                output = self.objective(self._logits(rows), labels, teachers, batch.num_labels)
+                if backward:
+                    output.loss.backward()
+            sums.add(output)
+        if self.world.tp_rank:
+            return {}
+        return sums.metrics(prefix, self.objective, int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX)))
+
+    def _logits(self, rows: TokenRows) -> Tensor:
+        device = self.world.device
+        logits = families.logits(self.model, to_device(rows.input_ids, device), to_device(rows.position_ids, device))
+        return mask_padded_columns(logits, self.vocabulary_size)
+
+    def _seed(self) -> None:
+        """Draws that depend on run.seed, the step and the data-parallel rank: tensor-parallel ranks must draw alike."""
+        text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+
+
+def _be_deterministic(config: Config, device: torch.device) -> None:
+    if config.train.deterministic and device.type == "cuda":
+        # Read by cuBLAS when its first handle is made; without it deterministic matrix products raise.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _on_device(target: TopKLogprobs, device: torch.device) -> TopKLogprobs:
+    tensors = {
+        field.name: value.to(device) if isinstance(value := getattr(target, field.name), Tensor) else value
+        for field in fields(target)
+    }
+    return TopKLogprobs(**tensors)

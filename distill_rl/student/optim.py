@@ -1,0 +1,91 @@
+"""AdamW over sharded parameters, the learning rate as a pure function of the step, and global-norm clipping.
+
+Every parameter is a DTensor on the full (dp, tp) mesh, so that all of this is plain torch without a special case.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with decoupled decay on matrices only.
+
+    Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg`, `exp_avg_sq` like
+    the parameter, `step` fp32 scalar) exists from the start: memory is known before the first step, and a
+    checkpoint has the same content at any step. The learning rate is set before each step from a `Schedule`.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.betas
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, foreach=True
+    )
+    for parameter in trainable:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+class Schedule:
+    """Learning rate of every optimizer step: linear warm-up, then cosine, linear or constant.
+
+    With warm-up w and horizon h (`schedule.steps`, or else the last step of the run), step s, counted from 1, has
+    `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
+    x = (s − 1 − w)/(h − w) and shape from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has the peak,
+    and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
+
+    The rate depends on nothing but s and h, which gives the rule for a run that is extended by a larger
+    `train.steps`: with `schedule.steps` set the horizon stays, and the steps added behind it run at the minimum;
+    with `schedule.steps: null` the horizon moves to the new last step, so that from the first step after the resume the
+    rate is that of the longer schedule (a jump upwards, unless `kind: constant`).
+
+    Args:
+        peak: the rate at the end of the warm-up.
+        total_steps: last step of the run.
+    """
+
+    def __init__(self, config: ScheduleConfig, *, peak: float, total_steps: int):
+        self.config = config
+        self.peak = peak
+        self.horizon = total_steps if config.steps is None else config.steps
+
+    def __call__(self, step: int) -> float:
+        warmup, least = self.config.warmup_steps, self.config.min_lr_ratio
+        if step <= warmup:
+            return self.peak * step / warmup
+        if self.config.kind == "constant":
+            return self.peak
+        x = min(1.0, (step - 1 - warmup) / max(1, self.horizon - warmup))
+        shape = 0.5 * (1.0 + math.cos(math.pi * x)) if self.config.kind == "cosine" else 1.0 - x
+        return self.peak * (least + (1.0 - least) * shape)
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+    """Scales all gradients by one factor so that their global L2 norm is at most `max_norm`; 0: leaves them alone.
+
+    The norm is that of the whole gradient: sharded parts are summed over the mesh, replicated ones count once.
+    Collective.
+
+    Returns:
+        The norm before clipping, a scalar that is equal on every rank; NaN or Inf if any gradient holds one.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm

@@ -1,0 +1,90 @@
+"""A teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import ConfigError
+from distill_rl.models import families
+from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.load import load_model
+from distill_rl.parallel.mesh import World
+from distill_rl.teacher.targets import chunk_tokens, topk_targets
+from distill_rl.transport.base import Layout
+from distill_rl.types import RankBatch, TokenRows
+
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TeacherEngine:
+    """One teacher's model on one rank. `forward` is collective over the tensor-parallel group only.
+
+    Args:
+        config: the run's settings.
+        teacher: which of `config.teachers` this is.
+        world: this rank's place; the teacher's mesh.
+        vocabulary_size: ids of the tokenizer; wider output layers are padding that gets no probability.
+
+    Raises:
+        ConfigError: a backend or an export that this engine does not have.
+    """
+
+    def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
+        if (teacher.backend, teacher.export) != ("hf", "topk"):
+            wanted = "must be backend hf with export topk"
+            raise ConfigError(f"teacher {teacher.name}", wanted, f"{teacher.backend} with {teacher.export}")
+        self.config = config
+        self.world = world
+        self.vocabulary_size = vocabulary_size
+        self.micro_batch_size = teacher.micro_batch_size or config.train.micro_batch_size
+        self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
+        self.model = load_model(
+            teacher.model,
+            world,
+            role="teacher",
+            dtype=teacher.dtype,
+            attention=teacher.attention,
+            revision=teacher.revision,
+            packing=config.data.packing,
+        )
+        self.chunk = chunk_tokens(-(-self.model.config.vocab_size // world.tp))
+
+    def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
+        """The targets of this rank's part of a global batch, one micro-batch at a time, computed as they are asked for.
+
+        Rows that only fill the batch up are computed like any other, so that every slot has one shape.
+
+        Yields:
+            The rows covered, and `TopKLogprobs.to_tensors` of their tokens in the wire dtype, on this rank's device;
+            the same on every tensor-parallel rank.
+        """
+        for first_row, rows in micro_batches(batch, self.micro_batch_size):
+            num_rows, tokens = rows.shape
+            yield Layout(first_row, num_rows, tokens), self._targets(rows)
+
+    @torch.no_grad()
+    def _targets(self, rows: TokenRows) -> dict[str, Tensor]:
+        device = self.world.device
+        hidden = families.body(self.model, to_device(rows.input_ids, device), to_device(rows.position_ids, device))
+        targets = topk_targets(
+            hidden.flatten(0, 1),
+            partial(families.head, self.model),
+            to_device(rows.labels, device).flatten(),
+            k=self.config.loss.top_k,
+            temperature=self.config.loss.temperature,
+            vocabulary_size=self.vocabulary_size,
+            chunk=self.chunk,
+        )
+        return targets.to_tensors(self.wire_dtype)
+
+
+def wire_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype in which log-probabilities travel; `auto`: fp16 on GPUs, fp32 on CPUs."""
+    if name == "auto":
+        name = "fp16" if device.type == "cuda" else "fp32"
+    return WIRE_DTYPES[name]

@@ -1,0 +1,64 @@
+"""From a teacher's hidden states to its targets, a chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses import TopKLogprobs, vocab_parallel_topk
+from distill_rl.parallel.vocabulary import mask_padded_columns
+
+CHUNK_BYTES = 256 * 2**20
+"""Bound on one rank's fp32 logits of a chunk."""
+CHUNK_TOKENS = 1024
+"""Bound on the tokens of a chunk, beyond which a larger matrix product is no faster."""
+
+
+def chunk_tokens(columns: int) -> int:
+    """Tokens per chunk for a rank that holds `columns` columns of the output layer.
+
+    1,024, or as many as fit into 256 MiB of fp32 logits (512 at a vocabulary of 131,072), but at least one.
+    """
+    return max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * columns)))
+
+
+def topk_targets(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    *,
+    k: int,
+    temperature: float,
+    vocabulary_size: int,
+    chunk: int,
+) -> TopKLogprobs:
+    """Top-k log-probabilities over the whole vocabulary, with the rest and the label's; nothing is renormalised.
+
+    Logits of at most `chunk` tokens exist at once.
+
+    Args:
+        hidden: [N, H] last hidden states, the same on every tensor-parallel rank.
+        head: [n, H] → logits [n, V], plain or DTensor Shard(-1).
+        labels: int64 [N], shifted; the label log-probability of an ignored position means nothing.
+        k: entries kept per token.
+        temperature: of the softmax.
+        vocabulary_size: columns from here on are padding and get no probability.
+
+    Returns:
+        Plain tensors of N rows, equal on every tensor-parallel rank.
+    """
+    parts = []
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+        parts.append(vocab_parallel_topk(logits, k, labels=labels[rows], temperature=temperature))
+        del logits
+    return TopKLogprobs(
+        ids=torch.cat([part.ids for part in parts]),
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        rest_logprob=torch.cat([part.rest_logprob for part in parts]),
+        temperature=temperature,
+        label_logprob=torch.cat([part.label_logprob for part in parts]),
+    )

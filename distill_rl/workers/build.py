@@ -1,0 +1,110 @@
+"""From a job to running actors, and back to nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+
+from distill_rl.errors import DistillError
+from distill_rl.job import Job
+from distill_rl.observe.log import say
+from distill_rl.observe.timing import StepTimer
+from distill_rl.transport.choose import choose
+from distill_rl.workers.aligner import AlignerWorker
+from distill_rl.workers.calls import Calls
+from distill_rl.workers.cluster import ray_session
+from distill_rl.workers.group import WorkerGroup
+from distill_rl.workers.pipeline import Pipeline, StudentGroup
+from distill_rl.workers.placement import actor_names, reserve, seat
+from distill_rl.workers.student import StudentWorker
+from distill_rl.workers.teacher import TeacherWorker
+
+_STOP_TIMEOUT_S = 15.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    pipeline: Pipeline
+    student: StudentGroup
+
+
+@contextmanager
+def hire(job: Job, total_steps: int, timer: StepTimer, interrupted: Callable[[], None]) -> Iterator[Crew]:
+    """Starts Ray and all actors, loads all models, and yields them ready for step 1.
+
+    Raises:
+        ConfigError: the resources cannot be had.
+        WorkerError: an actor failed to start.
+    """
+    config = job.config
+    student_names, teacher_names, aligner_names = actor_names(config)
+    num_actors = len(student_names) + sum(map(len, teacher_names.values())) + len(aligner_names)
+    transport = choose(config.transport)
+    say(
+        f"starting  {', '.join([*student_names, *(name for names in teacher_names.values() for name in names), *aligner_names])}"
+    )
+    log.info("transport %s: %s", transport.name, transport.reason)
+    with ray_session(config.ray, num_cpus=num_actors):
+        plan = seat(config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        threads = threads_per_worker(num_actors - len(aligner_names))
+        calls = Calls(interrupted)
+        with reserve(plan, timeout_s=config.ray.placement_timeout_s) as placement:
+            aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, config, job.data_format)
+            common = (job.vocabulary_size, transport.name, threads)
+            teachers = {
+                teacher.name: WorkerGroup(
+                    TeacherWorker, teacher_names[teacher.name], plan, placement, calls, config, teacher, *common
+                )
+                for teacher in config.teachers
+                if teacher.name in teacher_names
+            }
+            student = WorkerGroup(StudentWorker, student_names, plan, placement, calls, config, total_steps, *common)
+            groups = [aligners, *teachers.values(), student]
+            try:
+                _start(job, aligners, teachers, student, calls)
+                yield Crew(
+                    Pipeline(config, aligners, teachers, calls, job.plan), StudentGroup(student, config, calls, timer)
+                )
+                _stop([*teachers.values(), student])
+            finally:
+                for group in groups:
+                    group.kill()
+
+
+def threads_per_worker(num_compute_actors: int) -> int:
+    """Torch threads of each student and teacher rank: the machine's cores, shared out."""
+    return max(1, (os.cpu_count() or 1) // num_compute_actors)
+
+
+def _start(
+    job: Job, aligners: WorkerGroup, teachers: dict[str, WorkerGroup], student: WorkerGroup, calls: Calls
+) -> None:
+    """All models load at the same time."""
+    config, timeout_s = job.config, job.config.ray.start_timeout_s
+    for group in (aligners, *teachers.values(), student):
+        group.identify(timeout_s)
+    started = aligners.submit("start")
+    for group, parallel, replicas in (
+        *((teachers[t.name], t.parallel, True) for t in config.teachers if t.name in teachers),
+        (student, config.student.parallel, False),
+    ):
+        addresses = group.rendezvous(dp=parallel.dp, tp=parallel.tp, replicas=replicas, timeout_s=timeout_s)
+        for rank, address in enumerate(addresses):
+            started |= group.submit("start", *address, ranks=[rank])
+    calls.gather(started, what="loading the models", timeout_s=timeout_s)
+
+
+def _stop(groups: list[WorkerGroup]) -> None:
+    """Lets the ranks leave their process groups together; a rank that will not is killed by the caller."""
+    for group in groups:
+        try:
+            group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
+        except DistillError as error:
+            log.warning("%s", error)

@@ -1,0 +1,135 @@
+"""Waiting for actors: every wait has a deadline, hears signals, and ends in one clear error."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from distill_rl.errors import DistillError, WorkerError
+
+_POLL_S = 0.25
+"""A signal handler only sets a flag (raising inside ray.get is swallowed), so waits look up this often."""
+
+_FIRST_CAUSE_S = 2.0
+"""When one actor dies, its peers fail too, in any order: collect errors this long and report the death."""
+
+
+@dataclass
+class Calls:
+    """Waits for calls of known actors.
+
+    `names` maps Ray actor ids (hex) to actor names. `interrupted` is asked at every poll and may raise.
+    """
+
+    interrupted: Callable[[], None]
+    names: dict[str, str] = field(default_factory=dict)
+
+    def gather(
+        self, calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef], *, what: str, timeout_s: float
+    ) -> list[Any]:
+        """Results in order.
+
+        Args:
+            calls: references; as a mapping, each with the name of the actor that was called.
+            what: what is waited for, for messages (`step 12`).
+
+        Raises:
+            WorkerError: an actor raised, died, or was not done after `timeout_s`.
+        """
+        names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
+        pending, deadline = list(names), time.monotonic() + timeout_s
+        while pending:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+            self.interrupted()
+            errors = _errors_of(done)
+            if errors:
+                raise self._blame(errors | self._late_errors(pending), names, what)
+            if pending and time.monotonic() > deadline:
+                late = ", ".join(sorted({names[ref] or "an actor" for ref in pending}))
+                raise WorkerError(
+                    late,
+                    f"{what} must end within {timeout_s:g} s",
+                    "no answer",
+                    "raise the deadline (ray.*_timeout_s) or look at the worker's log",
+                )
+        return ray.get(list(names), timeout=timeout_s)
+
+    def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+        if not pending:
+            return {}
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
+        return _errors_of(done)
+
+    def _blame(
+        self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
+    ) -> DistillError:
+        ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
+        actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
+        return explain(error, actor, what)
+
+
+def explain(error: BaseException, actor: str, what: str) -> DistillError:
+    """One line that names the actor, what it was doing, and the cause."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if (
+        isinstance(cause, DistillError) and cause.exit_code == 2
+    ):  # bad input is the user's to mend, wherever it was found
+        cause.add_note(_plain(error))
+        return cause
+    if isinstance(error, RayTaskError):
+        blamed = WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
+    elif isinstance(error, OutOfMemoryError):
+        blamed = WorkerError(
+            actor, f"{what} failed", "killed for memory", "see `distill-rl check` for the estimate per worker"
+        )
+    elif isinstance(error, ActorDiedError | RayActorError):
+        blamed = WorkerError(
+            actor, f"its process died during {what}", _death(error), "resume from the last checkpoint with --resume"
+        )
+    else:
+        blamed = WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
+    blamed.add_note(_plain(error))
+    return blamed
+
+
+def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+    errors: dict[ray.ObjectRef, BaseException] = {}
+    for ref in refs:
+        try:
+            ray.get(ref, timeout=60)
+        except RayError as error:
+            errors[ref] = error
+    return errors
+
+
+def _rank(error: BaseException) -> int:
+    """Deaths first: the rest are mostly their consequences."""
+    if isinstance(error, RayTaskError):
+        return 1 if isinstance(error.cause, DistillError) else 2
+    return 0 if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
+
+
+def _actor_id(error: BaseException) -> str:
+    actor_id = getattr(error, "actor_id", None)
+    return actor_id if isinstance(actor_id, str) else actor_id.hex() if actor_id is not None else ""
+
+
+def _plain(error: BaseException) -> str:
+    """Ray's text with the worker's traceback, without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:500]
+
+
+def _death(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    causes = [line for line in lines if "exit" in line.lower() or "kill" in line.lower() or "cause" in line.lower()]
+    return (causes or lines or [""])[-1][:300]

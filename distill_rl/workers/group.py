@@ -1,0 +1,76 @@
+"""A group of ranks of one role: made together, started together, called together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from distill_rl.workers.calls import Calls
+from distill_rl.workers.placement import SeatingPlan, options
+
+
+class WorkerGroup:
+    """`dp × tp` actors of one class, in rank order: rank = dp_rank · tp + tp_rank."""
+
+    def __init__(
+        self,
+        worker: type,
+        names: Sequence[str],
+        plan: SeatingPlan,
+        placement: PlacementGroup,
+        calls: Calls,
+        *arguments: Any,
+    ):
+        remote: Any = ray.remote(worker)
+        self.names = list(names)
+        self._calls = calls
+        self._pids: list[int] = []
+        self._node_ids: list[str] = []
+        self.actors: list[Any] = []
+        for rank, name in enumerate(self.names):
+            actor = remote.options(**options(plan.seats[name], placement)).remote(rank, *arguments)
+            calls.names[actor._actor_id.hex()] = name
+            self.actors.append(actor)
+
+    def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Calls a method with the same arguments on all ranks (or these); references with actor names, in rank order."""
+        return {
+            getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
+            for rank in (range(len(self.actors)) if ranks is None else ranks)
+        }
+
+    def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
+        """Calls a method on all ranks and waits for all."""
+        return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
+
+    def identify(self, timeout_s: float) -> None:
+        """Learns the ranks' processes, so that `kill` can end a stopped one."""
+        facts = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+        self._pids, self._node_ids = [pid for pid, _ in facts], [node for _, node in facts]
+
+    def rendezvous(self, *, dp: int, tp: int, replicas: bool, timeout_s: float) -> list[tuple[str, int]]:
+        """A store for each process group: one of all ranks, or one per data-parallel replica. One address per rank."""
+        size = tp if replicas else dp * tp
+        leaders = range(0, dp * tp, size)
+        calls: dict[ray.ObjectRef, str] = {}
+        for leader in leaders:
+            calls |= self.submit("serve_store", size, ranks=[leader])
+        addresses = self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)
+        return [address for address in addresses for _ in range(size)]
+
+    def kill(self) -> None:
+        """Ends every rank at once: SIGKILL by pid where the process is on this node (ray.kill alone waits 5 s for a stopped one)."""
+        here = ray.get_runtime_context().get_node_id()
+        for pid, node in zip(self._pids, self._node_ids, strict=True):
+            if node == here:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)

@@ -1,0 +1,121 @@
+"""Where actors run: bundles of resources, asked for together, with a deadline and a table of what was short."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One actor's place: its name, its bundle, and its share of the bundle."""
+
+    actor: str
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeatingPlan:
+    bundles: tuple[Mapping[str, float], ...]
+    seats: Mapping[str, Seat]
+
+
+def student_name(dp_rank: int, tp_rank: int) -> str:
+    return f"student-dp{dp_rank}-tp{tp_rank}"
+
+
+def teacher_name(teacher: str, dp_rank: int, tp_rank: int) -> str:
+    return f"{teacher}/dp{dp_rank}-tp{tp_rank}"
+
+
+def aligner_name(index: int) -> str:
+    return f"aligner-{index}"
+
+
+def actor_names(config: Config) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """Names of the student's ranks, of each running teacher's ranks, and of the aligners; ranks are dp-major."""
+    student = [student_name(d, t) for d in range(config.student.parallel.dp) for t in range(config.student.parallel.tp)]
+    teachers = {
+        teacher.name: [
+            teacher_name(teacher.name, d, t) for d in range(teacher.parallel.dp) for t in range(teacher.parallel.tp)
+        ]
+        for teacher in (config.teachers if config.loss.kd_weight > 0 else [])
+    }
+    return student, teachers, [aligner_name(i) for i in range(config.aligner.workers)]
+
+
+def seat(config: Config, *, gpus: bool) -> SeatingPlan:
+    """Colocates: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
+
+    Each actor has one logical CPU. Aligners have a bundle of their own and never a GPU.
+    """
+    student, teachers, aligners = actor_names(config)
+    groups = [student, *teachers.values()]
+    bundles: list[dict[str, float]] = []
+    seats: dict[str, Seat] = {}
+    for index in range(max(map(len, groups))):
+        together = [group[index] for group in groups if index < len(group)]
+        bundles.append({"CPU": float(len(together))} | ({"GPU": 1.0} if gpus else {}))
+        for name in together:
+            seats[name] = Seat(name, index, 1.0, 1.0 / len(together) if gpus else 0.0)
+    bundles.append({"CPU": float(len(aligners))})
+    for name in aligners:
+        seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
+    return SeatingPlan(tuple(bundles), seats)
+
+
+@contextmanager
+def reserve(plan: SeatingPlan, *, timeout_s: float) -> Iterator[PlacementGroup]:
+    """Reserves all bundles at once.
+
+    Raises:
+        ConfigError: the cluster cannot give them within `timeout_s`; names asked and available amounts.
+    """
+    group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK")
+    try:
+        if not group.wait(timeout_s):
+            raise ConfigError(
+                "placement",
+                f"the actors' resources must be free within ray.placement_timeout_s={timeout_s:g}",
+                shortage(plan, ray.cluster_resources(), ray.available_resources()),
+                "lower parallel sizes, raise ray.num_cpus, or join a larger cluster",
+            )
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def shortage(plan: SeatingPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
+    """Asked, in the cluster and free, per resource, on one line."""
+    asked: Counter[str] = Counter()
+    for bundle in plan.bundles:
+        asked.update(bundle)
+    return ", ".join(
+        f"{name}: asked {asked[name]:g}, cluster has {total.get(name, 0):g}, free {available.get(name, 0):g}"
+        for name in sorted(asked)
+    )
+
+
+def options(seat: Seat, group: PlacementGroup) -> dict:
+    """Ray options of the actor at this seat. Never restarted by Ray: a restart would silently run queued calls on a fresh actor."""
+    return {
+        "name": seat.actor,
+        "num_cpus": seat.num_cpus,
+        "num_gpus": seat.num_gpus,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=seat.bundle
+        ),
+    }

@@ -1,0 +1,84 @@
+"""Every way a run can end early: its exit code, its last words, and nothing left behind."""
+
+import os
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.command import actor_pid, distill_rl, leftovers, running, series, shared_memory, temporary, until
+
+pytestmark = pytest.mark.cli
+
+PROMISE_S = 30
+"""An error ends the run within this; the promise is on the run, the test's deadline is its double on a shared machine."""
+
+
+@contextmanager
+def training(material, folder: Path, *overrides: str):
+    """A run that would go on for long, handed over in its first steps; checks afterwards that nothing is left of it."""
+    before = shared_memory(), temporary()
+    log = folder / "log"
+    config = material.config(folder)
+    with running("train", "-c", config, "train.steps=100000", *overrides, log=log) as process:
+        run = folder / "runs" / "tiny"
+        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+        assert process.poll() is None, log.read_text()
+        started = leftovers(process.pid)
+        assert len(started) > 3
+        yield process, run, log
+    _, alive = psutil.wait_procs(list(started.values()), timeout=5)
+    assert not alive, [survivor.cmdline() for survivor in alive]
+    assert shared_memory() <= before[0]
+    assert temporary() <= before[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_ends_the_step_saves_and_exits_85(material, tmp_path, number):
+    with training(material, tmp_path) as (process, run, log):
+        process.send_signal(number)
+        assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
+    last = series(run, "train/loss")[-1][0]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
+    assert f"after step {last}" in log.read_text()
+    ended = distill_rl("train", "-c", tmp_path / "tiny.yaml", f"train.steps={last + 2}", "--resume")
+    assert ended.code == 0, ended.err
+    assert [step for step, _ in series(run, "train/loss")] == list(range(1, last + 3))
+
+
+def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
+    with training(material, tmp_path) as (process, _, log):
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("role", ["student", "big", "aligner"])
+def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp_path, role):
+    with training(material, tmp_path) as (process, _, log):
+        os.kill(actor_pid(process.pid, role), signal.SIGKILL)
+        assert process.wait(timeout=2 * PROMISE_S) == 1, log.read_text()
+    errors = [line for line in log.read_text().splitlines() if line.startswith("distill-rl: error:")]
+    assert len(errors) == 1
+    assert role in errors[0]
+    assert "died" in errors[0]
+    assert "Traceback" not in log.read_text()
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_name_and_cause(material, tmp_path):
+    config = material.config(tmp_path)
+    ended = distill_rl("train", "-c", config, "optimizer.lr=1e30", "schedule.warmup_steps=0")
+    assert ended.code == 1
+    assert len(ended.errors) == 1
+    assert "student-dp0-tp0" in ended.errors[0]
+    assert "must be finite" in ended.errors[0]
+    assert "Traceback" not in ended.err
+    assert "Traceback" in (tmp_path / "runs" / "tiny" / "logs" / "driver.log").read_text()
+
+
+def test_resources_that_cannot_be_had_are_listed_with_what_there_is(material, tmp_path):
+    ended = distill_rl("train", "-c", material.config(tmp_path), "ray.num_cpus=1", "ray.placement_timeout_s=2")
+    assert ended.code == 2
+    assert "CPU: asked 3, cluster has 1" in ended.errors[0]

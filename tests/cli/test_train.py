@@ -1,0 +1,129 @@
+"""Whole runs through the command line: what they write, and what must not change a bit of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.command import distill_rl, records, series
+
+pytestmark = pytest.mark.cli
+
+LOSSES = ("train/kl_loss", "train/nll_loss", "train/loss", "train/grad_norm")
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def assert_equal_runs(run: Path, other: Path) -> None:
+    for metric in LOSSES:
+        assert series(run, metric) == series(other, metric)
+        assert len(series(run, metric)) == 8
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def shards(run: Path, step: int) -> dict[str, str]:
+    """sha256 of what the student's ranks saved: weights and optimizer state."""
+    manifest = json.loads((run / "checkpoints" / f"step-{step}" / "MANIFEST.json").read_text())
+    return {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".distcp")}
+
+
+@pytest.fixture(scope="module")
+def straight(material, tmp_path_factory) -> Path:
+    """Eight steps in one go, with validation and checkpoints on the way."""
+    folder = tmp_path_factory.mktemp("straight")
+    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4")
+    assert ended.code == 0, ended.err
+    return folder / "runs" / "tiny"
+
+
+def test_a_run_leaves_what_the_design_says(straight):
+    names = {path.name for path in straight.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints", "export", "report.html"} <= names
+    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["step-4", "step-8"]
+    assert [step for step, _ in series(straight, "train/kl_loss")] == list(range(1, 9))
+    assert [step for step, _ in series(straight, "validation/kl_loss")] == [4, 8]
+    assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(records(straight)[0])
+
+
+def test_training_lowers_both_losses(straight):
+    for metric in ("validation/kl_loss", "validation/nll_loss"):
+        first, last = series(straight, metric)
+        assert last[1] < first[1]
+
+
+def test_the_export_loads_and_its_card_names_its_origin(straight, material):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(straight / "export")
+    tokenizer = AutoTokenizer.from_pretrained(straight / "export")
+    ids = tokenizer("kalomi ter", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(ids).logits).all()
+    card = (straight / "export" / "README.md").read_text()
+    assert str(material.root / "teacher").replace("_", "") in card.replace("_", "").replace("\\", "")
+    assert "validation/kl_loss" in card
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_prefetch_depth_changes_no_bit(straight, material, tmp_path, depth):
+    ended = distill_rl("train", "-c", material.config(tmp_path), f"prefetch.depth={depth}")
+    assert ended.code == 0, ended.err
+    assert_equal_runs(straight, tmp_path / "runs" / "tiny")
+
+
+def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, tmp_path):
+    config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+    for steps, resume in ((3, []), (5, ["--resume"]), (8, ["--resume", "auto"])):
+        ended = distill_rl("train", "-c", config, f"train.steps={steps}", *resume)
+        assert ended.code == 0, ended.err
+    assert_equal_runs(straight, run)
+    assert shards(run, 8) == shards(straight, 8)
+
+
+def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_same(straight, material, tmp_path):
+    ended = distill_rl(
+        "train", "-c", material.config(tmp_path), "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
+        "teachers.0.micro_batch_size=4", "train.micro_batch_size=1",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    for metric in ("train/kl_loss", "train/nll_loss"):
+        ours, whole = series(run, metric), series(straight, metric)
+        assert [step for step, _ in ours] == [step for step, _ in whole]
+        torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
+
+
+def test_without_distillation_weight_no_teacher_runs(material, tmp_path):
+    config = material.config(tmp_path)
+    ended = distill_rl("train", "-c", config, "loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16")
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    assert len(series(run, "train/nll_loss")) == 2
+    assert series(run, "train/kl_loss") == []
+
+
+def test_any_checkpoint_can_be_exported_later(straight, tmp_path):
+    ended = distill_rl("export", straight, "--checkpoint", "8", "--out", tmp_path / "again")
+    assert ended.code == 0, ended.err
+    ours, theirs = load_file(tmp_path / "again" / "model.safetensors"), weights(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert distill_rl("export", straight, "--checkpoint", "5", "--out", tmp_path / "no").code == 2
+
+
+def test_a_run_directory_is_not_overwritten_and_check_changes_nothing(straight, material):
+    folder = straight.parent.parent
+    before = sorted(path.name for path in straight.rglob("*"))
+    again = distill_rl("train", "-c", folder / "tiny.yaml")
+    assert again.code == 2
+    assert "--resume" in again.err
+    assert "--clean" in again.err
+    checked = distill_rl("check", "-c", folder / "tiny.yaml", "train.steps=9")
+    assert checked.code == 0, checked.err
+    assert "steps: 9" in checked.out
+    assert "bytes per token" in checked.out
+    assert sorted(path.name for path in straight.rglob("*")) == before

@@ -1,0 +1,121 @@
+"""One global batch gives one gradient, whatever the layout, the micro-batch size and what happens in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.parallel.mesh import open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.student.optim import clip_gradients
+from distill_rl.teacher.engine import TeacherEngine
+from tests.helpers import ranks
+from tests.helpers.engines import (
+    engine_config,
+    engine_targets,
+    fixed_targets,
+    plain_logits,
+    plain_losses,
+    plain_model,
+    plain_topk,
+    random_documents,
+    rank_batch,
+    relative_l2,
+    token_rows,
+    whole_gradients,
+)
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+STUDENTS = {
+    "llama-tied": {"family": "llama", "tie": True},
+    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    "qwen2-padded": {"family": "qwen2", "vocab_size": 507, "tie": True},
+    "qwen3": {"family": "qwen3"},
+    "mistral": {"family": "mistral"},
+}
+
+
+def batch_rows():
+    """Eight rows: packed, single and empty ones, so that ranks differ in their number of labels."""
+    documents = random_documents(12, seed=11)
+    packs = [
+        documents[:2],
+        documents[2:4],
+        [documents[4]],
+        [],
+        documents[5:7],
+        [documents[7]],
+        documents[8:10],
+        documents[10:],
+    ]
+    return token_rows([_fitting(pack) for pack in packs], WIDTH)
+
+
+def _fitting(pack):
+    while sum(map(len, pack)) > WIDTH:
+        pack = pack[:-1]
+    return pack
+
+
+def gradients(dp: int, tp: int, students: dict[str, Path], teacher: Path, sizes: tuple[int, ...]) -> dict:
+    """On a rank: per student and micro-batch size, the whole gradient and its norm as clipping sees it."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    batch = rank_batch(batch_rows(), world.dp_rank, dp)
+    config = engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
+    targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
+    source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
+    found = {}
+    for name, path in students.items():
+        config.student.model = str(path)
+        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+        for size in sizes:
+            config.train.micro_batch_size = size
+            # A forward pass without gradients must leave no trace in the parameters.
+            engine.evaluate(batch, source)
+            engine.forward_backward(batch, source)
+            whole = whole_gradients(engine.model)
+            norm = clip_gradients(engine.parameters, 0.0).item()
+            engine.optimizer.zero_grad()
+            found[name, size] = (whole if world.rank == 0 else None, norm)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[dict[str, Path], Path]:
+    root = tmp_path_factory.mktemp("models")
+    students = {
+        name: write_tiny_model(root / name, seed=20 + i, **kind) for i, (name, kind) in enumerate(STUDENTS.items())
+    }
+    return students, write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=352)
+
+
+@pytest.fixture(scope="module")
+def references(folders) -> dict[str, dict[str, torch.Tensor]]:
+    """fp64 gradients of the plain models, documents one by one, targets from the definition."""
+    students, teacher = folders
+    rows = batch_rows()
+    target = plain_topk(plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
+    wanted = {}
+    for name, path in students.items():
+        model = plain_model(path)
+        kd, ce = plain_losses(plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
+        ((kd + CE_WEIGHT * ce) / rank_batch(rows).num_labels).backward()
+        wanted[name] = whole_gradients(model)
+    return wanted
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
+def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
+    found = ranks.run_ranks(dp * tp, gradients, dp, tp, *folders, (1, 2, 4))
+    for (name, size), (gradient, norm) in found[0].items():
+        error = relative_l2(gradient, references[name])
+        assert error < 1e-5, f"{name}, micro-batch {size}: {error:.1e}"
+        wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
+        assert all(other[name, size][1] == norm for other in found), "every rank must scale by the same factor"
+        assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, micro-batch {size}"

@@ -1,0 +1,219 @@
+"""Checkpoints of the student: bit-exact on the same mesh, resharded on another, and errors that every rank sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.errors import CheckpointError
+from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+from tests.helpers import ranks
+from tests.helpers.engines import (
+    engine_config,
+    engine_targets,
+    fixed_targets,
+    no_targets,
+    random_documents,
+    rank_batch,
+    token_rows,
+    whole_parameters,
+)
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY, WIDTH, STEPS = 320, 24, 8
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def world_of(dp: int, tp: int, name: str) -> World:
+    """A fresh process group among the ranks of the call."""
+    return open_world(rank=ranks.rank(), dp=dp, tp=tp, store=torch.distributed.PrefixStore(name, ranks.store()))
+
+
+def run_steps(engine: StudentEngine, teacher: Path, first: int, last: int) -> list[float]:
+    """Steps first+1 … last, with an evaluation on the way; the losses."""
+    config, world = engine.config, engine.world
+    teacher_engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    losses = []
+    for step in range(first, last):
+        rows = token_rows([[document] for document in random_documents(4, seed=step)], WIDTH)
+        batch = rank_batch(rows, world.dp_rank, world.dp, step)
+        source = fixed_targets([engine_targets(teacher_engine, batch)], WIDTH, first_row=batch.first_row)
+        if step % 3 == 2:
+            engine.evaluate(batch, source)
+        metrics = engine.train_step(batch, source)
+        losses += [metrics[name].value for name in ("train/kl_loss", "train/nll_loss", "train/grad_norm") if metrics]
+    return losses
+
+
+def engine_on(world: World, student: Path, teacher: Path) -> StudentEngine:
+    config = engine_config(student, [teacher], optimizer__lr=1e-2, loss__ce_weight=0.5, schedule__warmup_steps=2)
+    return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+
+
+def whole_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
+    state = whole_parameters(engine.model)
+    for name, parameter in engine.model.named_parameters():
+        for key, value in engine.optimizer.state[parameter].items():
+            state[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return state
+
+
+def straight_and_resumed(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> list[tuple]:
+    """8 steps in one go, then 3 + 2 + 3 with a new process group and engine each time."""
+    world = world_of(dp, tp, "straight")
+    engine = engine_on(world, student, teacher)
+    outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
+    close_world(world)
+    losses: list[float] = []
+    for first, last in ((0, 3), (3, 5), (5, 8)):
+        world = world_of(dp, tp, f"resumed-{first}")
+        engine = engine_on(world, student, teacher)
+        if first:
+            torch.manual_seed(999)
+            assert engine.load(folder / f"step-{first}") == {"cursor": [first, 0.5]}
+            assert engine.step == first
+        losses += run_steps(engine, teacher, first, last)
+        engine.save(folder / f"step-{last}", {"cursor": [last, 0.5]})
+        if last == STEPS:
+            outcomes.append((losses, whole_state(engine), torch.get_rng_state()))
+        close_world(world)
+    return outcomes
+
+
+def resharded(dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path) -> tuple[dict, dict]:
+    """Loads `source` on another mesh, saves it again as it is, and takes three steps more."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    engine = engine_on(world, student, teacher)
+    extra = engine.load(source)
+    loaded = whole_state(engine)
+    engine.save(target, extra)
+    run_steps(engine, teacher, 5, STEPS)
+    return loaded, whole_state(engine)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("models")
+    student = write_tiny_model(root / "student", "llama", seed=51, tie=True, vocab_size=327)
+    return student, write_tiny_model(root / "teacher", "llama", seed=52, hidden=48)
+
+
+@pytest.fixture(scope="module")
+def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The checkpoint after five steps, and the state after eight, of one rank."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    ((_, state, _), _) = ranks.run_ranks(1, straight_and_resumed, 1, 1, *folders, folder, group=False)[0]
+    return folder / "step-5", state
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
+def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int):
+    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, dp, tp, *folders, tmp_path, group=False):
+        (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
+        assert losses == resumed_losses
+        assert len(losses) in (0, 3 * STEPS)
+        assert state.keys() == resumed_state.keys()
+        assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in state.items())
+        assert torch.equal(random_state, resumed_random_state)
+
+
+def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
+    checkpoint, wanted = straight
+    loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *folders, checkpoint, tmp_path / "wide")[0]
+    again, ended_again = ranks.run_ranks(1, resharded, 1, 1, *folders, tmp_path / "wide", tmp_path / "narrow")[0]
+    assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
+    for state in (ended, ended_again):
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def load_error(dp: int, tp: int, student: Path, teacher: Path, checkpoint: Path) -> str:
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    engine = engine_on(world, student, teacher)
+    before = whole_parameters(engine.model)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load(checkpoint)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole_parameters(engine.model).items())
+    return str(caught.value)
+
+
+def test_checkpoint_of_another_model_is_refused_in_one_line_before_anything_is_read(folders, straight, tmp_path):
+    other = write_tiny_model(tmp_path / "other", "llama", layers=1, vocab_size=327)
+    messages = ranks.run_ranks(2, load_error, 1, 2, other, folders[1], straight[0])
+    assert len(set(messages)) == 1
+    assert "must hold the parameters of student.model" in messages[0]
+    assert "\n" not in messages[0]
+
+
+def save_error(folder: Path, student: Path, teacher: Path) -> str:
+    engine = engine_on(open_world(rank=ranks.rank(), dp=2, tp=1), student, teacher)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(folder / "checkpoint", {})
+    return str(caught.value)
+
+
+def test_directory_that_cannot_be_written_is_an_error_on_every_rank(folders, tmp_path):
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    messages = ranks.run_ranks(2, save_error, blocked, *folders)
+    assert len(set(messages)) == 1
+    assert "must be writable" in messages[0]
+
+
+def write_error_of_one_rank(folder: Path, student: Path, teacher: Path) -> str:
+    world = open_world(rank=ranks.rank(), dp=2, tp=1)
+    engine = engine_on(world, student, teacher)
+    folder.mkdir(exist_ok=True)
+    if world.rank == 1:
+        # DCP names a rank's file __<rank>_<n>.distcp; a folder of that name is in its way.
+        (folder / "__1_0.distcp").mkdir()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(folder, {})
+    return str(caught.value)
+
+
+def test_failure_of_one_rank_to_write_is_raised_on_all_and_names_it(folders, tmp_path):
+    messages = ranks.run_ranks(2, write_error_of_one_rank, tmp_path / "checkpoint", *folders)
+    assert len(set(messages)) == 1
+    assert "rank 1: " in messages[0]
+    assert "\n" not in messages[0]
+
+
+def dropout_runs(student: Path, folder: Path) -> tuple[list[float], list[float]]:
+    """The last two of four losses with dropout: in one go, and after a resume."""
+    world = open_world(rank=ranks.rank(), dp=2, tp=1)
+    config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0)
+
+    def engine() -> StudentEngine:
+        new = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+        for module in new.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        return new
+
+    def steps(which: StudentEngine, count: int) -> list[float]:
+        rows = token_rows([[document] for document in random_documents(4, seed=1)], WIDTH)
+        batch = rank_batch(rows, world.dp_rank, 2)
+        return [which.train_step(batch, no_targets)["train/nll_loss"].value for _ in range(count)]
+
+    one = engine()
+    steps(one, 2)
+    one.save(folder, {})
+    straight = steps(one, 2)
+    other = engine()
+    other.load(folder)
+    return straight, steps(other, 2)
+
+
+def test_dropout_goes_on_with_the_random_numbers_of_the_straight_run(tmp_path):
+    student = write_tiny_model(tmp_path / "student", "gpt2")
+    results = ranks.run_ranks(2, dropout_runs, student, tmp_path / "checkpoint")
+    assert all(straight == resumed for straight, resumed in results)
+    assert results[0][0] != results[1][0]

@@ -1,0 +1,100 @@
+"""The real command line, and what it must leave behind: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+DEADLINE_S = 240
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("distill-rl: error: ")]
+
+
+def distill_rl(*arguments: str | Path, cwd: Path | None = None) -> Ended:
+    """Runs `distill-rl` to its end."""
+    command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=environment())
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def running(*arguments: str | Path, log: Path) -> Iterator[psutil.Popen]:
+    """`distill-rl` in a process group of its own, ended by force if the block leaves it alive."""
+    command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
+    with log.open("wb") as output:
+        process = psutil.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment()
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
+    """Waits for a condition of another process; fails at the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {deadline_s:g} s")
+        time.sleep(0.05)
+
+
+def records(run: Path) -> list[dict]:
+    """metrics.jsonl, whole lines only (the run may be writing)."""
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def series(run: Path, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of one metric, in file order."""
+    return [(record["step"], record[metric]) for record in records(run) if metric in record]
+
+
+def leftovers(root: int) -> dict[int, psutil.Process]:
+    """Every process below `root` now, for a later look at who is still there."""
+    return {process.pid: process for process in psutil.Process(root).children(recursive=True)}
+
+
+def actor_pid(root: int, name: str) -> int | None:
+    """The process of a Ray actor below `root`, by the class name that Ray writes into its title."""
+    for process in leftovers(root).values():
+        with contextlib.suppress(psutil.Error):
+            if any(name in part for part in process.cmdline()[:1]):
+                return process.pid
+    return None
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def temporary() -> set[str]:
+    return {path.name for path in Path("/tmp").glob("drl-*")}

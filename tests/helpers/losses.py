@@ -1,0 +1,119 @@
+"""Random cases for the losses, and the comparison with the fp64 oracle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from distill_rl.losses import DenseLogits, TeacherHidden, TopKLogprobs, reference
+
+DIVERGENCES = tuple(reference.DIVERGENCES)
+TAILS = ("bucket", "truncate", "renormalize")
+TEMPERATURES = (1.0, 2.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the loss; `target` is dense, hidden, topk, or topk_no_rest."""
+
+    divergence: str
+    target: str
+    tail: str
+    temperature: float
+    kd_ratio: float = 0.6
+    beta: float = 0.3
+    reduction: str = "mean"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        names = ("divergence", "tail", "temperature", "kd_ratio", "beta", "reduction")
+        return {name: getattr(self, name) for name in names}
+
+
+def all_cases(targets: tuple[str, ...] = ("dense", "hidden", "topk", "topk_no_rest")) -> Iterator[Case]:
+    """Every divergence × target kind × tail × temperature; tails only where they mean something."""
+    for divergence, target, temperature in itertools.product(DIVERGENCES, targets, TEMPERATURES):
+        for tail in TAILS if target == "topk" else TAILS[:1]:
+            yield Case(divergence, target, tail, temperature)
+
+
+@dataclass
+class Batch:
+    """Whole tensors, the same on every rank: fp64 logits [N, V], teacher hidden [N, Ht] and head [V, Ht]."""
+
+    student: Tensor
+    teacher: Tensor
+    hidden: Tensor
+    head: Tensor
+    labels: Tensor
+    weights: Tensor
+
+    def target(self, case: Case, k: int = 9) -> DenseLogits | TeacherHidden | TopKLogprobs:
+        if case.target == "dense":
+            return DenseLogits(self.teacher)
+        if case.target == "hidden":
+            return TeacherHidden(self.hidden, self.head, softcap=20.0, logit_scale=1.5)
+        return top_k(self.teacher, k, case.temperature, rest=case.target == "topk")
+
+
+def batch(num_rows: int = 6, vocabulary: int = 97, padding: int = 0, seed: int = 0, spread: float = 3.0) -> Batch:
+    """Random logits; the last `padding` columns are −inf on both sides; the second row is ignored."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    student, teacher = spread * randn(num_rows, vocabulary), spread * randn(num_rows, vocabulary)
+    for logits in (student, teacher):
+        logits[:, vocabulary - padding :] = -torch.inf
+    labels = torch.randint(0, vocabulary - padding, (num_rows,), generator=draw)
+    labels[1:2] = -100
+    return Batch(student, teacher, randn(num_rows, 5), randn(vocabulary, 5), labels, randn(num_rows).abs())
+
+
+def top_k(logits: Tensor, k: int, temperature: float, *, rest: bool = True) -> TopKLogprobs:
+    """From whole logits, in plain torch."""
+    logprobs = (logits / temperature).log_softmax(1)
+    top, ids = logprobs.topk(k, 1)
+    others = logprobs.scatter(1, ids, -torch.inf).logsumexp(1) if rest else None
+    return TopKLogprobs(ids, top, others, temperature)
+
+
+def oracle(case: Case, data: Batch, target: Any, factor: float = 1.0) -> tuple[Any, Tensor]:
+    """(output, gradient of factor · loss with respect to the student's logits [N, V])"""
+    student = data.student.clone().requires_grad_()
+    output = reference.kd_loss(student, target, labels=data.labels, token_weights=data.weights, **case.keywords)
+    (factor * output.loss.sum()).backward()
+    return output, student.grad
+
+
+def assert_same(output: Any, expected: Any, bound: float = 1e-12) -> None:
+    """Every field of two KDOutputs within `bound`, absolute below 1 and relative above."""
+    for name in ("loss", "kd_loss", "ce_loss", "teacher_mass", "student_mass"):
+        value, truth = getattr(output, name), getattr(expected, name)
+        error = ((value - truth).abs() / truth.abs().clamp_min(1)).max()
+        assert error <= bound, f"{name} is off by {error:.1e}: {value} instead of {truth}"
+    assert int(output.num_tokens) == int(expected.num_tokens)
+
+
+def assert_close(value: Tensor, truth: Tensor, bound: float = 1e-12, what: str = "gradient") -> None:
+    assert value.shape == truth.shape, f"{what}: {list(value.shape)} instead of {list(truth.shape)}"
+    if value.numel():
+        error = (value - truth).abs().max()
+        assert error <= bound, f"{what} is off by {error:.1e}"
+
+
+def sharded(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """A leaf DTensor of this rank's columns; no communication, uneven and empty shards as torch cuts them."""
+    placements = [Shard(dim)]
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+    local = whole.narrow(dim, min(offset[dim], whole.shape[dim]), shape[dim]).clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

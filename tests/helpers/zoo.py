@@ -1,0 +1,68 @@
+"""Tiny random models that tests.helpers.models does not offer, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.models import FAMILIES, write_tiny_model
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+# name → (config class of transformers, what differs from the common sizes)
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope-scaled": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 4}),
+    "qwen3-wide-heads": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": ("Gemma2Config", {**_GEMMA, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", _GEMMA),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "olmo2": ("Olmo2Config", {}),
+    "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "recurrent-gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "logits_soft_cap": 2.0}),
+    "falcon-h1": ("FalconH1Config", {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+}
+
+
+def write_model(path: Path, name: str, **settings: Any) -> Path:
+    """One of `tests.helpers.models.FAMILIES` or of the configs above, saved to `path`."""
+    if name in FAMILIES:
+        return write_tiny_model(path, name, **settings)
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    class_name, own = _CONFIGS[name]
+    config = getattr(transformers, class_name)(**{**_SIZES, **own, **settings})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path

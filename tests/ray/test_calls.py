@@ -1,0 +1,96 @@
+"""Waiting for real actors: results in order, and one clear error for each way it can fail."""
+
+import os
+import signal
+
+import pytest
+
+from distill_rl.errors import DataError, NumericsError, WorkerError
+from distill_rl.workers.calls import Calls
+
+pytestmark = pytest.mark.ray
+
+
+class Worker:
+    def pid(self):
+        return os.getpid()
+
+    def echo(self, value):
+        return value
+
+    def fail(self, error):
+        raise error
+
+    def hang(self):
+        signal.pause()
+
+    def after(self, ignored):
+        return "ran"
+
+
+@pytest.fixture
+def crew(ray_cluster):
+    calls = Calls(interrupted=lambda: None)
+    actors = []
+    for name in ("student-dp0-tp0", "big/dp0-tp0"):
+        actor = ray_cluster.remote(Worker).options(num_cpus=0).remote()
+        calls.names[actor._actor_id.hex()] = name
+        actors.append(actor)
+    yield calls, *actors
+    for actor in actors:
+        ray_cluster.kill(actor)
+
+
+def named(calls, *refs):
+    return dict(zip(refs, calls.names.values()))
+
+
+def test_results_come_in_the_order_asked(crew):
+    calls, student, teacher = crew
+    assert calls.gather([student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60) == [1, 2, 3]
+
+
+def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
+    calls, student, _ = crew
+    with pytest.raises(WorkerError) as caught:
+        calls.gather({student.fail.remote(ValueError("bad\nvalue")): "student-dp0-tp0"}, what="step 7", timeout_s=60)
+    assert str(caught.value) == "student-dp0-tp0: step 7 failed; got ValueError: bad"
+    assert "Traceback" in caught.value.__notes__[0] or "ValueError" in caught.value.__notes__[0]
+
+
+def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
+    calls, student, _ = crew
+    with pytest.raises(WorkerError, match=r"student.*NumericsError: loss: must be finite"):
+        calls.gather({student.fail.remote(NumericsError("loss", "must be finite")): "student-dp0-tp0"}, what="step 7", timeout_s=60)
+    with pytest.raises(DataError, match="row 3"):
+        calls.gather([student.fail.remote(DataError("row 3", "must be text"))], what="batch 1", timeout_s=60)
+
+
+def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cluster):
+    calls, student, teacher = crew
+    pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
+    lost = teacher.hang.remote()
+    victim = student.after.remote(lost)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"^big/dp0-tp0: its process died during step 2"):
+        calls.gather(named(calls, victim, lost), what="step 2", timeout_s=60)
+
+
+def test_a_wait_has_a_deadline_that_names_who_did_not_answer(crew):
+    calls, student, teacher = crew
+    calls.gather([student.echo.remote(0), teacher.echo.remote(0)], what="warm-up", timeout_s=60)
+    refs = {student.echo.remote(1): "student-dp0-tp0", teacher.hang.remote(): "big/dp0-tp0"}
+    with pytest.raises(WorkerError, match=r"^big/dp0-tp0: step 9 must end within 1 s"):
+        calls.gather(refs, what="step 9", timeout_s=1)
+
+
+def test_an_interrupt_is_heard_while_waiting(crew):
+    _, student, _ = crew
+    polls = iter([False, False, True])
+
+    def interrupted():
+        if next(polls):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Calls(interrupted).gather([student.hang.remote()], what="x", timeout_s=60)

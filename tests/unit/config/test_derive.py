@@ -1,0 +1,133 @@
+from dataclasses import replace
+
+import pytest
+
+from distill_rl.config.derive import Facts, ModelFacts, sizes, student_memory, teacher_memory, total_steps
+from distill_rl.config.load import load_config
+from distill_rl.data.loader import Loader
+from distill_rl.types import TrainState
+
+MODEL = ModelFacts(
+    folder="m",
+    family="llama",
+    parameters=10_000_000,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_layers=4,
+    num_heads=8,
+    num_key_value_heads=4,
+    vocabulary_columns=8000,
+    positions=2048,
+    tied=False,
+    stored_dtype="F32",
+    bytes_on_disk=40_000_000,
+)
+TEXT = """
+student: {model: s, dtype: fp32}
+teachers: [{model: t, name: big, dtype: fp32, wire_dtype: fp16}]
+data: {path: d, max_length: 128}
+loss: {top_k: 16}
+train: {steps: 100, global_batch_size: 16, micro_batch_size: 2}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return lambda *overrides: load_config(path, overrides)
+
+
+def test_a_slot_holds_ids_log_probs_rest_and_label_of_a_full_micro_batch(load):
+    derived = sizes(load("prefetch.depth=3", "teachers.0.parallel.dp=2", "teachers.0.micro_batch_size=4"), Facts())
+    (teacher,) = derived.teachers
+    assert teacher.bytes_per_token == 16 * (4 + 2) + 4 + 4
+    assert teacher.bytes_per_slot == 4 * 128 * 104
+    assert teacher.micro_batches == 2
+    assert teacher.ring_bytes == 4 * 2 * teacher.bytes_per_slot
+
+
+def test_a_small_vocabulary_bounds_the_entries(load):
+    (teacher,) = sizes(load("loss.top_k=500"), Facts(vocabulary_size=320)).teachers
+    assert teacher.entries == 320
+
+
+def test_the_wire_dtype_auto_follows_the_device(load):
+    on_cpu, on_gpu = (sizes(load("teachers.0.wire_dtype=auto"), Facts(gpus=gpus)).teachers[0] for gpus in (0, 1))
+    assert (on_cpu.bytes_per_token, on_gpu.bytes_per_token) == (16 * 8 + 8, 16 * 6 + 8)
+
+
+def test_batches_and_processes_follow_the_layout(load):
+    derived = sizes(load("student.parallel={dp: 2, tp: 2}", "teachers.0.parallel.tp=2"), Facts(num_documents=160))
+    assert derived.documents_per_step == 16
+    assert derived.max_tokens_per_step == 16 * 128
+    assert derived.micro_batches == 4
+    assert derived.epochs == 10.0
+    assert derived.processes == 4 + 2 + 1
+    assert derived.world == {
+        "student": "dp 2 x tp 2 = 4 processes",
+        "big": "dp 1 x tp 2 = 2 processes",
+        "aligner": "1 process",
+    }
+
+
+def test_without_kd_no_teacher_is_counted(load):
+    derived = sizes(load("loss.kd_weight=0", "loss.ce_weight=1"), Facts(student=MODEL, teachers=()))
+    assert derived.teachers == ()
+    assert [worker.worker for worker in derived.memory] == ["student"]
+    assert "big" not in derived.world
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("length", [(100, None), (None, 0.01), (None, 1), (None, 2.5), (3, 2.5), (None, 1.03)])
+def test_the_number_of_steps_is_the_loader_s(load, rows, length):
+    steps, epochs = length
+    config = load(f"train.steps={steps or 'null'}", f"train.epochs={epochs or 'null'}")
+    start = TrainState()
+    loader = Loader([{}] * rows, batch_size=16, seed=0, steps=steps, epochs=epochs, start=start)
+    assert total_steps(config, rows) == loader.total_steps
+
+
+def test_the_number_of_steps_is_unknown_while_the_data_are(load):
+    assert total_steps(load("train.steps=null", "train.epochs=1"), None) is None
+    assert total_steps(load(), None) == 100
+
+
+def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
+    whole = student_memory(load(), MODEL)
+    assert whole.weights + whole.gradients + whole.optimizer == 16 * MODEL.parameters
+    split = student_memory(load("student.parallel={dp: 2, tp: 2}"), MODEL)
+    assert split.weights + split.gradients + split.optimizer == 4 * MODEL.parameters
+    assert split.logits * 2 == whole.logits
+    assert (whole.count, split.count) == (1, 4)
+
+
+def test_checkpointing_the_activations_saves_most_of_them(load):
+    model = replace(MODEL, num_layers=32)
+    plain = student_memory(load(), model)
+    saved = student_memory(load("student.activation_checkpointing=true"), model)
+    assert saved.activations < plain.activations / 5
+    assert saved.weights == plain.weights
+
+
+def test_a_teacher_pays_its_dtype_per_parameter_over_tp_only(load):
+    fp32 = teacher_memory(load(), load().teachers[0], MODEL)
+    config = load("teachers.0.dtype=bf16", "teachers.0.parallel={dp: 4, tp: 2}")
+    bf16 = teacher_memory(config, config.teachers[0], MODEL)
+    assert fp32.weights == 4 * MODEL.parameters
+    assert bf16.weights == MODEL.parameters
+    assert (fp32.gradients, fp32.optimizer, bf16.count) == (0, 0, 8)
+
+
+def test_the_total_is_the_sum_of_the_parts(load):
+    worker = student_memory(load(), MODEL, targets=1000)
+    parts = (worker.weights, worker.gradients, worker.optimizer, worker.gathered, worker.activations, worker.logits)
+    assert worker.total == sum(parts) + worker.targets + worker.base
+
+
+def test_longer_rows_and_larger_micro_batches_cost_memory(load):
+    small, long, wide = (
+        student_memory(load(*overrides), MODEL).total
+        for overrides in ([], ["data.max_length=256"], ["train.micro_batch_size=4"])
+    )
+    assert small < long == wide

@@ -1,0 +1,189 @@
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from distill_rl.config.load import load_config, read_config
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+
+MINIMAL = "student: {model: s}\ndata: {path: d}\ntrain: {steps: 10}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text: str, name: str = "run.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return _write
+
+
+def complaints(path, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    assert all("\n" not in line for line in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def test_what_a_file_leaves_out_has_the_schema_s_default(write):
+    config = load_config(write(MINIMAL))
+    assert isinstance(config, Config)
+    assert (config.student.model, config.train.steps) == ("s", 10)
+    assert config.optimizer == Config().optimizer
+    assert config.teachers == []
+
+
+def test_a_run_without_a_name_is_called_after_its_file(write):
+    assert load_config(write(MINIMAL, "small-llama.yaml")).run.name == "small-llama"
+    assert load_config(write(MINIMAL + "run: {name: mine}\n", "small-llama.yaml")).run.name == "mine"
+    assert load_config(write(MINIMAL), ["run.name="]).run.name == "run"
+
+
+def test_a_configuration_pickles(write):
+    config = load_config(write(MINIMAL), ["teachers.0.model=t"])
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_the_walk_agrees_with_omegaconf_s_own_merge(write):
+    text = MINIMAL + "teachers:\n- {model: t, parallel: {tp: 2}}\n- {model: u, weight: 2}\noptimizer: {lr: 1e-3}\n"
+    path = write(text)
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), {"run": {"name": "run"}})
+    assert load_config(path) == OmegaConf.to_object(merged)
+
+
+def test_a_file_lies_over_the_files_it_extends(write):
+    write(MINIMAL + "loss: {top_k: 8, temperature: 2}\nteachers: [{model: a}, {model: b}]\n", "base/base.yaml")
+    write("extends: base/base.yaml\nloss: {top_k: 16}\n", "middle.yaml")
+    config = load_config(write("extends: middle.yaml\nteachers: [{model: c}]\nloss:\n", "top.yaml"))
+    assert (config.loss.top_k, config.loss.temperature) == (16, 2.0)
+    assert [teacher.model for teacher in config.teachers] == ["c"]
+    assert config.run.name == "top"
+
+
+def test_files_that_extend_each_other_in_a_circle_are_named(write):
+    write("extends: b.yaml\n", "a.yaml")
+    write("extends: a.yaml\n", "b.yaml")
+    (line,) = complaints(write("extends: a.yaml\n", "top.yaml"))
+    assert "circle" in line
+    assert "a.yaml -> b.yaml -> a.yaml" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("extends: nowhere.yaml\n", ["nowhere.yaml", "extended by run.yaml", "no such file"]),
+        ("extends: [a, b]\n", ["extends", "path of one YAML file"]),
+        ("train: {steps: 1\nloss: x\n", ["run.yaml:", "not valid YAML"]),
+        ("train:\n\tsteps: 1\n", ["run.yaml:2", "not valid YAML"]),
+        ("train: {steps: 1}\nloss: {}\ntrain: {steps: 2}\n", ["run.yaml:3", "duplicate key train"]),
+        ("a: !!python/object/apply:os.system [true]\n", ["run.yaml:1", "not valid YAML"]),
+        ("run: {dir: '${run.name'}\n", ["run.dir", "not valid YAML"]),
+        ("- 1\n- 2\n", ["run.yaml", "must hold sections"]),
+    ],
+)
+def test_an_unreadable_file_gives_one_line_with_its_place(write, text, expected):
+    (line,) = complaints(write(text))
+    assert all(part in line for part in expected), line
+
+
+def test_a_missing_file_a_folder_and_bad_bytes_give_one_line(tmp_path):
+    assert "no such file" in complaints(tmp_path / "absent.yaml")[0]
+    assert "is a folder" in complaints(tmp_path)[0]
+    bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"run: {name: ok}\ndata: {path: \xff}\n")
+    assert complaints(bad) == [f"{bad}:2: not valid UTF-8; save the file as UTF-8"]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.step=3", "train.step: no such key; did you mean train.steps?"),
+        ("learning_rate=3", "learning_rate: no such key; did you mean optimizer.lr?"),
+        ("xyzzy=3", "xyzzy: no such key; keys here: run, student, teachers,"),
+        ("lr=3", "lr: no such key; did you mean optimizer.lr?"),
+        ("top_k=3", "top_k: no such key; did you mean loss.top_k?"),
+        ("topk_logits_k=3", "topk_logits_k: no such key; did you mean loss.top_k?"),
+        ("use_ipc=true", "use_ipc: no such key; did you mean transport?"),
+        ("teachers.0.wieght=3", "teachers.0.wieght: no such key; did you mean teachers.0.weight?"),
+        ("student.parallel.ddp=3", "student.parallel.ddp: no such key; did you mean student.parallel.dp?"),
+        ("data._target_=os.system", "data._target_: a configuration never names code to run; remove it"),
+        ("train.steps=many", "train.steps: must be a whole number or null; got 'many'; for example train.steps=8"),
+        ("train.steps=1.5", "train.steps: must be a whole number or null; got 1.5;"),
+        ("train.steps=true", "train.steps: must be a whole number or null; got true;"),
+        ("train.epochs=.nan", "train.epochs: must be a finite number; got nan"),
+        ("optimizer.lr=fast", "optimizer.lr: must be a number; got 'fast'; for example optimizer.lr=2e-05"),
+        ("optimizer.lr=null", "optimizer.lr: must be a number; got null;"),
+        ("optimizer.betas=0.9", "optimizer.betas: must be a list of numbers; got 0.9; for example optimizer.betas=[0.9"),
+        ("optimizer.betas.1=x", "optimizer.betas.1: must be a number; got 'x'"),
+        ("data.packing=3", "data.packing: must be true or false; got 3; for example data.packing=true"),
+        ("student={parallel: 3}", "student.parallel: must be a section with the keys dp, tp; got 3; indent its keys"),
+        ("teachers.0=llama", "teachers.0: must be a section with the keys name, model"),
+        ("teachers=3", "teachers: must be a list of sections; got 3"),
+        ("loss.tail=bukket", "loss.tail: must be one of bucket, truncate, renormalize; got 'bukket'; did you mean bucket?"),
+        ("loss.tail=7", "loss.tail: must be one of bucket, truncate, renormalize; got '7'"),
+        ("student.model=???", "student.model: missing value; set it in the file or add student.model=PATH"),
+        ("student.dtype=null", "student.dtype: must be one of fp32, bf16; got 'null'"),
+        ("evaluate.suites=[1]", "evaluate.suites.0: must be text; got 1; put it in quotes"),
+        ("foo", "foo: an override is written key=value; for example train.steps=100"),
+        ("=3", "=3: an override is written key=value"),
+        ("a..b=3", "a..b=3: an override is written key=value"),
+        ("teachers.7.model=x", "teachers.7.model: teachers has 1 entry; the next one to add is teachers.1"),
+        ("teachers.first.model=x", "teachers.first.model: teachers is a list; its entries are numbered from 0"),
+        ("student.model.size=x", "student.model.size: student.model is a single value and has no parts"),
+        ("run.dir=${oc.env:AWS_SECRET}", "run.dir: AWS_SECRET may not be read from a configuration"),
+    ],
+)
+def test_a_bad_override_gives_one_line_with_its_full_path(write, override, expected):
+    (line,) = complaints(write(MINIMAL + "teachers: [{model: t}]\n"), [override])
+    assert line.startswith(expected), line
+
+
+def test_a_number_where_text_belongs_says_how_to_quote_it(write):
+    (line,) = complaints(write(MINIMAL + "run: {name: 007}\n"))
+    assert line == 'run.name: must be text; got 7; put it in quotes: name: "7"'
+
+
+def test_all_problems_are_reported_at_once(write):
+    text = "student: {dtype: fp8, modle: x}\nteachers:\n- {model: t}\n- {weight: heavy}\ndata: {path: d}\nfoo: 1\n"
+    lines = complaints(write(text), ["train.steps=x", "teachers.9.model=y"])
+    assert [line.partition(":")[0] for line in lines] == [
+        "teachers.9.model",
+        "foo",
+        "student.modle",
+        "student.model",
+        "student.dtype",
+        "teachers.1.model",
+        "teachers.1.weight",
+        "train.steps",
+    ]
+
+
+def test_reading_goes_on_after_a_problem_with_the_default_in_its_place(write):
+    config, found = read_config(write(MINIMAL), ["train.micro_batch_size=x", "train.step=3", "loss.top_k=5"])
+    assert config is not None
+    assert (config.train.micro_batch_size, config.loss.top_k) == (Config().train.micro_batch_size, 5)
+    assert len(found.lines) == 2
+    assert {"train.micro_batch_size", "train.step", "train.steps"} <= found.keys
+
+
+def test_an_unquoted_off_is_the_choice_off_and_not_a_boolean(write):
+    config = load_config(write(MINIMAL + "loss: {dynamic_scale: off}\n"))
+    assert config.loss.dynamic_scale == "off"
+    assert load_config(write(MINIMAL), ["loss.dynamic_scale=on"]).loss.dynamic_scale == "on"
+
+
+def test_reading_a_configuration_imports_no_heavy_library(write):
+    code = (
+        "import sys; from distill_rl.config.load import load_config; from distill_rl.config.validate import problems; "
+        f"problems(load_config({str(write(MINIMAL))!r})); "
+        "print(sorted({'torch', 'transformers', 'ray', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

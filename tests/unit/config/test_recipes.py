@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from distill_rl.config.derive import Facts, sizes
+from distill_rl.config.load import load_config
+from distill_rl.config.schema import Config
+from distill_rl.config.validate import problems
+from distill_rl.config.walk import default_of, leaves
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_shipped_configuration_is_valid(path):
+    assert problems(load_config(path)) == []
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_recipe_says_only_what_differs_from_the_defaults(path):
+    defaults = {name: default_of(entry) for name, entry, _ in leaves(Config)}
+    settings = dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
+    assert [key for key, value in settings.items() if defaults[key] == value] == []
+
+
+def flat(node, path=""):
+    if isinstance(node, list) and all(isinstance(entry, dict) for entry in node):
+        node = {str(i): entry for i, entry in enumerate(node)}
+    if not isinstance(node, dict):
+        return [(path, node)]
+    return [leaf for key, value in node.items() for leaf in flat(value, f"{path}.{key}".lstrip("."))]
+
+
+def test_the_llama_recipe_has_the_published_settings():
+    config = load_config(CONFIGS / "recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml")
+    assert (config.student.model, config.teachers[0].model) == ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (5e-5, [0.9, 0.98], 1e-5)
+    assert (config.optimizer.weight_decay, config.schedule.kind, config.schedule.warmup_steps) == (0.1, "cosine", 50)
+    assert (config.train.steps, config.train.global_batch_size, config.data.max_length) == (10000, 768, 4096)
+    assert config.loss.divergence == "forward_kl"
+    assert (config.student.dtype, config.teachers[0].dtype) == ("bf16", "bf16")
+
+
+def test_the_llama_recipe_s_targets_fit_beside_the_models():
+    config = load_config(CONFIGS / "recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml")
+    (teacher,) = sizes(config, Facts(vocabulary_size=128256, gpus=8)).teachers
+    assert teacher.bytes_per_token == 128 * (4 + 2) + 8
+    assert teacher.ring_bytes < 2**30

@@ -1,0 +1,108 @@
+from dataclasses import replace
+
+import pytest
+
+from distill_rl.config.load import load_config
+from distill_rl.config.save import REDACTED, decisive, fingerprint, redact, save_config, to_yaml
+from distill_rl.config.schema import Config, DataConfig, RunConfig, StudentConfig, TeacherConfig, TrainConfig
+
+
+def config(**changes) -> Config:
+    whole = Config(
+        run=RunConfig(name="r"),
+        student=StudentConfig(model="s"),
+        teachers=[TeacherConfig(model="t")],
+        data=DataConfig(path="d"),
+        train=TrainConfig(steps=3),
+    )
+    return replace(whole, **changes)
+
+
+def test_a_saved_configuration_reads_back_equal(tmp_path):
+    path = tmp_path / "config.yaml"
+    save_config(config(), path)
+    assert load_config(path) == config()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_secrets_are_redacted_and_column_names_are_not():
+    tree = {
+        "hub": {"token": "hf_x", "api_key": "k", "password": "p", "client_secret": "s", "TOKEN": "t", "keys": ["a"]},
+        "data": {"text_key": "body", "messages_key": "chat", "tokenizer": "t", "path": "https://me:pw@host/x"},
+        "empty": {"token": None, "password": ""},
+        "many": {"token": ["a", "b"]},
+    }
+    assert redact(tree) == {
+        "hub": {**dict.fromkeys(("token", "api_key", "password", "client_secret", "TOKEN"), REDACTED), "keys": ["a"]},
+        "data": {"text_key": "body", "messages_key": "chat", "tokenizer": "t", "path": f"https://{REDACTED}@host/x"},
+        "empty": {"token": None, "password": ""},
+        "many": {"token": [REDACTED, REDACTED]},
+    }
+
+
+def test_credentials_in_a_path_are_not_saved():
+    text = to_yaml(config(data=DataConfig(path="https://me:hunter2@host/data.jsonl", text_key="body")))
+    assert "hunter2" not in text
+    assert "text_key: body" in text
+
+
+def test_the_fingerprint_is_a_sha256_that_survives_a_round_trip(tmp_path):
+    save_config(config(), tmp_path / "x.yaml")
+    assert fingerprint(load_config(tmp_path / "x.yaml")) == fingerprint(config())
+    assert len(bytes.fromhex(fingerprint(config()))) == 32
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=elsewhere",
+        "run.name=other",
+        "prefetch.depth=3",
+        "transport=object_store",
+        "ray.num_cpus=4",
+        "observe.every=10",
+        "checkpoint.every=5",
+        "evaluate.every=5",
+        "train.steps=99",
+        "train.epochs=2",
+        "train.micro_batch_size=1",
+        "student.parallel.dp=2",
+        "teachers.0.parallel.tp=2",
+        "student.activation_checkpointing=true",
+    ],
+)
+def test_the_fingerprint_ignores_what_does_not_decide_the_numbers(tmp_path, override):
+    assert fingerprint(changed(tmp_path, override)) == fingerprint(config())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=1",
+        "student.model=other",
+        "student.dtype=fp32",
+        "teachers.0.model=other",
+        "teachers.0.weight=2",
+        "teachers.0.wire_dtype=bf16",
+        "teachers.1.model=second",
+        "data.path=other",
+        "data.packing=false",
+        "data.validation.fraction=0.1",
+        "loss.top_k=3",
+        "loss.temperature=2",
+        "optimizer.betas.1=0.9",
+        "schedule.warmup_steps=3",
+        "train.global_batch_size=4",
+        "train.max_grad_norm=0",
+    ],
+)
+def test_the_fingerprint_changes_with_what_decides_the_numbers(tmp_path, override):
+    other = changed(tmp_path, override)
+    assert fingerprint(other) != fingerprint(config())
+    different = {key for key in decisive(other) | decisive(config()) if decisive(other).get(key) != decisive(config()).get(key)}
+    assert override.partition("=")[0] in different
+
+
+def changed(tmp_path, override: str) -> Config:
+    save_config(config(), tmp_path / "r.yaml")
+    return load_config(tmp_path / "r.yaml", [override])

@@ -1,0 +1,166 @@
+import pytest
+
+from distill_rl.config.load import load_config
+from distill_rl.config.schema import Config, LossConfig
+from distill_rl.config.validate import NOT_AVAILABLE, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, SHARES, notes, problems, values
+from distill_rl.config.walk import default_of, leaves
+
+TEXT = """
+student: {model: s}
+teachers: [{model: t}]
+data: {path: d}
+train: {steps: 10}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return lambda *overrides: load_config(path, overrides)
+
+
+def test_a_plain_configuration_has_no_problem(load):
+    assert problems(load()) == []
+    assert problems(load("train.steps=null", "train.epochs=0.5")) == []
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"])
+@pytest.mark.parametrize("tail", ["bucket", "truncate", "renormalize"])
+def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
+    assert problems(load(f"loss.divergence={divergence}", f"loss.tail={tail}")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.steps=null"], "train.steps: the length of the run must be given; set train.steps or train.epochs"),
+        (["train.steps=0"], "train.steps: must be 1 or more; got 0"),
+        (["train.epochs=0"], "train.epochs: must be greater than 0; got 0.0"),
+        (["train.epochs=-1"], "train.epochs: must be greater than 0; got -1.0"),
+        (["train.global_batch_size=0"], "train.global_batch_size: must be 1 or more; got 0"),
+        (["train.micro_batch_size=0"], "train.micro_batch_size: must be 1 or more; got 0"),
+        (["student.parallel.dp=0"], "student.parallel.dp: must be 1 or more; got 0"),
+        (["teachers.0.parallel.tp=-2"], "teachers.0.parallel.tp: must be 1 or more; got -2"),
+        (["teachers.0.micro_batch_size=0"], "teachers.0.micro_batch_size: must be 1 or more; got 0"),
+        (["data.max_length=0"], "data.max_length: must be 1 or more; got 0"),
+        (["loss.top_k=0"], "loss.top_k: must be 1 or more; got 0"),
+        (["loss.temperature=0"], "loss.temperature: must be greater than 0; got 0.0"),
+        (["loss.beta=1.1"], "loss.beta: must lie in [0, 1]; got 1.1"),
+        (["loss.ce_weight=-1"], "loss.ce_weight: must be 0 or more; got -1.0"),
+        (["loss.kd_weight=0"], "loss: kd_weight + ce_weight must be greater than 0; got 0 + 0"),
+        (["teachers=[]"], "teachers: loss.kd_weight 1 needs a teacher; got none; add teachers.0.model=PATH, or set"),
+        (["teachers.0.weight=-1"], "teachers.0.weight: must be 0 or more; got -1.0"),
+        (["teachers.0.weight=0"], "teachers: at least one weight must be greater than 0; got [0.0]"),
+        (["teachers.1.model=u"], "teachers: names must be unique; 2 teachers are called 'teacher'; set teachers.0.name"),
+        (["teachers.0.name=a b"], "teachers.0.name: may hold letters, digits"),
+        (["teachers.0.name="], "teachers.0.name: must not be empty; got ''"),
+        (["run.name=a/b"], "run.name: must be the name of one folder; got a/b; put the folder above it in run.dir"),
+        (["run.name=.."], "run.name: must be the name of one folder; got .."),
+        (["data.text_key="], "data.text_key: must not be empty"),
+        (["data.validation.fraction=1"], "data.validation.fraction: must be a share of the data in [0, 1); got 1.0"),
+        (["optimizer.lr=0"], "optimizer.lr: must be greater than 0; got 0.0"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas: must be two numbers; got [0.9]"),
+        (["optimizer.betas.0=1"], "optimizer.betas.0: must lie in [0, 1); got 1.0"),
+        (["optimizer.betas.1=-0.1"], "optimizer.betas.1: must lie in [0, 1); got -0.1"),
+        (["schedule.warmup_steps=11"], "schedule.warmup_steps: must not exceed train.steps (10); got 11"),
+        (["schedule.steps=5", "schedule.warmup_steps=6"], "schedule.warmup_steps: must not exceed schedule.steps (5)"),
+        (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio: must lie in [0, 1]; got 2.0"),
+        (["prefetch.depth=-1"], "prefetch.depth: must be 0 or more; got -1"),
+        (["checkpoint.keep_last=0"], "checkpoint.keep_last: must be 1 or more; got 0"),
+        (["checkpoint.resume=newest"], "checkpoint.resume: must be null, latest, auto or a step folder (.../step-100)"),
+        (
+            ["checkpoint.keep_best=1", "data.validation.fraction=0.1"],
+            "checkpoint.keep_best: needs a validation loss to tell the best by; got 1; set evaluate.every",
+        ),
+        (["checkpoint.keep_best=1", "evaluate.every=5"], "checkpoint.keep_best: needs validation data; got 1; set data.v"),
+        (["observe.every=0"], "observe.every: must be 1 or more; got 0"),
+        (["ray.step_timeout_s=0"], "ray.step_timeout_s: must be greater than 0; got 0.0"),
+        (["transport=local"], "transport: local passes tensors within one process, for tests and notebooks; workers are"),
+        (["transport=cuda_ipc"], "transport: only auto or object_store is available in this version; got cuda_ipc"),
+        (["transport=shared_memory"], "transport: only auto or object_store is available in this version; got shared_mem"),
+        (["loss.cross_tokenizer=hybrid"], "loss.cross_tokenizer: only null is available in this version; got hybrid"),
+        (["aligner.workers=2"], "aligner.workers: only 1 is available in this version; got 2"),
+        (["observe.wandb=true"], "observe.wandb: only false is available in this version; got true"),
+        (["teachers.0.export=hidden"], "teachers.0.export: only topk is available in this version; got hidden"),
+        (["ray.placement=disaggregated"], "ray.placement: only colocated is available in this version; got disagg"),
+    ],
+)
+def test_a_broken_rule_gives_one_line(load, overrides, expected):
+    (line,) = problems(load(*overrides))
+    assert line.startswith(expected), line
+    assert "\n" not in line
+
+
+def test_a_batch_that_does_not_split_shows_the_arithmetic(load):
+    (line,) = problems(load("student.parallel.dp=3", "teachers.0.parallel.dp=1", "teachers.0.micro_batch_size=1"))
+    assert line == (
+        "train.global_batch_size: 32 documents do not split over student's dp 3 x micro-batch 4 = 12; "
+        "32 = 2 x 12 + 8; use 24 or 36"
+    )
+
+
+def test_the_advice_for_a_batch_suits_the_student_and_every_teacher(load):
+    lines = problems(load("student.parallel.dp=3", "teachers.0.micro_batch_size=5"))
+    assert len(lines) == 2
+    assert "teacher teacher's dp 1 x micro-batch 5 = 5; 32 = 6 x 5 + 2; use 60" in lines[1]
+    assert problems(load("student.parallel.dp=3", "teachers.0.micro_batch_size=5", "train.global_batch_size=60")) == []
+
+
+def test_teachers_that_are_not_started_need_not_split_the_batch(load):
+    assert problems(load("teachers.0.micro_batch_size=5", "loss.kd_weight=0", "loss.ce_weight=1")) == []
+
+
+def test_all_rules_are_reported_at_once(load):
+    lines = problems(load("train.steps=0", "loss.top_k=0", "transport=local", "aligner.workers=3"))
+    assert [line.partition(":")[0] for line in lines] == ["loss.top_k", "train.steps", "transport", "aligner.workers"]
+
+
+def test_a_resume_can_be_a_step_folder(load):
+    for resume in ("latest", "auto", "runs/a/checkpoints/step-100", "step-7"):
+        assert problems(load(f"checkpoint.resume={resume}")) == []
+
+
+def test_the_schema_s_defaults_keep_every_rule():
+    lines = problems(Config())
+    assert {line.partition(":")[0] for line in lines} == {"run.name", "train.steps", "teachers"}
+
+
+@pytest.mark.parametrize(("key", "only"), NOT_AVAILABLE)
+def test_what_is_not_available_is_the_default_s_alternative(key, only):
+    defaults = {name.replace("teachers.0.", "teachers[]."): default_of(entry) for name, entry, _ in leaves(Config)}
+    assert defaults[key] == only
+
+
+def test_every_rule_names_a_key_of_the_schema():
+    known = {name.replace("teachers.0.", "teachers[].") for name, _, _ in leaves(Config)}
+    assert set(POSITIVE) | set(NOT_NEGATIVE) | set(SHARES) | set(NOT_EMPTY) | dict(NOT_AVAILABLE).keys() <= known
+
+
+def test_every_number_of_the_schema_has_a_rule():
+    free = {"schedule.min_lr_ratio", "loss.beta", "data.validation.fraction", "optimizer.betas"}
+    only = {key for key, _ in NOT_AVAILABLE}
+    numbers = {
+        name.replace("teachers.0.", "teachers[].")
+        for name, _, kind in leaves(Config)
+        if any(part in str(kind) for part in ("int", "float"))
+    }
+    assert numbers - free - only == (set(POSITIVE) | set(NOT_NEGATIVE)) - only
+
+
+def test_values_gives_one_pair_per_teacher(load):
+    config = load("teachers.1.model=u", "teachers.1.weight=2")
+    assert list(values(config, "teachers[].weight")) == [("teachers.0.weight", 1.0), ("teachers.1.weight", 2.0)]
+    assert list(values(config, "loss.top_k")) == [("loss.top_k", LossConfig().top_k)]
+
+
+def test_notes_say_what_may_surprise(load):
+    assert notes(load("data.validation.fraction=0.1", "evaluate.every=5")) == []
+    (note,) = notes(load("loss.kd_weight=0", "loss.ce_weight=1"))
+    assert note == "loss.kd_weight is 0: no teacher is started"
+    (note,) = notes(load("data.validation.fraction=0.1"))
+    assert note.startswith("evaluate.every is 0")
+    (note,) = notes(load("data.format=text", "data.loss_on=assistant"))
+    assert "all tokens" in note
+
+

@@ -1,0 +1,140 @@
+"""Where the assistant speaks, for templates of the kinds that models ship with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from distill_rl.data.chat import render_document
+from distill_rl.data.collate import Tokenization
+from distill_rl.errors import DataError
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.tokenizers import tiny_tokenizer
+
+TURNS = "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ '<|turn|>system\nBe kind.<|end|>\n' }}{% endif %}" + TURNS + PROMPT
+)
+DATED = "{{ 'Today is ' + strftime_now('%d %b %Y') + '\n' }}" + TURNS + PROMPT
+INSTRUCTION = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + eos_token }}"
+    "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+# The last turn carries an empty block of thought, earlier ones do not: Qwen3's way.
+THOUGHT_LAST = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|end|>\n' }}{% endfor %}" + PROMPT
+)
+# The prompt begins a thought that written turns do not have: DeepSeek-R1's way.
+THOUGHT_PROMPT = TURNS + "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
+# Earlier turns are shortened beyond recognition.
+SHORTENED = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
+    "{{ (m.content if loop.last or m.role == 'user' else m.content[:3] + '...') + '<|end|>\n' }}{% endfor %}" + PROMPT
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ (m.content if loop.last else m.content[:3] + '...') + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}" + PROMPT
+)
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}" + TURNS + PROMPT
+
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "four, é 中"},
+    {"role": "user", "content": "four, é 中"},  # repeats what the assistant said
+    {"role": "assistant", "content": "end"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def spoken(tokenizer, template, chat):
+    tokenizer.chat_template = template
+    text, spans = render_document(tokenizer, chat, 0, find_assistant=True)
+    return [text[first:stop] for first, stop in spans]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TURNS + PROMPT, ["four, é 中<|end|>", "end<|end|>"]),
+        (DEFAULT_SYSTEM, ["four, é 中<|end|>", "end<|end|>"]),
+        (DATED, ["four, é 中<|end|>", "end<|end|>"]),
+        (INSTRUCTION, [" four, é 中</s>", " end</s>"]),
+        (NO_END, ["four, é 中\n", "end\n"]),
+        (THOUGHT_LAST, ["four, é 中<|end|>", "<think>\n\n</think>\n\nend<|end|>"]),
+        (THOUGHT_PROMPT, ["four, é 中<|end|>", "end<|end|>"]),
+        (MARKED, ["fou...<|end|>", "end<|end|>"]),
+    ],
+    ids=[
+        "chatml",
+        "default-system",
+        "dated",
+        "instruction",
+        "no-end-token",
+        "thought-last",
+        "thought-prompt",
+        "marked",
+    ],
+)
+def test_spans_hold_each_turn_and_its_end_token(tokenizer, template, expected):
+    assert spoken(tokenizer, template, CHAT) == expected
+
+
+def test_words_of_the_template_inside_a_turn_do_not_mislead(tokenizer):
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "think"}]
+    chat += [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
+    chat += [{"role": "user", "content": "?"}, {"role": "assistant", "content": " \n"}]
+    assert spoken(tokenizer, THOUGHT_LAST, chat[:2]) == ["<think>\n\n</think>\n\nthink<|end|>"]
+    assert spoken(tokenizer, THOUGHT_LAST, chat[:4]) == ["think<|end|>", "<think>\n\n</think>\n\n<|end|>"]
+    assert spoken(tokenizer, TURNS + PROMPT, chat) == ["think<|end|>", "<|end|>", " \n<|end|>"]
+
+
+def test_two_assistant_turns_in_a_row_and_one_at_the_start(tokenizer):
+    chat = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert spoken(tokenizer, TURNS + PROMPT, chat) == ["a<|end|>", "b<|end|>"]
+
+
+def test_rewritten_history_without_marks_is_refused_by_row(tokenizer):
+    tokenizer.chat_template = SHORTENED
+    with pytest.raises(DataError, match=r"row 41: .*generation.*data\.loss_on=all"):
+        render_document(tokenizer, CHAT, 41, find_assistant=True)
+    assert render_document(tokenizer, CHAT, 41, find_assistant=False)[1] == []
+    assert spoken(tokenizer, SHORTENED, CHAT[:2]) == ["four, é 中<|end|>"]
+
+
+def test_chat_that_the_template_refuses_names_row_and_reason(tokenizer):
+    tokenizer.chat_template = STRICT
+    with pytest.raises(DataError, match=r"row 7: .*a user must begin"):
+        render_document(tokenizer, CHAT[1:], 7, find_assistant=False)
+
+
+def test_tokenizer_without_a_chat_template_is_refused(tokenizer):
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="chat template"):
+        render_document(tokenizer, CHAT, 0, find_assistant=False)
+
+
+def test_dated_templates_do_not_depend_on_the_day(tokenizer):
+    tokenizer.chat_template = DATED
+    assert render_document(tokenizer, CHAT, 0, find_assistant=False)[0].startswith("Today is 26 Jul 2024\n")
+
+
+def test_masked_tokens_spell_the_assistant_turns_of_many_chats(tokenizer):
+    for template in (TURNS + PROMPT, INSTRUCTION):
+        tokenizer.chat_template = template
+        tokenization = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=10_000)
+        for row, document in enumerate(corpus_rows(12, seed=2, messages=True)):
+            encoded = tokenization.encode({"row": row, **document})
+            text = tokenizer.decode(encoded.input_ids[encoded.label_mask])
+            end = "<|end|>" if template != INSTRUCTION else "</s>"
+            said = [message["content"] for message in document["messages"] if message["role"] == "assistant"]
+            assert [turn.strip() for turn in text.split(end)] == [*said, ""], json.dumps(document)

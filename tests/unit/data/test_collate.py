@@ -1,0 +1,222 @@
+"""Documents → rows: every id, label and position where it belongs, cut evenly for student and teachers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.data.collate import BatchPlan, Encoded, Share, Tokenization, build_batch, lay_out, pad_id
+from distill_rl.errors import DataError
+from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.tokenizers import tiny_tokenizer
+
+PAD = 2
+ONE = Share(1, 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def documents(rows: list[dict], index: int = 0) -> DocumentBatch:
+    return DocumentBatch(index, tuple({"row": row, **each} for row, each in enumerate(rows)), Cursor(0, len(rows)))
+
+
+def plan(*, packing: bool = True, max_length: int = 64, student: Share = ONE, teachers=()) -> BatchPlan:
+    return BatchPlan(student, tuple(teachers), max_length, packing, PAD)
+
+
+def encoded(ids: list[int], mask: list[bool] | None = None) -> Encoded:
+    return Encoded(np.asarray(ids, np.int32), np.asarray(mask if mask else [True] * len(ids), bool), False)
+
+
+class TestTokenization:
+    def test_text_ends_with_one_end_token(self, tokenizer):
+        tokenization = Tokenization(tokenizer, format="text", loss_on="all", max_length=99)
+        plain = tokenization.encode({"row": 0, "text": "kalo mi"})
+        assert tokenizer.decode(plain.input_ids) == "kalo mi</s>"
+        assert tokenizer.decode(tokenization.encode({"row": 0, "text": "kalo mi</s>"}).input_ids) == "kalo mi</s>"
+        assert plain.input_ids.dtype == np.int32
+        assert plain.label_mask.dtype == bool
+        assert plain.label_mask.all()
+        assert not plain.truncated
+
+    def test_a_tokenizer_without_an_end_token_adds_none(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.eos_token = None
+        tokenization = Tokenization(tokenizer, format="text", loss_on="all", max_length=99)
+        assert tokenizer.decode(tokenization.encode({"row": 0, "text": "kalo"}).input_ids) == "kalo"
+        assert len(tokenization.encode({"row": 0, "text": ""}).input_ids) == 0
+
+    def test_special_tokens_that_the_tokenizer_adds_are_kept_for_text_and_not_doubled_for_chats(self):
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer = tiny_tokenizer()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        assert tokenizer("mi").input_ids[0] == tokenizer.bos_token_id
+        text = Tokenization(tokenizer, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": "mi"})
+        assert tokenizer.decode(text.input_ids) == "<s>mi</s>"
+        chat = {"row": 0, "messages": [{"role": "user", "content": "mi"}]}
+        ids = Tokenization(tokenizer, format="messages", loss_on="all", max_length=99).encode(chat).input_ids
+        assert tokenizer.decode(ids) == "<s><|turn|>user\nmi<|end|>\n"
+
+    @pytest.mark.parametrize(("length", "truncated"), [(3, True), (8, False), (7, True)])
+    def test_long_documents_are_cut_and_say_so(self, tokenizer, length, truncated):
+        text = "1 2 3 4"  # seven tokens and the end token
+        whole = Tokenization(tokenizer, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": text})
+        assert len(whole.input_ids) == 8
+        cut = Tokenization(tokenizer, format="text", loss_on="all", max_length=length).encode({"row": 0, "text": text})
+        assert cut.input_ids.tolist() == whole.input_ids[:length].tolist()
+        assert len(cut.label_mask) == length
+        assert cut.truncated is truncated
+
+    def test_a_token_across_the_start_of_a_turn_belongs_to_where_it_starts(self):
+        """The template ends the header with a space that the tokenizer joins to the first word of the turn."""
+        tokenizer = tiny_tokenizer(400)
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+        )
+        chat = {"row": 0, "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "an be"}]}
+        found = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=99).encode(chat)
+        assert " an" in [tokenizer.decode([token]) for token in found.input_ids]
+        assert tokenizer.decode(found.input_ids[found.label_mask]) == " be<|end|>"
+
+    def test_loss_on_the_assistant_needs_messages(self, tokenizer):
+        with pytest.raises(DataError, match=r"data\.loss_on=assistant: chat messages"):
+            Tokenization(tokenizer, format="text", loss_on="assistant", max_length=9)
+        tokenization = Tokenization(tokenizer, format="auto", loss_on="assistant", max_length=9)
+        with pytest.raises(DataError, match="row 5"):
+            tokenization.encode({"row": 5, "text": "x"})
+
+    def test_slow_tokenizers_are_refused(self):
+        class Slow:
+            is_fast = False
+
+        with pytest.raises(DataError, match=r"tokenizer\.json"):
+            Tokenization(Slow(), format="text", loss_on="all", max_length=9)
+
+    def test_pad_id_falls_back_to_the_end_token_and_then_to_zero(self):
+        tokenizer = tiny_tokenizer()
+        assert pad_id(tokenizer) == tokenizer.pad_token_id == PAD
+        tokenizer.pad_token = None
+        assert pad_id(tokenizer) == tokenizer.eos_token_id
+        tokenizer.eos_token = None
+        assert pad_id(tokenizer) == 0
+
+
+class TestLayOut:
+    def test_packed_rows_by_hand(self):
+        rows = lay_out(
+            [encoded([5, 6, 7]), encoded([8] * 7), encoded([9, 10], [True, False]), encoded([11])], plan(max_length=8)
+        )
+        ignored = IGNORE_INDEX
+        assert rows.input_ids.tolist() == [[5, 6, 7, 9, 10, 11, PAD, PAD], [8] * 7 + [PAD]]
+        assert rows.labels.tolist() == [
+            [6, 7, ignored, ignored, ignored, ignored, ignored, ignored],
+            [8, 8, 8, 8, 8, 8, ignored, ignored],
+        ]
+        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0]]
+        assert {array.dtype for array in (rows.input_ids, rows.labels, rows.position_ids)} == {np.dtype(np.int32)}
+
+    def test_padded_rows_by_hand(self):
+        rows = lay_out([encoded([5, 6, 7]), encoded([9, 10])], plan(packing=False))
+        assert rows.input_ids.tolist() == [[5, 6, 7] + [PAD] * 5, [9, 10] + [PAD] * 6]
+        assert rows.labels.tolist() == [[6, 7] + [IGNORE_INDEX] * 6, [10] + [IGNORE_INDEX] * 7]
+        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5]]
+
+    @pytest.mark.parametrize(
+        ("longest", "limit", "expected"), [(1, 64, 8), (8, 64, 8), (9, 64, 16), (13, 13, 13), (10, 13, 13)]
+    )
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_row_length_is_a_multiple_of_8_and_never_above_the_limit(self, longest, limit, expected, packing):
+        rows = lay_out([encoded([5] * longest)], plan(packing=packing, max_length=limit))
+        assert rows.shape == (1, expected)
+
+    def test_documents_without_tokens_or_labels_are_kept_and_teach_nothing(self):
+        rows = lay_out([encoded([]), encoded([5]), encoded([6, 7], [True, False])], plan(packing=False))
+        assert rows.input_ids[:, 0].tolist() == [PAD, 5, 6]
+        assert (rows.labels == IGNORE_INDEX).all()
+        assert lay_out([encoded([])], plan()).shape == (1, 8)
+
+    def test_the_number_of_rows_suits_student_and_teachers(self):
+        layout = plan(packing=False, student=Share(2, 2), teachers=[Share(3, 1), Share(1, 8)])
+        assert layout.row_multiple == 24
+        rows = lay_out([encoded([5, 6])] * 5, layout)
+        assert rows.shape[0] == 24
+        assert (rows.input_ids[5:] == PAD).all()
+        assert (rows.labels[5:] == IGNORE_INDEX).all()
+        assert (rows.position_ids[5:] == np.arange(8)).all()
+
+
+class TestBuildBatch:
+    def build(self, tokenizer, layout, rows=20, messages=False, loss_on="all", max_length=64):
+        tokenization = Tokenization(tokenizer, format="auto", loss_on=loss_on, max_length=max_length)
+        return build_batch(documents(corpus_rows(rows, 1, messages), index=3), tokenization, layout)
+
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_info_counts_what_is_in_the_rows(self, tokenizer, packing):
+        info, (part,), _ = self.build(tokenizer, plan(packing=packing))
+        lengths = [len(tokenizer(row["text"]).input_ids) + 1 for row in corpus_rows(20, 1)]
+        assert max(lengths) > 64 > min(lengths)
+        assert info.num_documents == 20
+        assert info.num_tokens == sum(min(length, 64) for length in lengths)
+        assert info.num_labels == sum(min(length, 64) - 1 for length in lengths)
+        assert info.num_truncated == sum(length > 64 for length in lengths)
+        assert info.num_rows == part.rows.shape[0]
+        assert (info.index, info.cursor) == (3, Cursor(0, 20))
+        assert (part.index, part.first_row, part.num_labels) == (3, 0, info.num_labels)
+        assert np.count_nonzero(part.rows.labels != IGNORE_INDEX) == info.num_labels
+        assert info.seconds > 0
+
+    def test_parts_are_contiguous_runs_of_the_same_rows(self, tokenizer):
+        layout = plan(student=Share(2, 2), teachers=[Share(1, 3), Share(3, 1)])
+        info, student, teachers = self.build(tokenizer, layout)
+        assert info.num_rows % 12 == 0
+        assert [len(student), *(len(parts) for parts in teachers)] == [2, 1, 3]
+        wholes = []
+        for parts in (student, *teachers):
+            size = info.num_rows // len(parts)
+            assert [part.first_row for part in parts] == [rank * size for rank in range(len(parts))]
+            assert {part.num_labels for part in parts} == {info.num_labels}
+            wholes.append(
+                [
+                    np.concatenate([getattr(part.rows, name) for part in parts])
+                    for name in ("input_ids", "labels", "position_ids")
+                ]
+            )
+        for whole in wholes[1:]:
+            assert all(np.array_equal(mine, other) for mine, other in zip(whole, wholes[0]))
+
+    def test_student_rows_do_not_change_when_no_teacher_is_there(self, tokenizer):
+        _, with_teacher, _ = self.build(tokenizer, plan(teachers=[Share(1, 1)]))
+        _, without, teachers = self.build(tokenizer, plan())
+        assert teachers == []
+        assert np.array_equal(with_teacher[0].rows.input_ids, without[0].rows.input_ids)
+
+    def test_assistant_labels_count_only_what_the_assistant_says(self, tokenizer):
+        chats = corpus_rows(20, 1, messages=True)
+        info, (part,), _ = self.build(
+            tokenizer, plan(max_length=4096), messages=True, loss_on="assistant", max_length=4096
+        )
+        turns = [m["content"] + "<|end|>" for chat in chats for m in chat["messages"] if m["role"] == "assistant"]
+        learnt = part.rows.labels[part.rows.labels != IGNORE_INDEX]
+        assert info.num_labels == len(learnt) == sum(len(tokenizer(turn).input_ids) for turn in turns)
+        # First fit reorders documents, so turns are compared as a collection.
+        assert sorted(tokenizer.decode(learnt).split("<|end|>")) == sorted("".join(turns).split("<|end|>"))
+
+    def test_plan_follows_the_config(self):
+        config = Config()
+        config.student.parallel = ParallelConfig(dp=2, tp=2)
+        config.train.micro_batch_size = 3
+        config.teachers = [
+            TeacherConfig(model="a"),
+            TeacherConfig(model="b", parallel=ParallelConfig(dp=5), micro_batch_size=7),
+        ]
+        config.data.max_length, config.data.packing = 128, False
+        built = BatchPlan.from_config(config, 9)
+        assert built == BatchPlan(Share(2, 3), (Share(1, 3), Share(5, 7)), 128, False, 9)
+        assert built.row_multiple == 210

@@ -1,0 +1,124 @@
+"""The loader by example; its properties for random sizes are in tests/properties/test_loader.py."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from distill_rl.data.loader import Loader, permutation, random_order, validation_batches
+from distill_rl.errors import ConfigError, DataError
+from distill_rl.types import Cursor, TrainState
+
+EXPECTED = {
+    (0, 0): [7, 6, 3, 2, 4, 1, 5, 0],
+    (2**40, 3): [6, 2, 0, 1, 4, 5, 3, 7],
+    "sha256": "2e6591883ee6a35495c70fa86921d6ff6118d3f96f9b61cd8a8be62ccead26ce",
+}
+
+
+class Letters:
+    """Documents with their row; counts how often each is read."""
+
+    def __init__(self, rows: int):
+        self.rows, self.reads = rows, 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        self.reads += 1
+        return {"row": index}
+
+
+def loader(rows=10, *, batch_size=4, steps=None, epochs=None, start=TrainState(), seed=0) -> Loader:  # noqa: B008
+    return Loader(Letters(rows), batch_size=batch_size, seed=seed, steps=steps, epochs=epochs, start=start)
+
+
+def sizes(loader: Loader) -> list[int]:
+    return [len(batch.documents) for batch in loader]
+
+
+def test_the_order_never_changes_between_versions_and_machines():
+    """A checkpoint's cursor means something only as long as the order behind it stays: these values are for good."""
+    assert permutation(0, 0, 8).tolist() == EXPECTED[(0, 0)]
+    assert permutation(2**40, 3, 8).tolist() == EXPECTED[(2**40, 3)]
+    digest = hashlib.sha256(permutation(7, 1, 100_000).astype("<i8").tobytes()).hexdigest()
+    assert digest == EXPECTED["sha256"]
+
+
+def test_seeds_epochs_and_streams_give_different_orders():
+    orders = [permutation(0, 0, 50), permutation(1, 0, 50), permutation(0, 1, 50), random_order(0, (1,), 50)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_negative_seeds_are_seeds_too():
+    assert sorted(permutation(-1, 0, 5)) == list(range(5))
+    assert permutation(-1, 0, 50).tolist() != permutation(1, 0, 50).tolist()
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "expected"),
+    [
+        (3, None, [4, 4, 4]),
+        (None, 1, [4, 4, 2]),
+        (None, 2.0, [4, 4, 4, 4, 4]),
+        (None, 1.5, [4, 4, 4, 3]),
+        (2, 1, [4, 4]),
+        (3, 1, [4, 4, 2]),
+        (9, 1, [4, 4, 2]),
+        (None, 0.01, [1]),
+        (0, None, []),
+    ],
+)
+def test_a_run_ends_at_steps_or_epochs_whichever_comes_first(steps, epochs, expected):
+    run = loader(steps=steps, epochs=epochs)
+    assert sizes(run) == expected
+    assert run.total_steps == len(expected)
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    assert sizes(loader(rows=3, batch_size=8, steps=2)) == [8, 8]
+
+
+def test_a_run_is_extended_by_more_steps():
+    state = TrainState(3, Cursor(1, 2))
+    assert [batch.index for batch in loader(steps=5, start=state)] == [3, 4]
+    assert list(loader(steps=3, start=state)) == []
+    assert list(loader(steps=2, start=state)) == []
+
+
+def test_a_cursor_at_the_end_of_an_epoch_is_the_start_of_the_next():
+    at_end = list(loader(steps=3, start=TrainState(1, Cursor(0, 10))))
+    assert at_end == list(loader(steps=3, start=TrainState(1, Cursor(1, 0))))
+
+
+def test_rows_are_read_only_when_their_batch_is_asked_for():
+    source = Letters(100)
+    batches = iter(Loader(source, batch_size=4, seed=0, steps=9, epochs=None, start=TrainState()))
+    assert source.reads == 0
+    next(batches)
+    assert source.reads == 4
+
+
+def test_neither_steps_nor_epochs_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.steps, train\.epochs"):
+        loader()
+
+
+def test_no_rows_are_refused():
+    with pytest.raises(DataError, match="at least one row"):
+        loader(rows=0, steps=1)
+
+
+def test_a_cursor_beyond_the_data_is_refused():
+    with pytest.raises(DataError, match="row 11 of 10"):
+        loader(steps=1, start=TrainState(1, Cursor(0, 11)))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(512, [4, 4, 2]), (8, [4, 4]), (5, [4, 1]), (0, [])])
+def test_validation_goes_through_the_rows_in_order_up_to_the_limit(limit, expected):
+    batches = list(validation_batches(Letters(10), 4, limit))
+    assert [len(batch.documents) for batch in batches] == expected
+    assert [document["row"] for batch in batches for document in batch.documents] == list(range(min(limit, 10)))
+    assert [batch.index for batch in batches] == list(range(len(expected)))

@@ -1,0 +1,25 @@
+"""First fit by hand; its properties for random lengths are in tests/properties/test_packing.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from distill_rl.data.packing import first_fit
+
+
+def test_documents_go_into_the_first_row_with_room():
+    assert first_fit([5, 6, 4, 3, 1, 1], 10) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_a_full_row_takes_only_empty_documents():
+    assert first_fit([4, 0, 1], 4) == [[0, 1], [2]]
+
+
+def test_nothing_to_pack():
+    assert first_fit([], 4) == []
+
+
+@pytest.mark.parametrize("length", [5, -1])
+def test_a_document_that_no_row_can_hold_is_refused(length):
+    with pytest.raises(ValueError, match="document 1"):
+        first_fit([1, length], 4)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill_rl.errors import DataError
+from distill_rl.evals.exact_match import MAX_PROBLEMS, ExactMatch
+from distill_rl.evals.suite import Item
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "exact_match.jsonl"
+    path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
+    return path
+
+
+def test_plain_and_chat_rows_become_items_named_by_file_and_row(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    path = write(
+        tmp_path,
+        json.dumps({"prompt": "sort: 2 1 =>", "answer": "1 2", "task": "sort"}),
+        "",
+        json.dumps({"messages": messages, "answer": "4"}),
+    )
+    assert ExactMatch().load(path) == [
+        Item("exact_match.jsonl:1", "sort: 2 1 =>", "1 2", "sort"),
+        Item("exact_match.jsonl:3", tuple(messages), "4", ""),
+    ]
+
+
+def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
+    assert ExactMatch().file(tmp_path) == tmp_path / "exact_match.jsonl"
+    assert ExactMatch().file(tmp_path / "x.jsonl") == tmp_path / "x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("{", "one JSON object per line"),
+        ("[1]", "one JSON object per line"),
+        ("[" * 100_000, "one JSON object per line"),
+        (b'{"prompt": "\xff", "answer": "a"}', "UTF-8"),
+        ('{"prompt": "p"}', "needs an `answer`"),
+        ('{"prompt": "p", "answer": 4}', "needs an `answer`"),
+        ('{"prompt": "p", "answer": " "}', "needs an `answer`"),
+        ('{"answer": "a"}', "either `prompt` or `messages`"),
+        ('{"prompt": "p", "messages": [], "answer": "a"}', "either `prompt` or `messages`"),
+        ('{"prompt": "", "answer": "a"}', "`prompt` must be a text"),
+        ('{"prompt": ["p"], "answer": "a"}', "`prompt` must be a text"),
+        ('{"prompt": "p", "answer": "a", "task": 1}', "`task` must be a text"),
+        ('{"messages": "hi", "answer": "a"}', "list of {role, content}"),
+        ('{"messages": [{"role": "user"}], "answer": "a"}', "list of {role, content}"),
+        ('{"messages": [], "answer": "a"}', "end with the user's turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}', "end with the user's turn"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str | bytes, rule: str) -> None:
+    path = write(tmp_path, '{"prompt": "p", "answer": "a"}', line)
+    with pytest.raises(DataError) as caught:
+        ExactMatch().load(path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}, row 2: ")
+    assert rule in problem
+
+
+def test_all_bad_rows_are_told_at_once_up_to_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        ExactMatch().load(write(tmp_path, "1", '{"prompt": "p", "answer": "a"}', "3"))
+    assert [problem.split(":")[0].rpartition(" ")[2] for problem in caught.value.problems] == ["1", "3"]
+    with pytest.raises(DataError) as caught:
+        ExactMatch().load(write(tmp_path, *["x"] * 1000))
+    assert len(caught.value.problems) == MAX_PROBLEMS + 1
+
+
+@pytest.mark.parametrize("lines", [(), ("", "  ")])
+def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    with pytest.raises(DataError, match="must hold at least one row"):
+        ExactMatch().load(write(tmp_path, *lines))
+
+
+def test_a_missing_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"nothing\.jsonl: cannot be read; got No such file or directory; give a \.jsonl"
+    ):
+        ExactMatch().load(tmp_path / "nothing.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"), [("1 2", 1.0), (" 1 2\n", 1.0), ("1  2", 0.0), ("1 2 3", 0.0), ("", 0.0), ("\x00", 0.0)]
+)
+def test_only_the_answer_itself_scores(completion: str, score: float) -> None:
+    assert ExactMatch().score(Item("i", "p", "1 2"), completion) == score

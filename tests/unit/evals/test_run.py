@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from distill_rl.errors import ConfigError, DataError
+from distill_rl.evals.run import SUITES, evaluate, wilson
+from tests.helpers.models import write_tiny_model
+from tests.unit.evals.conftest import KNOWN, chat, write_rows
+
+
+def test_known_prompts_score_one_and_others_nothing(parrot: Path, questions: Path) -> None:
+    result = evaluate(parrot, ["exact_match"], questions)["exact_match"]
+    assert result["score"] == 0.5
+    assert result["num_items"] == 4
+    assert result["interval"] == list(wilson(0.5, 4))
+    assert {task: (part["score"], part["num_items"]) for task, part in result["per_task"].items()} == {
+        "first": (0.5, 2),
+        "second": (1.0, 1),
+    }
+    assert result["data_sha256"] == hashlib.sha256(questions.read_bytes()).hexdigest()
+
+
+def test_an_untrained_model_scores_nothing(questions: Path, tmp_path: Path) -> None:
+    assert evaluate(write_tiny_model(tmp_path / "m"), ["exact_match"], questions)["exact_match"]["score"] == 0.0
+
+
+def test_results_and_items_are_written_and_the_report_finds_them(parrot: Path, questions: Path, tmp_path: Path) -> None:
+    from distill_rl.observe.report import read_run
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    out = tmp_path / "run" / "evals" / "student"
+    results = evaluate(parrot, ["exact_match"], questions.parent, out_dir=out)
+    assert sorted(file.name for file in out.iterdir()) == ["exact_match.items.jsonl", "exact_match.json"]
+    assert json.loads((out / "exact_match.json").read_text()) == results["exact_match"]
+    rows = [json.loads(line) for line in (out / "exact_match.items.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [f"exact_match.jsonl:{number}" for number in (1, 2, 3, 4)]
+    assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
+    assert rows[0]["completion"] == "one two"
+    (row,) = read_run(tmp_path / "run").scores
+    assert (row["model"], row["suite"], row["score"], row["num_items"]) == ("student", "exact_match", 0.5, 4)
+
+
+def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]}
+    evaluate(parrot, ["exact_match"], questions)
+    assert {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]} == before
+
+
+def test_a_cut_off_answer_is_counted(parrot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill_rl.evals.run.ANSWER_MARGIN", 0)
+    rows: list[dict[str, object]] = [{"messages": chat(KNOWN[1][0]), "answer": "o", "task": "t"}]
+    out = tmp_path / "out"
+    result = evaluate(parrot, ["exact_match"], write_rows(tmp_path / "rows.jsonl", rows), out_dir=out)["exact_match"]
+    assert (result["truncated"], result["per_task"]["t"]["truncated"], result["max_new_tokens"]) == (1, 1, 1)
+    assert json.loads((out / "exact_match.items.jsonl").read_text())["truncated"] is True
+
+
+def test_limit_draws_the_same_items_for_the_same_seed_in_file_order(parrot: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"ka {number}", "answer": "x"} for number in range(30)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+
+    def drawn(seed: int) -> list[int]:
+        evaluate(parrot, ["exact_match"], data, out_dir=tmp_path / "out", limit=5, seed=seed)
+        lines = (tmp_path / "out" / "exact_match.items.jsonl").read_text().splitlines()
+        return [int(json.loads(line)["id"].rpartition(":")[2]) for line in lines]
+
+    assert drawn(0) == drawn(0) == sorted(drawn(0))
+    assert len(set(drawn(0))) == 5
+    assert drawn(0) != drawn(1)
+
+
+def test_an_unknown_suite_is_refused_with_the_list_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"suites: must be among exact_match.*; got maths, mmmlu"):
+        evaluate(tmp_path / "no-model", ["maths", "exact_match", "mmmlu"], tmp_path / "no-data")
+    with pytest.raises(ConfigError, match="suites: must name at least one"):
+        evaluate(tmp_path, [], tmp_path)
+
+
+def test_bad_rows_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: needs an `answer`"):
+        evaluate(tmp_path / "no-model", ["exact_match"], data)
+
+
+@pytest.mark.parametrize("name", ["limit", "batch_size"])
+def test_a_size_below_one_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: must be 1 or more; got 0"):
+        evaluate(tmp_path, ["exact_match"], tmp_path, **{name: 0})
+
+
+def test_every_suite_goes_by_its_own_name() -> None:
+    assert all(name == suite.name for name, suite in SUITES.items())
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "low", "high"),
+    [
+        # Textbook values (Brown, Cai, DasGupta 2001) and the closed forms z²/(n+z²) at the ends.
+        (0.5, 10, 0.23659, 0.76341),
+        (0.0, 10, 0.0, 0.27753),
+        (1.0, 10, 0.72247, 1.0),
+        (0.943, 600, 0.92144, 0.95890),
+        (0.0, 0, 0.0, 1.0),
+    ],
+)
+def test_wilson_interval(score: float, count: int, low: float, high: float) -> None:
+    assert wilson(score, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_importing_run_needs_no_torch_and_starts_no_ray() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, distill_rl.evals.run; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+
+from distill_rl.models import families
+from distill_rl.models.families import family_of, tensor_parallel_problems
+from distill_rl.models.load import skeleton
+
+
+def llama(**settings: int) -> LlamaConfig:
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    return LlamaConfig(**{**sizes, "vocab_size": 507, "num_hidden_layers": 3, **settings})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 6])
+def test_sizes_that_divide_are_no_problem_whatever_the_vocabulary(tp: int) -> None:
+    assert tensor_parallel_problems(llama(), tp) == []
+
+
+def test_every_size_that_does_not_divide_is_shown_with_its_arithmetic() -> None:
+    assert tensor_parallel_problems(llama(num_key_value_heads=2, intermediate_size=98), 4) == [
+        "6 attention heads cannot be split evenly over parallel.tp = 4: 6 = 1 * 4 + 2",
+        "2 key-value heads cannot be split evenly over parallel.tp = 4: 2 = 0 * 4 + 2",
+        "98 intermediate features cannot be split evenly over parallel.tp = 4: 98 = 24 * 4 + 2",
+    ]
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), Phi3Config()])
+def test_a_family_without_a_plan_runs_on_one_rank_only(config: GPT2Config | Phi3Config) -> None:
+    assert tensor_parallel_problems(config, 1) == []
+    (problem,) = tensor_parallel_problems(config, 2)
+    assert f"model family {config.model_type} has no tensor-parallel plan" in problem
+    assert "llama, mistral, qwen2, qwen3" in problem
+    assert problem.endswith("set parallel.tp: 1")
+
+
+def test_an_unknown_family_is_neither_planned_nor_proven() -> None:
+    config = llama()
+    config.model_type = "never-heard-of"
+    family = family_of(config)
+    assert (family.layer_plan, family.proven) == ({}, False)
+
+
+@pytest.mark.parametrize("config", [llama(), Qwen2Config(num_hidden_layers=3), Qwen3Config(num_hidden_layers=3)])
+def test_decoder_layers_are_the_repeated_blocks_in_order(config: LlamaConfig) -> None:
+
+    model = skeleton(config, dtype=torch.float32, attention="sdpa")
+    assert families.decoder_layers(model) == list(model.model.layers)
+
+
+def test_judging_a_plan_does_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys, distill_rl.models.families; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from distill_rl.errors import ConfigError
+from distill_rl.models import families
+from distill_rl.models.load import load_model
+from distill_rl.parallel.mesh import World
+from tests.helpers.zoo import write_model
+
+FIRST, SECOND = [7, 3, 11, 5, 9], [8, 2, 6, 4, 12, 10, 3]
+
+
+def packed() -> tuple[Tensor, Tensor]:
+    """Two documents in one row, and the same two the other way round."""
+    ids = torch.tensor([FIRST + SECOND, SECOND + FIRST])
+    positions = torch.tensor([[*range(5), *range(7)], [*range(7), *range(5)]])
+    return ids, positions
+
+
+def plain_model(path: Path, **settings: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+
+
+def one_by_one(model: nn.Module) -> Tensor:
+    """Logits of `packed` from documents that are alone in their forward pass."""
+    first, second = (model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in (FIRST, SECOND))
+    return torch.stack([torch.cat([first, second]), torch.cat([second, first])])
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    ids, positions = packed()
+    families.logits(model, ids, positions).float().log_softmax(-1).square().sum().backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gpt2", "gemma2", "granite", "cohere"]
+)
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, name: str, attention: str) -> None:
+    path = write_model(tmp_path, name)
+    wanted = one_by_one(plain_model(path, attn_implementation=attention))
+    student = load_model(path, world, role="student", dtype="fp32", attention=attention)
+    teacher = load_model(path, world, role="teacher", dtype="fp32", attention=attention)
+    found = {
+        "student": families.logits(student, *packed()),
+        "teacher": families.logits(teacher, *packed()),
+        "teacher by chunks": families.head(teacher, families.body(teacher, *packed())),
+    }
+    for logits in found.values():
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["llama-rope-scaled", "llama-biased", "qwen3-wide-heads", "gemma3", "olmo2"])
+@torch.no_grad()
+def test_a_loaded_model_has_the_logits_of_transformers(tmp_path: Path, world: World, name: str) -> None:
+    path = write_model(tmp_path, name)
+    ids = torch.arange(3, 43)[None]
+    wanted = plain_model(path)(input_ids=ids, use_cache=False).logits
+    for role in ("student", "teacher"):
+        model = load_model(path, world, role=role, dtype="fp32")
+        assert torch.equal(families.logits(model, ids, torch.arange(40)[None]), wanted)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_student_keeps_fp32_weights_and_computes_in_bf16(tmp_path: Path, world: World, stored: str) -> None:
+    path = write_model(tmp_path, "llama", dtype=stored)
+    model = load_model(path, world, role="student", dtype="bf16")
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert (parameter.dtype, parameter.requires_grad) == (torch.float32, True), name
+    ids, positions = packed()
+    logits = families.logits(model, ids, positions)
+    assert logits.dtype == torch.bfloat16
+    wanted = plain_model(path, dtype=torch.bfloat16)(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_teacher_is_frozen_and_has_its_weights_in_its_dtype(
+    tmp_path: Path, world: World, dtype: str, wanted: torch.dtype
+) -> None:
+    model = load_model(write_model(tmp_path, "llama"), world, role="teacher", dtype=dtype)
+    assert not model.training
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(wanted, False)}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_recomputed_activations_change_no_gradient(tmp_path: Path, world: World) -> None:
+    path = write_model(tmp_path, "qwen3", tie=True)
+    kept = gradients(load_model(path, world, role="student", dtype="fp32"))
+    model = load_model(path, world, role="student", dtype="fp32", activation_checkpointing=True)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    recomputed = gradients(model)
+    assert len(calls) == 2
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def test_tied_embeddings_are_one_parameter_with_both_gradients(tmp_path: Path, world: World) -> None:
+    path = write_model(tmp_path, "llama", tie=True)
+    model = load_model(path, world, role="student", dtype="fp32")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    plain = plain_model(path)
+    ids, positions = packed()
+    plain(input_ids=ids, position_ids=positions, use_cache=False).logits.log_softmax(-1).square().sum().backward()
+    torch.testing.assert_close(gradients(model)["model.embed_tokens.weight"], plain.lm_head.weight.grad)
+
+
+def test_a_family_that_mixes_packed_documents_is_refused_only_with_packing(tmp_path: Path, world: World) -> None:
+    path = write_model(tmp_path, "opt")
+    with pytest.raises(ConfigError, match=r"opt.*must not see each other.*data\.packing: false"):
+        load_model(path, world, role="student", dtype="fp32")
+    load_model(path, world, role="student", dtype="fp32", packing=False)
+
+
+def test_a_teacher_whose_logits_do_not_follow_from_hidden_states_is_refused(tmp_path: Path, world: World) -> None:
+    path = write_model(tmp_path, "recurrent-gemma")
+    with pytest.raises(ConfigError, match="recurrent_gemma: logits must follow from hidden states"):
+        load_model(path, world, role="teacher", dtype="fp32", packing=False)
+    load_model(path, world, role="student", dtype="fp32", packing=False)
+
+
+def test_a_buffer_that_cannot_be_recomputed_is_named(tmp_path: Path, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"falcon_h1: every buffer must be recomputable; got .*mup_vector"):
+        load_model(write_model(tmp_path, "falcon-h1"), world, role="teacher", dtype="fp32", packing=False)
+
+
+def test_an_attention_that_is_not_installed_is_named(tmp_path: Path, world: World) -> None:
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    with pytest.raises(ConfigError, match=r"llama.*flash_attention_2"):
+        load_model(write_model(tmp_path, "llama"), world, role="student", dtype="fp32", attention="flash_attention_2")
+
+
+def test_a_family_with_merged_experts_says_which_tensors_are_missing(tmp_path: Path, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"mixtral needs tensors that are not there: .*experts"):
+        load_model(write_model(tmp_path, "mixtral"), world, role="student", dtype="fp32")

@@ -1,0 +1,267 @@
+"""One rank, real models: what a training step promises whatever the layout. Sharded layouts: tests/distributed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distill_rl.errors import NumericsError
+from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
+from tests.helpers.engines import (
+    engine_config,
+    engine_targets,
+    fixed_targets,
+    no_targets,
+    plain_logits,
+    plain_losses,
+    plain_model,
+    plain_topk,
+    random_documents,
+    rank_batch,
+    relative_l2,
+    token_rows,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.helpers.models import write_tiny_model
+
+VOCABULARY, WIDTH, TOP = 320, 24, 16
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world(rank=0, dp=1, tp=1)
+    yield world
+    close_world(world)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "student": write_tiny_model(root / "student", "llama", seed=1, tie=True),
+        "teacher": write_tiny_model(root / "teacher", "llama", seed=2, hidden=48),
+        "wide-student": write_tiny_model(root / "wide-student", "qwen2", seed=3, vocab_size=384, tie=True),
+        "wide-teacher": write_tiny_model(root / "wide-teacher", "qwen2", seed=4, vocab_size=352),
+        "dropout": write_tiny_model(root / "dropout", "gpt2", seed=5),
+    }
+
+
+@pytest.fixture
+def rows() -> TokenRows:
+    return token_rows([[document] for document in random_documents(4, seed=7)], WIDTH)
+
+
+def student(world, path, teachers=(), total_steps: int = 10, **settings) -> StudentEngine:
+    return StudentEngine(
+        engine_config(path, teachers, **settings), world, vocabulary_size=VOCABULARY, total_steps=total_steps
+    )
+
+
+def targets_of(world, path, rows: TokenRows):
+    config = engine_config("unused", [path])
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    return engine_targets(teacher, rank_batch(rows))
+
+
+def gradient_of(world, path, rows: TokenRows, teacher, **settings) -> dict[str, torch.Tensor]:
+    settings = {"loss__ce_weight": 0.5, **settings}
+    engine = student(world, path, [teacher], **settings)
+    engine.forward_backward(rank_batch(rows), fixed_targets([targets_of(world, teacher, rows)], rows.shape[1]))
+    return whole_gradients(engine.model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradient_equals_the_plain_reference_for_any_micro_batch_size(world, folders, rows, size: int):
+    found = gradient_of(world, folders["student"], rows, folders["teacher"], train__micro_batch_size=size)
+    model = plain_model(folders["student"])
+    target = plain_topk(plain_model(folders["teacher"]), rows, VOCABULARY, TOP)
+    kd, ce = plain_losses(plain_logits(model, rows, VOCABULARY), rows.labels, target)
+    ((kd + 0.5 * ce) / rank_batch(rows).num_labels).backward()
+    assert relative_l2(found, whole_gradients(model)) < 1e-5
+
+
+def test_packed_and_padded_rows_of_the_same_documents_give_one_gradient(world, folders):
+    documents = random_documents(6, seed=3)
+    padded = token_rows([[document] for document in documents], WIDTH)
+    packed = token_rows([documents[:2], documents[2:3], documents[3:6], []], 3 * WIDTH)
+    one, other = (gradient_of(world, folders["student"], rows, folders["teacher"]) for rows in (padded, packed))
+    assert relative_l2(one, other) < 1e-5
+
+
+def test_activation_checkpointing_does_not_change_the_gradient(world, folders, rows):
+    engine = student(
+        world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0, student__activation_checkpointing=True
+    )
+    assert engine.model.is_gradient_checkpointing
+    engine.forward_backward(rank_batch(rows), no_targets)
+    plain = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+    plain.forward_backward(rank_batch(rows), no_targets)
+    assert relative_l2(whole_gradients(engine.model), whole_gradients(plain.model)) < 1e-6
+
+
+def test_student_that_equals_its_teacher_has_nothing_to_learn(world, folders, rows):
+    # AdamW divides a gradient by its own size: an epsilon well above rounding noise keeps noise small.
+    settings = {"optimizer__lr": 1e-3, "optimizer__eps": 1e-4, "optimizer__weight_decay": 0.0}
+    engine = student(world, folders["student"], [folders["student"]], **settings)
+    before = whole_parameters(engine.model)
+    source = fixed_targets([targets_of(world, folders["student"], rows)], WIDTH)
+    losses = [engine.train_step(rank_batch(rows), source)["train/kl_loss"].value for _ in range(4)]
+    assert all(0 <= loss < 1e-6 for loss in losses)
+    assert relative_l2(whole_parameters(engine.model), before) < 1e-6
+
+
+def test_steps_lower_the_loss_and_report_what_they_did(world, folders, rows):
+    settings = {"optimizer__lr": 5e-3, "loss__ce_weight": 0.25, "schedule__kind": "linear"}
+    engine = student(world, folders["student"], [folders["teacher"]], total_steps=8, **settings)
+    source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
+    history = [engine.train_step(rank_batch(rows), source) for _ in range(8)]
+    last = history[-1]
+    assert last["train/loss"].value < 0.8 * history[0]["train/loss"].value
+    assert last["train/loss"].value == pytest.approx(last["train/kl_loss"].value + 0.25 * last["train/nll_loss"].value)
+    assert last["train/tokens"].value == last["train/kl_loss"].weight == rank_batch(rows).num_labels
+    assert [metrics["train/lr"].value for metrics in history] == pytest.approx([5e-3 * (1 - i / 8) for i in range(8)])
+    assert 0 < last["train/teacher_mass"].value < 1
+    assert last["train/grad_norm"].value > 0
+    assert engine.step == 8
+
+
+def test_evaluation_reports_the_losses_of_a_batch_and_changes_nothing(world, folders, rows):
+    source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
+    weights = []
+    for evaluated in (False, True):
+        engine = student(world, folders["student"], [folders["teacher"]], optimizer__lr=1e-2)
+        for _ in range(2):
+            if evaluated:
+                report = engine.evaluate(rank_batch(rows), source)
+            trained = engine.train_step(rank_batch(rows), source)
+        weights.append(whole_parameters(engine.model))
+    assert report.keys() == {"validation/kl_loss", "validation/nll_loss"}
+    assert report["validation/kl_loss"].value == pytest.approx(trained["train/kl_loss"].value, rel=1e-6)
+    assert report["validation/nll_loss"].value == pytest.approx(trained["train/nll_loss"].value, rel=1e-6)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_evaluation_uses_no_dropout_and_draws_no_random_number(world, folders, rows):
+    engine = student(world, folders["dropout"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+    for module in engine.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    state = torch.get_rng_state()
+    one, other = (engine.evaluate(rank_batch(rows), no_targets) for _ in range(2))
+    assert one == other
+    assert torch.equal(torch.get_rng_state(), state)
+    train = [engine.forward_backward(rank_batch(rows), no_targets)["train/nll_loss"].value for _ in range(2)]
+    assert train[0] != train[1]
+
+
+def test_without_teachers_only_the_cross_entropy_is_trained_and_reported(world, folders, rows):
+    engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+    metrics = engine.train_step(rank_batch(rows), no_targets)
+    model = plain_model(folders["student"])
+    _, ce = plain_losses(plain_logits(model, rows, VOCABULARY), rows.labels, None)
+    assert metrics["train/nll_loss"].value == pytest.approx(ce.item() / rank_batch(rows).num_labels, rel=1e-5)
+    assert "train/kl_loss" not in metrics
+    assert engine.evaluate(rank_batch(rows), no_targets).keys() == {"validation/nll_loss"}
+
+
+def test_padded_columns_of_either_table_never_receive_probability_or_gradient(world, folders, rows):
+    target = targets_of(world, folders["wide-teacher"], rows)
+    assert int(target["ids"].max()) < VOCABULARY
+    exact = plain_topk(plain_model(folders["wide-teacher"]), rows, VOCABULARY, TOP)
+    torch.testing.assert_close(target["rest_logprob"].double(), exact["rest_logprob"], rtol=1e-4, atol=1e-5)
+    engine = student(
+        world, folders["wide-student"], [folders["wide-teacher"]], optimizer__weight_decay=0.0, optimizer__lr=1e-2
+    )
+    table = engine.model.get_output_embeddings().weight
+    before = table.full_tensor().detach().clone()
+    for _ in range(3):
+        engine.forward_backward(rank_batch(rows), fixed_targets([target], WIDTH))
+        assert not table.grad.full_tensor()[VOCABULARY:].any()
+        engine.optim_step()
+    assert torch.equal(table.full_tensor()[VOCABULARY:], before[VOCABULARY:])
+    assert not torch.equal(table.full_tensor()[:VOCABULARY], before[:VOCABULARY])
+    model = plain_model(folders["wide-student"])
+    kd, _ = plain_losses(plain_logits(model, rows, VOCABULARY), rows.labels, exact)
+    fresh = student(world, folders["wide-student"], [folders["wide-teacher"]])
+    found = fresh.evaluate(rank_batch(rows), fixed_targets([target], WIDTH))["validation/kl_loss"].value
+    assert found == pytest.approx(kd.item() / rank_batch(rows).num_labels, rel=1e-4)
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_and_optimizer_in_fp32(world, folders, rows):
+    engine = student(world, folders["student"], [folders["teacher"]], student__dtype="bf16", optimizer__lr=5e-3)
+    seen = []
+    engine.model.get_output_embeddings().register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
+    losses = [engine.train_step(rank_batch(rows), source)["train/kl_loss"].value for _ in range(6)]
+    assert set(seen) == {torch.bfloat16}
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+    assert {value.dtype for state in engine.optimizer.state.values() for value in state.values()} == {torch.float32}
+    exact = student(world, folders["student"], [folders["teacher"]]).evaluate(rank_batch(rows), source)
+    assert losses[0] == pytest.approx(exact["validation/kl_loss"].value, rel=0.03)
+
+
+def test_gradient_that_is_not_finite_stops_before_any_weight_changes(world, folders, rows):
+    target = targets_of(world, folders["teacher"], rows)
+    engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+    before = whole_parameters(engine.model)
+    engine.forward_backward(rank_batch(rows), no_targets)
+    next(iter(engine.parameters)).grad.mul_(math.nan)
+    with pytest.raises(NumericsError, match=r"gradient norm of step 1: must be finite; got nan"):
+        engine.optim_step()
+    assert engine.step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole_parameters(engine.model).items())
+    assert target["logprobs"].isfinite().all()
+
+
+def test_arrays_that_are_read_only_are_taken_without_a_warning_and_left_alone(world, folders, rows, recwarn):
+    frozen = TokenRows(*(np.array(array) for array in (rows.input_ids, rows.labels, rows.position_ids)))
+    for array in (frozen.input_ids, frozen.labels, frozen.position_ids):
+        array.flags.writeable = False
+    engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+    engine.train_step(rank_batch(frozen), no_targets)
+    assert not [warning for warning in recwarn if "writ" in str(warning.message)]
+    assert np.array_equal(frozen.labels, rows.labels)
+
+
+def test_micro_batch_of_padding_rows_changes_nothing(world, folders, rows):
+    empty = token_rows([[], []], WIDTH)
+    longer = TokenRows(
+        *(np.concatenate([getattr(rows, n), getattr(empty, n)]) for n in ("input_ids", "labels", "position_ids"))
+    )
+    assert (empty.labels == IGNORE_INDEX).all()
+    one, other = (gradient_of(world, folders["student"], part, folders["teacher"]) for part in (rows, longer))
+    assert relative_l2(other, one) < 1e-6
+
+
+def test_clipping_limits_the_step_to_the_global_norm(world, folders, rows):
+    settings = {"loss__kd_weight": 0.0, "loss__ce_weight": 1.0, "train__max_grad_norm": 0.01}
+    engine = student(world, folders["student"], **settings)
+    engine.forward_backward(rank_batch(rows), no_targets)
+    whole = math.sqrt(sum(tensor.square().sum().item() for tensor in whole_gradients(engine.model).values()))
+    clipped = []
+    engine.optimizer.register_step_pre_hook(lambda *_: clipped.append(whole_gradients(engine.model)))
+    metrics = engine.optim_step()
+    assert metrics["train/grad_norm"].value == pytest.approx(whole, rel=1e-5)
+    assert math.sqrt(sum(t.square().sum().item() for t in clipped[0].values())) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_one_seed_gives_one_run_and_another_gives_another(world, folders, rows):
+    def run(seed: int) -> list[float]:
+        engine = student(world, folders["dropout"], loss__kd_weight=0.0, loss__ce_weight=1.0, run__seed=seed)
+        for module in engine.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        batch: RankBatch = rank_batch(rows)
+        return [engine.train_step(batch, no_targets)["train/loss"].value for _ in range(2)]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)

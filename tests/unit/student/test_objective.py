@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from distill_rl.config.schema import LossConfig, TeacherConfig
+from distill_rl.errors import ConfigError
+from distill_rl.losses import TopKLogprobs
+from distill_rl.observe.metrics import merge, values
+from distill_rl.student.objective import LossSums, Objective
+from distill_rl.types import IGNORE_INDEX
+from tests.helpers.engines import plain_losses
+
+ROWS, WIDTH, VOCABULARY, TOP = 2, 5, 11, 4
+
+
+def case(seed: int = 0, teachers: int = 1, temperature: float = 1.0):
+    """Student logits (leaf), labels with two ignored, and top-k targets of random teachers."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, WIDTH, VOCABULARY, generator=draw, requires_grad=True)
+    labels = torch.randint(0, VOCABULARY, (ROWS, WIDTH), generator=draw)
+    labels[0, -1] = labels[1, 0] = IGNORE_INDEX
+    targets = []
+    for _ in range(teachers):
+        logprobs = torch.log_softmax(torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw) / temperature, -1)
+        top, ids = logprobs.topk(TOP, dim=-1)
+        rest = logprobs.scatter(1, ids, float("-inf")).logsumexp(-1)
+        targets.append({"ids": ids.int(), "logprobs": top, "rest_logprob": rest, "label_logprob": top[:, 0]})
+    return logits, labels, targets
+
+
+def wire(targets, temperature: float = 1.0) -> list[TopKLogprobs]:
+    return [TopKLogprobs.from_tensors(target, temperature) for target in targets]
+
+
+def teachers_of(*weights: float) -> list[TeacherConfig]:
+    return [TeacherConfig(name=f"t{i}", model="m", weight=weight) for i, weight in enumerate(weights)]
+
+
+@pytest.mark.parametrize(
+    ("kd_weight", "ce_weight", "weights", "temperature"),
+    [
+        (1.0, 0.0, (1.0,), 1.0),
+        (1.0, 1.0, (1.0,), 2.0),
+        (0.3, 2.0, (5.0,), 1.0),
+        (0.7, 0.4, (1.0, 3.0), 1.0),
+        (0.5, 1.5, (0.0, 2.0), 2.0),
+        (0.0, 1.5, (1.0,), 1.0),
+    ],
+)
+def test_loss_and_gradient_are_the_weighted_sum_over_the_global_number_of_labels(
+    kd_weight, ce_weight, weights, temperature
+):
+    logits, labels, targets = case(3, len(weights), temperature)
+    config = LossConfig(kd_weight=kd_weight, ce_weight=ce_weight, temperature=temperature)
+    objective = Objective(config, teachers_of(*weights))
+    output = objective(logits, labels, wire(targets, temperature) if kd_weight else [], 40)
+    output.loss.backward()
+    exact = logits.detach().double().requires_grad_()
+    kds = [plain_losses(exact, labels.numpy(), target, temperature)[0] for target in targets]
+    kd = sum(kd * weight / sum(weights) for kd, weight in zip(kds, weights))
+    ce = plain_losses(exact, labels.numpy(), None)[1]
+    (wanted,) = torch.autograd.grad((kd_weight * kd + ce_weight * ce) / 40, exact)
+    torch.testing.assert_close(logits.grad.double(), wanted, rtol=1e-5, atol=1e-7)
+    assert output.loss.item() == pytest.approx((kd_weight * kd + ce_weight * ce).item() / 40, rel=1e-5)
+    assert output.ce.item() == pytest.approx(ce.item(), rel=1e-5)
+    if kd_weight:
+        assert output.kd.item() == pytest.approx(kd.item(), rel=1e-5)
+        assert [one.item() for one in output.kd_per_teacher] == pytest.approx([one.item() for one in kds], rel=1e-5)
+
+
+def test_without_teachers_the_loss_is_the_cross_entropy_alone():
+    logits, labels, _ = case()
+    output = Objective(LossConfig(kd_weight=0.0, ce_weight=2.0), [])(logits, labels, [], 8)
+    output.loss.backward()
+    exact = logits.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(2.0 * plain_losses(exact, labels.numpy(), None)[1] / 8, exact)
+    torch.testing.assert_close(logits.grad.double(), wanted, rtol=1e-5, atol=1e-7)
+    assert output.kd_per_teacher == ()
+
+
+def test_rows_without_labels_give_a_zero_that_reaches_the_logits():
+    logits, labels, targets = case()
+    output = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))(
+        logits, torch.full_like(labels, IGNORE_INDEX), wire(targets), 8
+    )
+    output.loss.backward()
+    assert output.loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_splitting_a_batch_adds_up_to_the_same_gradient():
+    logits, labels, targets = case()
+    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))
+    objective(logits, labels, wire(targets), 8).loss.backward()
+    whole = logits.grad.clone()
+    logits.grad = None
+    for row in range(ROWS):
+        part = [
+            {name: tensor[row * WIDTH : (row + 1) * WIDTH] for name, tensor in target.items()} for target in targets
+        ]
+        objective(logits[row : row + 1], labels[row : row + 1], wire(part), 8).loss.backward()
+    torch.testing.assert_close(logits.grad, whole, rtol=1e-6, atol=1e-9)
+
+
+def test_target_of_another_number_of_teachers_is_refused():
+    logits, labels, targets = case()
+    with pytest.raises(ValueError, match="2 teachers need as many targets, got 1"):
+        Objective(LossConfig(), teachers_of(1.0, 1.0))(logits, labels, wire(targets), 8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        (LossConfig(kd_weight=-1.0, ce_weight=1.0), (1.0,)),
+        (LossConfig(), (1.0, -0.5)),
+        (LossConfig(), (0.0,)),
+        (LossConfig(kd_weight=0.0), (1.0,)),
+        (LossConfig(), ()),
+    ],
+)
+def test_weights_that_leave_nothing_to_minimise_are_refused(loss: LossConfig, weights: tuple[float, ...]):
+    with pytest.raises(ConfigError):
+        Objective(loss, teachers_of(*weights))
+
+
+def test_sums_become_means_that_merge_to_the_mean_of_the_whole_batch():
+    logits, labels, targets = case(5, 2)
+    objective = Objective(LossConfig(kd_weight=0.5, ce_weight=0.25), teachers_of(1.0, 3.0))
+    parts = []
+    for row in range(ROWS):
+        sums = LossSums(2, torch.device("cpu"))
+        part = [
+            {name: tensor[row * WIDTH : (row + 1) * WIDTH] for name, tensor in target.items()} for target in targets
+        ]
+        sums.add(objective(logits[row : row + 1], labels[row : row + 1], wire(part), 8))
+        parts.append(sums.metrics("train", objective, int(np.count_nonzero(labels[row].numpy() != IGNORE_INDEX))))
+    whole = objective(logits, labels, wire(targets), 8)
+    got = values(merge(parts))
+    assert got["train/kl_loss"] == pytest.approx(whole.kd.item() / 8, rel=1e-6)
+    assert got["train/nll_loss"] == pytest.approx(whole.ce.item() / 8, rel=1e-6)
+    assert got["train/loss"] == pytest.approx(whole.loss.item(), rel=1e-6)
+    assert got["train/kl_loss/t1"] == pytest.approx(whole.kd_per_teacher[1].item() / 8, rel=1e-6)
+    mass = torch.cat([t["logprobs"].exp().sum(-1)[labels.flatten() != IGNORE_INDEX] for t in targets[:1]]).mean()
+    assert got["train/teacher_mass"] == pytest.approx(mass.item(), rel=1e-5)
+    assert got["train/tokens"] == 8

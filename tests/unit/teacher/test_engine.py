@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from distill_rl.errors import ConfigError
+from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.teacher.engine import TeacherEngine, wire_dtype
+from distill_rl.transport.base import Layout
+from distill_rl.types import RankBatch, TokenRows
+from tests.helpers.engines import engine_config, engine_targets, random_documents, rank_batch, token_rows
+from tests.helpers.models import FAMILIES, write_tiny_model
+
+VOCABULARY, WIDTH = 320, 24
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world(rank=0, dp=1, tp=1)
+    yield world
+    close_world(world)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "teacher", "llama", seed=2)
+
+
+def engine(world, folder, **settings) -> TeacherEngine:
+    config = engine_config("unused", [folder])
+    for name, value in settings.items():
+        setattr(config.teachers[0], name, value)
+    return TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+
+
+@pytest.fixture
+def rows() -> TokenRows:
+    return token_rows([[document] for document in random_documents(4, seed=7)], WIDTH)
+
+
+@pytest.mark.parametrize(("size", "count"), [(None, 2), (1, 4), (4, 1)])
+def test_layouts_cover_the_rows_of_the_rank_in_global_numbers(world, folder, rows, size, count):
+    batch = RankBatch(3, 12, rows, 100)
+    found = list(engine(world, folder, micro_batch_size=size).forward(batch))
+    per_slot = 4 // count
+    assert [layout for layout, _ in found] == [Layout(12 + i * per_slot, per_slot, WIDTH) for i in range(count)]
+    for _, tensors in found:
+        assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
+            "ids": ((per_slot * WIDTH, 16), torch.int32),
+            "logprobs": ((per_slot * WIDTH, 16), torch.float32),
+            "rest_logprob": ((per_slot * WIDTH,), torch.float32),
+            "label_logprob": ((per_slot * WIDTH,), torch.float32),
+        }
+
+
+def test_targets_are_computed_only_as_they_are_asked_for(world, folder, rows):
+    teacher = engine(world, folder, micro_batch_size=1)
+    calls = []
+    teacher.model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    slots = teacher.forward(rank_batch(rows))
+    next(slots)
+    assert len(calls) == 1
+    next(slots)
+    assert len(calls) == 2
+
+
+def test_targets_carry_no_gradient_and_do_not_change_between_calls(world, folder, rows):
+    teacher = engine(world, folder)
+    one, other = (engine_targets(teacher, rank_batch(rows)) for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not any(tensor.requires_grad for tensor in one.values())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_wire_dtype_is_that_of_the_log_probs_alone(world, folder, rows, name, dtype):
+    narrow, whole = (engine_targets(engine(world, folder, wire_dtype=n), rank_batch(rows)) for n in (name, "fp32"))
+    assert narrow["logprobs"].dtype == dtype
+    assert torch.equal(narrow["logprobs"], whole["logprobs"].to(dtype))
+    assert all(torch.equal(narrow[key], whole[key]) for key in ("ids", "rest_logprob", "label_logprob"))
+
+
+def test_auto_wire_dtype_is_narrow_on_gpus_only():
+    assert wire_dtype("auto", torch.device("cpu")) == torch.float32
+    assert wire_dtype("auto", torch.device("cuda", 0)) == torch.float16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_do_not_see_each_other(world, tmp_path, family):
+    teacher = engine(world, write_tiny_model(tmp_path / family, family, seed=8))
+    first, second, other = random_documents(3, seed=9, longest=10)
+    one, two = (token_rows([[before, second]], 2 * WIDTH) for before in (first, np.resize(other, len(first))))
+    alone = token_rows([[second]], WIDTH)
+    part = slice(len(first), len(first) + len(second))
+    packed, replaced = (engine_targets(teacher, rank_batch(rows))["logprobs"][part] for rows in (one, two))
+    torch.testing.assert_close(packed, replaced, rtol=0, atol=1e-6)
+    single = engine_targets(teacher, rank_batch(alone))["logprobs"][: len(second)]
+    torch.testing.assert_close(packed, single, rtol=1e-4, atol=1e-5)
+
+
+def test_bf16_teacher_has_bf16_weights_and_near_equal_targets(world, folder, rows):
+    teacher = engine(world, folder, dtype="bf16")
+    assert {parameter.dtype for parameter in teacher.model.parameters()} == {torch.bfloat16}
+    narrow, whole = (engine_targets(one, rank_batch(rows)) for one in (teacher, engine(world, folder)))
+    assert narrow["logprobs"].dtype == torch.float32
+    assert (narrow["logprobs"][:, 0] - whole["logprobs"][:, 0]).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("setting", [{"export": "hidden"}, {"export": "logits"}, {"backend": "vllm"}])
+def test_export_or_backend_that_it_does_not_have_is_refused(world, folder, setting):
+    with pytest.raises(ConfigError, match="must be backend hf with export topk"):
+        engine(world, folder, **setting)

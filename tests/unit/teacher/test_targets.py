@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, topk_targets
+
+TOKENS, HIDDEN, VOCABULARY, TOP = 17, 6, 23, 5
+
+
+@pytest.fixture
+def case():
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=draw)
+    weight = torch.randn(VOCABULARY + 4, HIDDEN, generator=draw)
+    return hidden, weight, torch.randint(0, VOCABULARY, (TOKENS,), generator=draw)
+
+
+def targets(case, chunk: int, temperature: float = 1.0, seen: list[int] | None = None):
+    hidden, weight, labels = case
+
+    def head(part: torch.Tensor) -> torch.Tensor:
+        if seen is not None:
+            seen.append(part.shape[0])
+        return part @ weight.T
+
+    settings = {"k": TOP, "temperature": temperature, "vocabulary_size": VOCABULARY, "chunk": chunk}
+    return topk_targets(hidden, head, labels, **settings)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_targets_are_exact_log_probs_of_the_whole_vocabulary_without_its_padding(case, temperature: float):
+    hidden, weight, labels = case
+    logits = (hidden.double() @ weight.double().T)[:, :VOCABULARY] / temperature
+    exact = torch.log_softmax(logits, -1)
+    found = targets(case, 4, temperature)
+    top, ids = exact.topk(TOP, dim=-1)
+    assert torch.equal(found.ids.long(), ids)
+    torch.testing.assert_close(found.logprobs.double(), top, rtol=1e-5, atol=1e-6)
+    rest = exact.scatter(1, ids, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(found.rest_logprob.double(), rest, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.label_logprob.double(), exact.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-6
+    )
+    assert found.temperature == temperature
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 16, 17, 1000])
+def test_chunking_changes_no_result(case, chunk: int):
+    whole, parts = targets(case, TOKENS), targets(case, chunk)
+    assert torch.equal(whole.ids, parts.ids)
+    for name in ("logprobs", "rest_logprob", "label_logprob"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
+
+
+def test_no_more_than_a_chunk_of_tokens_reaches_the_head_at_once_and_none_twice(case):
+    seen: list[int] = []
+    targets(case, 5, seen=seen)
+    assert seen == [5, 5, 5, 2]
+
+
+@pytest.mark.parametrize(("columns", "tokens"), [(1, 1024), (65536, 1024), (131072, 512), (151936, 441), (10**9, 1)])
+def test_chunk_is_bounded_in_tokens_and_in_bytes(columns: int, tokens: int):
+    assert chunk_tokens(columns) == tokens
+    assert tokens == 1 or 4 * tokens * columns <= CHUNK_BYTES

@@ -1,0 +1,136 @@
+import json
+
+import pytest
+
+from distill_rl import checkpoints
+from distill_rl.checkpoints import CheckpointStore, SavedState
+from distill_rl.errors import CheckpointError
+from distill_rl.types import Cursor, TrainState
+
+
+def store_in(folder, keep_last=2, keep_best=0):
+    return CheckpointStore(folder, keep_last=keep_last, keep_best=keep_best)
+
+
+def save(store, step, score=None, content=b"weights"):
+    state = SavedState(TrainState(step, Cursor(1, 7 * step)), {"data": "d" * 64}, score)
+    with store.write(state) as directory:
+        (directory / "shard-0").write_bytes(content)
+        (directory / "nested").mkdir()
+        (directory / "nested" / "shard-1").write_bytes(content * 3)
+
+
+def steps_in(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_what_was_written_is_what_is_found(tmp_path):
+    save(store_in(tmp_path), 5, score=0.25)
+    found = store_in(tmp_path).newest()
+    assert found.path.name == "step-5"
+    assert found.state == SavedState(TrainState(5, Cursor(1, 35)), {"data": "d" * 64}, 0.25)
+    assert (found.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
+
+
+def test_only_the_newest_are_kept_and_the_best_besides(tmp_path):
+    store = store_in(tmp_path, keep_last=2, keep_best=1)
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.4), (5, None)):
+        save(store, step, score)
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_an_error_while_writing_leaves_the_old_and_nothing_of_the_new(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 1)
+    with pytest.raises(OSError, match="disk full"), store.write(SavedState(TrainState(2))) as directory:
+        (directory / "half").write_bytes(b"half")
+        raise OSError("disk full")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert store.newest().state.train.step == 1
+
+
+def test_a_folder_left_by_a_killed_save_is_never_chosen_and_swept_by_the_next(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 1)
+    (tmp_path / ".tmp-step-9-abcd" / "student").mkdir(parents=True)
+    assert store.newest().state.train.step == 1
+    save(store, 2)
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("name", ["student/shard-0", "student/nested/shard-1", "state.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, name, harm):
+    store = store_in(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    file = tmp_path / "step-2" / name
+    content = bytearray(file.read_bytes())
+    if harm == "remove":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(content[:-1])
+    else:
+        content[0] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        checkpoints.read(tmp_path / "step-2")
+    assert store.newest().state.train.step == 1
+    assert name in caplog.text
+
+
+def test_a_manifest_of_a_newer_format_is_refused(tmp_path):
+    save(store_in(tmp_path), 1)
+    manifest = tmp_path / "step-1" / "MANIFEST.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99.*update distill_rl"):
+        checkpoints.read(tmp_path / "step-1")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        checkpoints.find(store_in(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize("hostile", ["../outside", "/etc/hostname"])
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path, hostile):
+    save(store_in(tmp_path / "run"), 1)
+    manifest = tmp_path / "run" / "step-1" / "MANIFEST.json"
+    (tmp_path / "run" / "outside").write_text("x")
+    content = json.loads(manifest.read_text())
+    content["files"][hostile] = {"size": 1, "sha256": ""}
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="outside"):
+        checkpoints.read(tmp_path / "run" / "step-1")
+
+
+def test_a_file_that_the_manifest_does_not_name_is_refused(tmp_path):
+    save(store_in(tmp_path), 1)
+    (tmp_path / "step-1" / "student" / "stray.pkl").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"stray\.pkl"):
+        checkpoints.read(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize(("resume", "step"), [(None, None), ("auto", None)])
+def test_a_fresh_start_where_nothing_is_asked_for_or_nothing_is_there(tmp_path, resume, step):
+    assert checkpoints.find(store_in(tmp_path), resume) is step
+
+
+def test_latest_without_a_checkpoint_says_what_to_do(tmp_path):
+    with pytest.raises(CheckpointError, match="--clean"):
+        checkpoints.find(store_in(tmp_path), "latest")
+
+
+def test_changed_data_is_refused_with_both_hashes():
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.require_same({"data": "a" * 64, "tokenizer": "b" * 64}, {"data": "c" * 64, "tokenizer": "b" * 64})
+    assert "aaaaaaaaaaaaaaaa" in str(caught.value)
+    assert "cccccccccccccccc" in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 3, content=b"old")
+    save(store, 3, content=b"new")
+    assert (store.newest().student / "shard-0").read_bytes() == b"new"

@@ -1,0 +1,47 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from distill_rl.signals import Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_request_to_stop_waits_for_the_step_and_the_second_does_not(number):
+    with Signals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.preempted
+        signals.raise_if_interrupted()
+        os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+
+
+def test_ctrl_c_interrupts_at_the_next_poll_and_is_no_preemption():
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not signals.preempted
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+
+
+def test_handlers_are_given_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) is not before[0]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_pressing_ctrl_c_again_ends_the_process_at_once():
+    code = (
+        "import os, signal\n"
+        "from distill_rl.signals import Signals\n"
+        "with Signals():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('still here')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (130, "")

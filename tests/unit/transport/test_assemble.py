@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill_rl.errors import TransportError
+from distill_rl.transport.assemble import fetch_rows, plan
+from distill_rl.transport.base import Layout, Slot
+from distill_rl.transport.local import LocalTransport
+
+
+def cut(rows, width, sizes):
+    """Layouts of consecutive micro-batches of these sizes."""
+    first, layouts = 0, []
+    for size in sizes:
+        layouts.append(Layout(first, size, width))
+        first += size
+    assert first == rows
+    return layouts
+
+
+@st.composite
+def splits(draw):
+    rows = draw(st.integers(1, 12))
+    sizes, left = [], rows
+    while left:
+        sizes.append(draw(st.integers(1, left)))
+        left -= sizes[-1]
+    first = draw(st.integers(0, rows - 1))
+    return rows, draw(st.integers(1, 5)), sizes, first, draw(st.integers(1, rows - first)), draw(st.randoms())
+
+
+@given(splits())
+def test_any_rows_of_any_split_come_back_as_they_were(case):
+    rows, width, sizes, first, count, random = case
+    whole = {"ids": torch.arange(rows * width * 2).view(-1, 2), "rest": torch.arange(rows * width).double()}
+    layouts = cut(rows, width, sizes)
+    order = list(range(len(layouts)))
+    random.shuffle(order)
+    transport = LocalTransport(len(layouts))
+    handles = []
+    for slot in order:
+        layout = layouts[slot]
+        tokens = slice(layout.first_row * width, (layout.first_row + layout.num_rows) * width)
+        handles.append(transport.publish(Slot(slot, 2), {name: t[tokens] for name, t in whole.items()}, layout))
+    with fetch_rows(transport, handles, first, count) as part:
+        for name, tensor in whole.items():
+            assert torch.equal(part[name], tensor[first * width : (first + count) * width])
+
+
+def test_rows_inside_one_slot_are_views_of_it():
+    transport = LocalTransport(1)
+    handle = transport.publish(Slot(0, 2), {"x": torch.arange(8)}, Layout(4, 4, 2))
+    with fetch_rows(transport, [handle], 5, 2) as part, transport.fetch(handle) as whole:
+        assert part["x"].tolist() == [2, 3, 4, 5]
+        assert part["x"].untyped_storage().data_ptr() == whole["x"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("layouts", "why"),
+    [
+        ([Layout(0, 2, 4), Layout(3, 2, 4)], "a hole"),
+        ([Layout(0, 3, 4), Layout(2, 3, 4)], "an overlap"),
+        ([Layout(0, 4, 4)], "an end that comes too early"),
+        ([], "nothing"),
+    ],
+)
+def test_rows_that_no_or_two_sources_cover_are_refused(layouts, why):
+    with pytest.raises(TransportError, match="exactly one"):
+        plan(layouts, 0, 5)

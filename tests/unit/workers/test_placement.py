@@ -1,0 +1,49 @@
+import pytest
+
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.workers.placement import actor_names, seat, shortage
+
+
+def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):
+    made = Config()
+    made.student.parallel = ParallelConfig(*student)
+    made.teachers = [TeacherConfig(name=f"t{i}", parallel=ParallelConfig(*size)) for i, size in enumerate(teachers)]
+    made.loss.kd_weight = kd_weight
+    return made
+
+
+def test_ranks_are_named_dp_major():
+    student, teachers, aligners = actor_names(config(student=(2, 2), teachers=((1, 2),)))
+    assert student == ["student-dp0-tp0", "student-dp0-tp1", "student-dp1-tp0", "student-dp1-tp1"]
+    assert teachers == {"t0": ["t0/dp0-tp0", "t0/dp0-tp1"]}
+    assert aligners == ["aligner-0"]
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+@pytest.mark.parametrize(("student", "teachers"), [((1, 1), ((1, 1),)), ((2, 2), ((1, 2), (2, 1))), ((1, 1), ((2, 2),))])
+def test_every_actor_has_one_seat_and_no_bundle_is_oversubscribed(student, teachers, gpus):
+    plan = seat(config(student, teachers), gpus=gpus)
+    names = actor_names(config(student, teachers))
+    assert set(plan.seats) == {*names[0], *names[2], *(name for group in names[1].values() for name in group)}
+    for number, bundle in enumerate(plan.bundles):
+        inside = [place for place in plan.seats.values() if place.bundle == number]
+        assert sum(place.num_cpus for place in inside) == bundle["CPU"]
+        assert sum(place.num_gpus for place in inside) <= bundle.get("GPU", 0) + 1e-9
+
+
+def test_colocated_ranks_share_a_gpu_and_aligners_have_none():
+    plan = seat(config(), gpus=True)
+    assert plan.seats["student-dp0-tp0"].bundle == plan.seats["t0/dp0-tp0"].bundle
+    assert plan.seats["student-dp0-tp0"].num_gpus == plan.seats["t0/dp0-tp0"].num_gpus == 0.5
+    assert plan.seats["aligner-0"].num_gpus == 0
+    assert "GPU" not in plan.bundles[plan.seats["aligner-0"].bundle]
+
+
+def test_without_distillation_no_teacher_has_a_seat():
+    assert not any(name.startswith("t0") for name in seat(config(kd_weight=0.0), gpus=False).seats)
+
+
+def test_a_shortage_says_asked_there_and_free():
+    plan = seat(config(), gpus=True)
+    line = shortage(plan, {"CPU": 2.0}, {"CPU": 1.0})
+    assert line == "CPU: asked 3, cluster has 2, free 1, GPU: asked 1, cluster has 0, free 0"
