@@ -63,9 +63,7 @@ class Driver:
             crew = stack.enter_context(hire(job, loader.total_steps, timer, signals.raise_if_interrupted))
             if resumed:
                 crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
-            observer = open_observer(
-                config, job.paths, total_steps=loader.total_steps, resume_step=start.step if resumed else None
-            )
+            observer = open_observer(config, job.paths, total_steps=loader.total_steps, resume_step=start.step)
             stack.enter_context(closing(observer))
             say(f"training  steps {start.step + 1} to {loader.total_steps} in {job.paths.root}")
             yield cls(job, crew, loader, observer, timer, signals, resumed)

@@ -112,24 +112,30 @@ class _Model:
 
 def _open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[str], unreachable: list[str]) -> _Model:
     """As much of a model as can be opened; what cannot goes to one of the lists."""
-    from distill_rl.models.facts import folder_problems, read_model_facts, weight_files
-    from distill_rl.models.hub import read_config
-
     opened = _Model()
     folder = _folder(f"{key}.model", model.model, model.revision, problems, unreachable)
     if folder is not None:
-        local = Path(model.model).expanduser().is_dir()  # of a hub model only the small files need be here
-        bad = folder_problems(f"{key}.model", folder, weights=local)
-        problems += bad
-        if not bad:
-            opened.config = _attempt(f"{key}.model", lambda: read_config(folder), problems)
-        if opened.config is not None and (local or (weight_files(folder) and not folder_problems("", folder))):
-            opened.facts = _attempt(f"{key}.model", lambda: read_model_facts(folder, opened.config), problems)
+        local = Path(model.model).expanduser().is_dir()
+        _open_weights(f"{key}.model", folder, opened, problems, needed=local)
     if model.tokenizer is not None:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, problems, unreachable)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, problems)
     return opened
+
+
+def _open_weights(key: str, folder: Path, opened: _Model, problems: list[str], *, needed: bool) -> None:
+    """config.json and the headers of the weights; of a hub model only the small files need be here."""
+    from distill_rl.models.facts import folder_problems, read_model_facts
+    from distill_rl.models.hub import read_config
+
+    bad = folder_problems(key, folder, weights=needed)
+    problems += bad
+    if bad:
+        return
+    opened.config = _attempt(key, lambda: read_config(folder), problems)
+    if opened.config is not None and not folder_problems(key, folder):
+        opened.facts = _attempt(key, lambda: read_model_facts(folder, opened.config), problems)
 
 
 def _folder(key: str, name: str, revision: str | None, problems: list[str], unreachable: list[str]) -> Path | None:
@@ -305,14 +311,16 @@ def _space_problems(config: Config, facts: Facts) -> Iterator[str]:
         return
     count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
     needed = count * 12 * facts.student.parameters + facts.student.bytes_on_disk
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        rule = f"{count} checkpoints and the export need about {_gib(needed)}, and {_gib(free)} are free"
+    usage = shutil.disk_usage(existing)
+    if (
+        usage.total and needed > usage.free
+    ):  # a pseudo file system has no size; that it cannot be written is said elsewhere
+        rule = f"{count} checkpoints and the export need about {_size(needed)}, and {_size(usage.free)} are free"
         yield _line("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:

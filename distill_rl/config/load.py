@@ -48,8 +48,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
         return None, found
     apply_overrides(raw, overrides, found)
     _name_run(raw, Path(path))
-    raw = resolve(raw, lambda key: _lookup(raw, key), found)
-    return build(Config, raw, found), found
+    tree = raw
+    return build(Config, resolve(tree, lambda key: _lookup(tree, key), found), found), found
 
 
 def _read_chain(path: Path, found: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:

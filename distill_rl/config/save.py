@@ -79,7 +79,7 @@ def decisive(config: Config) -> dict[str, Any]:
 
 def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
     if isinstance(node, dict):
-        entries = node.items()
+        entries = [(str(key), value) for key, value in node.items()]
     elif isinstance(node, list):
         entries = [(str(i), value) for i, value in enumerate(node)]
     else:

@@ -18,7 +18,7 @@ class TeacherChunks(Protocol):
     """Where the teacher's logits come from, a chunk of rows at a time."""
 
     def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        """This rank's columns of these rows times `scale`, [n, Vl + 1], in a buffer of `scratch`."""
+        """This rank's columns of these rows times `scale`, [n, Vl + 1], in a buffer of `scratch`, not to be changed."""
 
 
 class LogitChunks:
@@ -98,7 +98,7 @@ class DenseRows:
             self.slope[rows] = value + 1
 
     def _collect_terms(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        p, q = self._distributions(rows, u, scratch)
+        p, q = self._distributions(rows, u, scratch, out=scratch.buffer("work", u.shape[0]))
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
         self.slope[rows] = row_sum(self.divergence.slope(p, q))
 
@@ -110,9 +110,13 @@ class DenseRows:
         """Never negative: what is left below zero is rounding."""
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
-    def _distributions(self, rows: slice, u: Tensor, scratch: Scratch) -> tuple[Distribution, Distribution]:
+    def _distributions(
+        self, rows: slice, u: Tensor, scratch: Scratch, out: Tensor
+    ) -> tuple[Distribution, Distribution]:
+        """Teacher and student; `out` receives the student's log-probabilities and may be u."""
         w = self.teacher.load(rows, scratch, self.scale)
-        return Distribution(w.sub_(self.teacher_lse[rows, None])), Distribution(u.sub_(self.student_lse[rows, None]))
+        log_q = torch.sub(u, self.student_lse[rows, None], out=out)
+        return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
         kd, ce = (None if g is None else g.to(u.dtype) for g in (*grads, None)[:2])
@@ -123,7 +127,7 @@ class DenseRows:
             gradient = u.zero_() if at_one is None else at_one
         else:
             kd = kd * self.temperature
-            p, q = self._distributions(rows, u, scratch)
+            p, q = self._distributions(rows, u, scratch, out=u)
             gradient = self.divergence.slope(p, q).mul_(kd[:, None])
             weight = -kd * self.slope[rows]
             if ce is not None and at_one is None:

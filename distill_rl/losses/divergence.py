@@ -13,8 +13,8 @@ an entry in `DIVERGENCES`, and a line in `reference.py`, from which the tests ta
 from __future__ import annotations
 
 import math
-from functools import cached_property
-from typing import Literal, Protocol
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,89 +36,108 @@ def mixture(a: Distribution, b: Distribution, share: float) -> Distribution:
     return Distribution(torch.logaddexp(a.log + math.log(share), b.log + math.log1p(-share)))
 
 
-class Divergence(Protocol):
-    beta: float
+class Divergence:
+    """Base of all; β, or the skew α, where there is one."""
 
-    def value(self, p: Distribution, q: Distribution) -> Tensor: ...
-
-    def slope(self, p: Distribution, q: Distribution) -> Tensor: ...
-
-
-class _Divergence:
     leads: Literal["teacher", "student"] | None = None
     """Whose probabilities weigh log(p/q), for the two whose sum needs no normalised logits and so no second sweep."""
 
     def __init__(self, beta: float = 0.0):
         self.beta = beta
 
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
+        raise NotImplementedError
 
-class ForwardKL(_Divergence):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
+        raise NotImplementedError
+
+    @cached_property
+    def balance(self) -> float:
+        """The κ that makes value + κ·(q − p) never negative, term by term, and zero only where p = q.
+
+        A KL is a sum of terms of either sign that is positive only because both sides sum to one. Probabilities that
+        were rounded on their way do not; with −p + q beside each p·log(p/q) every term is a divergence by itself. κ is
+        −slope at p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD.
+        """
+        return -float(self.slope(_constant(0.0), _constant(0.0)))
+
+    @cached_property
+    def needs_support(self) -> bool:
+        """Whether it is infinite where the teacher has no mass and the student has some (reverse KL)."""
+        return bool(self.value(_constant(-math.inf), _constant(0.0)).isinf())
+
+
+def _constant(log: float) -> Distribution:
+    return Distribution(torch.tensor(log, dtype=torch.float64, device="cpu"))
+
+
+class ForwardKL(Divergence):
     """KL(p‖q)"""
 
     leads = "teacher"
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         return p.prob * (p.log - q.log)
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return -p.prob
 
 
-class ReverseKL(_Divergence):
+class ReverseKL(Divergence):
     """KL(q‖p)"""
 
     leads = "student"
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         return q.prob * (q.log - p.log)
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return q.prob * (q.log - p.log + 1)
 
 
-class JensenShannon(_Divergence):
+class JensenShannon(Divergence):
     """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q (GKD, arXiv 2306.13649)"""
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         m = mixture(p, q, self.beta)
         return self.beta * p.prob * (p.log - m.log) + (1 - self.beta) * q.prob * (q.log - m.log)
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return (1 - self.beta) * q.prob * (q.log - mixture(p, q, self.beta).log)
 
 
-class SkewedForwardKL(_Divergence):
+class SkewedForwardKL(Divergence):
     """KL(p‖m) with m = α·p + (1 − α)·q, α = beta (DistiLLM, arXiv 2402.03898)"""
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         return p.prob * (p.log - mixture(p, q, self.beta).log)
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return (self.beta - 1) * q.prob * (p.log - mixture(p, q, self.beta).log).exp()
 
 
-class SkewedReverseKL(_Divergence):
+class SkewedReverseKL(Divergence):
     """KL(q‖m) with m = α·q + (1 − α)·p, α = beta (DistiLLM, arXiv 2402.03898)"""
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         return q.prob * (q.log - mixture(q, p, self.beta).log)
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         log_ratio = q.log - mixture(q, p, self.beta).log
         return q.prob * (log_ratio + 1 - self.beta * log_ratio.exp())
 
 
-class TotalVariation(_Divergence):
+class TotalVariation(Divergence):
     """½ Σ |p − q|"""
 
-    def value(self, p, q):
+    def value(self, p: Distribution, q: Distribution) -> Tensor:
         return 0.5 * (p.prob - q.prob).abs()
 
-    def slope(self, p, q):
+    def slope(self, p: Distribution, q: Distribution) -> Tensor:
         return 0.5 * q.prob * (q.prob - p.prob).sign()
 
 
-DIVERGENCES: dict[str, type[_Divergence]] = {
+DIVERGENCES: dict[str, type[Divergence]] = {
     "forward_kl": ForwardKL,
     "reverse_kl": ReverseKL,
     "jsd": JensenShannon,
@@ -130,7 +149,8 @@ DIVERGENCES: dict[str, type[_Divergence]] = {
 _AT_ZERO = {"skewed_forward_kl": "forward_kl", "skewed_reverse_kl": "reverse_kl", "jsd": "forward_kl"}
 
 
-def resolve(name: str, beta: float) -> _Divergence:
+@lru_cache
+def resolve(name: str, beta: float) -> Divergence:
     """The divergence of that name with its β (the skew α of the skewed ones).
 
     The ends of the range, where a formula degenerates, are what it tends to after scaling: JSD(0) is forward KL, JSD(1)
@@ -150,21 +170,3 @@ def resolve(name: str, beta: float) -> _Divergence:
     if beta == 1 and name == "jsd":
         name = "reverse_kl"
     return DIVERGENCES[name](beta)
-
-
-def balance(divergence: _Divergence) -> float:
-    """The κ that makes value + κ·(q − p) never negative, term by term, and zero only where p = q.
-
-    A KL is a sum of terms of either sign that is positive only because both sides sum to one. Probabilities that were
-    rounded on their way do not; with −p + q beside each p·log(p/q) every term is a divergence by itself. κ is −slope at
-    p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD and TVD.
-    """
-    one = Distribution(torch.zeros((), dtype=torch.float64, device="cpu"))
-    return -float(divergence.slope(one, one))
-
-
-def needs_support(divergence: _Divergence) -> bool:
-    """Whether the divergence is infinite where the teacher has no mass and the student has some (reverse KL)."""
-    nothing = Distribution(torch.tensor(-math.inf, dtype=torch.float64, device="cpu"))
-    one = Distribution(torch.zeros((), dtype=torch.float64, device="cpu"))
-    return bool(divergence.value(nothing, one).isinf())

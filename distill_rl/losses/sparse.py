@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distill_rl.losses.divergence import Distribution, Divergence, balance, needs_support
+from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelTerm
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import LogSums, Scratch, combine, floor_of
@@ -43,8 +43,7 @@ class TopKRows:
     ):
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
         self.temperature, self.scale = temperature, 1 / temperature
-        self.balance = balance(divergence) if tail == "bucket" else 0.0
-        self.needs_support = needs_support(divergence)
+        self.balance = divergence.balance if tail == "bucket" else 0.0
         self.at_one = label is not None and temperature != 1
         num_rows, k = teacher.ids.shape
         self.rest = LogSums(num_rows, (1.0, temperature) if self.at_one else (1.0,), like)
@@ -66,9 +65,10 @@ class TopKRows:
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.teacher.ids[rows])
-        self.top[rows] = torch.where(columns < self.shard.size, u.gather(1, columns), 0)
-        u.scatter_(1, columns, floor_of(u.dtype))
-        self.rest.add(rows, u, scratch.buffer("work", u.shape[0]))
+        top = u.gather(1, columns)
+        self.top[rows] = torch.where(columns < self.shard.size, top, 0)
+        self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+        u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
         top = self.top[rows]
@@ -101,7 +101,7 @@ class TopKRows:
             rest_p = Distribution(self._rest_logprob(rows, log_p))
             rest_value, rest_slope = self._terms(rest_p, rest_q)
             kept = rest_lse > floor_of(top.dtype)
-            if self.needs_support:
+            if self.divergence.needs_support:
                 kept &= rest_p.log > floor_of(top.dtype)
             rest_slope = torch.where(kept, rest_slope, 0)
             value, slope = value + torch.where(kept, rest_value, 0), slope + rest_slope

@@ -60,6 +60,8 @@ class Scratch:
         self.columns = columns
         self._shape, self._dtype, self._device = (rows, columns + 1), dtype, device
         self._buffers: dict[str, Tensor] = {}
+        self.held: dict[str, slice] = {}
+        """which rows a buffer holds, for those who would rather not fill it again"""
 
     def buffer(self, name: str, rows: int) -> Tensor:
         """[rows, columns + 1], with whatever was left in it."""
@@ -142,7 +144,7 @@ def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra:
 class RowFunction(Protocol):
     """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
 
-    u stands for a loaded chunk, [n, Vl + 1], that may be overwritten.
+    u stands for a loaded chunk, [n, Vl + 1]. Collecting leaves it as it was, `gradient` may overwrite it.
     """
 
     scale: float

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import KDOutput, TopKLogprobs, kd_loss, vocab_parallel_logprobs
+from distill_rl.losses import KDOutput, TopKLogprobs, kd_loss
 from distill_rl.observe.metrics import Metric
-from distill_rl.types import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +73,17 @@ class Objective:
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
         denominator = max(num_labels, 1)
-        if not self.teachers:
-            return _labels_alone(logits, labels, self.config.ce_weight / denominator)
-        outputs = [self._sweep(logits, labels, target, term) for target, term in zip(targets, self.terms)]
+        outputs = [self._sweep(logits, labels, *pair) for pair in zip(targets or (None,), self.terms)]
         kd_per_teacher = tuple(output.kd_loss for output in outputs)
         return ObjectiveOutput(
             loss=_sum(output.loss * (term.factor / denominator) for output, term in zip(outputs, self.terms)),
             kd=_sum(kd * term.share for kd, term in zip(kd_per_teacher, self.terms)),
             ce=outputs[0].ce_loss,
-            kd_per_teacher=kd_per_teacher,
+            kd_per_teacher=kd_per_teacher[: len(self.teachers)],
             teacher_mass=outputs[0].teacher_mass,
         )
 
-    def _sweep(self, logits: Tensor, labels: Tensor, target: TopKLogprobs, term: _Term) -> KDOutput:
+    def _sweep(self, logits: Tensor, labels: Tensor, target: TopKLogprobs | None, term: _Term) -> KDOutput:
         return kd_loss(
             logits,
             target,
@@ -98,14 +95,6 @@ class Objective:
             kd_ratio=term.kd_ratio,
             reduction="sum",
         )
-
-
-def _labels_alone(logits: Tensor, labels: Tensor, factor: float) -> ObjectiveOutput:
-    logprobs = vocab_parallel_logprobs(logits, labels)
-    valid = labels.view_as(logprobs) != IGNORE_INDEX
-    ce = -torch.where(valid, logprobs, 0.0).sum()
-    zero = torch.zeros_like(ce.detach())
-    return ObjectiveOutput(loss=ce * factor, kd=zero, ce=ce.detach(), kd_per_teacher=(), teacher_mass=zero)
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
@@ -125,6 +114,8 @@ def _terms(config: LossConfig, weights: Sequence[float]) -> tuple[_Term, ...]:
             "some term must have a positive weight",
             f"kd {config.kd_weight}, ce {config.ce_weight}, {len(weights)} teachers",
         )
+    if not weights:
+        return (_Term(factor=config.ce_weight, kd_ratio=0.0, share=0.0),)
     terms = []
     for position, weight in enumerate(weights):
         share = weight / sum(weights)

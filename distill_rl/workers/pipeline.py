@@ -110,31 +110,39 @@ class StudentGroup:
         self._group, self._config, self._calls, self._timer = group, config, calls, timer
 
     def train_step(self, batch: PendingBatch, targets: list[list[ray.ObjectRef]]) -> dict[str, Metric]:
-        """forward_backward and optim_step, submitted together; then the wait for each stage in turn, timed apart."""
-        return self._run("train_step", batch, targets, what=f"step {batch.index + 1}")
+        """forward_backward and optim_step, submitted together."""
+        return self._run(
+            "train_step", batch, targets, f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student")
+        )
 
     def evaluate(self, batch: PendingBatch, targets: list[list[ray.ObjectRef]]) -> dict[str, Metric]:
-        return self._run("evaluate", batch, targets, what=f"validation batch {batch.index}")
+        return self._run("evaluate", batch, targets, f"validation batch {batch.index}", ("validation",) * 3)
 
     def collective(self, method: str, *arguments: object, what: str) -> None:
         """Calls a method in which all ranks take part: save, load, export."""
         self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
     def _run(
-        self, method: str, batch: PendingBatch, targets: list[list[ray.ObjectRef]], *, what: str
+        self,
+        method: str,
+        batch: PendingBatch,
+        targets: list[list[ray.ObjectRef]],
+        what: str,
+        parts: tuple[str, str, str],
     ) -> dict[str, Metric]:
+        """Submits to all ranks, then waits for each stage in turn; `parts` are the names under which the waits are timed."""
         tp = self._config.student.parallel.tp
         sizes = [len(teacher) for teacher in targets]
         published = [ref for teacher in targets for ref in teacher]
         calls: Refs = {}
         for rank in range(len(self._group.actors)):
             calls |= self._group.submit(method, batch.student[rank // tp], sizes, *published, ranks=[rank])
-        with self._timer.part("wait_aligner"):
+        with self._timer.part(parts[0]):
             info = self._gather(batch.info, f"aligning batch {batch.index}", self._config.aligner.deadline_s)[0]
-        with self._timer.part("wait_teachers"):
+        with self._timer.part(parts[1]):
             watched = {ref: batch.names[ref] for ref in (*published, *batch.others)}
             taught = self._gather(watched, f"teaching batch {batch.index}", self._config.ray.step_timeout_s)
-        with self._timer.part("student"):
+        with self._timer.part(parts[2]):
             trained = self._gather(calls, what, self._config.ray.step_timeout_s)
         batch.metrics = merge([_describe(info), *(result.metrics for result in taught)])
         return merge(trained)

@@ -16,7 +16,28 @@ from distill_rl.config.walk import MISSING, hints, item_kind, unwrap
 # YAML cannot carry lone surrogates and most control characters; "???" means "missing".
 TEXTS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12),
-    st.sampled_from(["null", "~", "off", "yes", "1e3", "0o7", "${run.name}", r"\${x", r"\\${", r"$\{", r"$\\{x}", "a: b", "# c", "'", '"', "- x", "[", "?"]),
+    st.sampled_from(
+        [
+            "null",
+            "~",
+            "off",
+            "yes",
+            "1e3",
+            "0o7",
+            "${run.name}",
+            r"\${x",
+            r"\\${",
+            r"$\{",
+            r"$\\{x}",
+            "a: b",
+            "# c",
+            "'",
+            '"',
+            "- x",
+            "[",
+            "?",
+        ]
+    ),
 ).filter(lambda text: text != MISSING and redact(text) == text)
 
 

@@ -16,7 +16,9 @@ def test_the_page_in_docs_is_what_the_schema_says():
 def test_every_setting_stands_on_the_page_with_a_meaning():
     page = reference()
     for key, _, _ in leaves(Config):
-        row = next(line for line in page.splitlines() if line.startswith(f"| `{key.replace('teachers.0.', 'teachers[].')}` |"))
+        row = next(
+            line for line in page.splitlines() if line.startswith(f"| `{key.replace('teachers.0.', 'teachers[].')}` |")
+        )
         cells = row.replace("\\|", "").strip("| ").split(" | ")
         assert len(cells) == 4
         assert len(cells[3]) > 10

@@ -99,7 +99,9 @@ def test_the_fingerprint_ignores_what_does_not_decide_the_numbers(tmp_path, over
 def test_the_fingerprint_changes_with_what_decides_the_numbers(tmp_path, override):
     other = changed(tmp_path, override)
     assert fingerprint(other) != fingerprint(config())
-    different = {key for key in decisive(other) | decisive(config()) if decisive(other).get(key) != decisive(config()).get(key)}
+    different = {
+        key for key in decisive(other) | decisive(config()) if decisive(other).get(key) != decisive(config()).get(key)
+    }
     assert override.partition("=")[0] in different
 
 

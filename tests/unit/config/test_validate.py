@@ -25,7 +25,9 @@ def test_a_plain_configuration_has_no_problem(load):
     assert problems(load("train.steps=null", "train.epochs=0.5")) == []
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"])
+@pytest.mark.parametrize(
+    "divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"]
+)
 @pytest.mark.parametrize("tail", ["bucket", "truncate", "renormalize"])
 def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
     assert problems(load(f"loss.divergence={divergence}", f"loss.tail={tail}")) == []
@@ -52,7 +54,10 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["teachers=[]"], "teachers: loss.kd_weight 1 needs a teacher; got none; add teachers.0.model=PATH, or set"),
         (["teachers.0.weight=-1"], "teachers.0.weight: must be 0 or more; got -1.0"),
         (["teachers.0.weight=0"], "teachers: at least one weight must be greater than 0; got [0.0]"),
-        (["teachers.1.model=u"], "teachers: names must be unique; 2 teachers are called 'teacher'; set teachers.0.name"),
+        (
+            ["teachers.1.model=u"],
+            "teachers: names must be unique; 2 teachers are called 'teacher'; set teachers.0.name",
+        ),
         (["teachers.0.name=a b"], "teachers.0.name: may hold letters, digits"),
         (["teachers.0.name="], "teachers.0.name: must not be empty; got ''"),
         (["run.name=a/b"], "run.name: must be the name of one folder; got a/b; put the folder above it in run.dir"),
@@ -73,12 +78,21 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["checkpoint.keep_best=1", "data.validation.fraction=0.1"],
             "checkpoint.keep_best: needs a validation loss to tell the best by; got 1; set evaluate.every",
         ),
-        (["checkpoint.keep_best=1", "evaluate.every=5"], "checkpoint.keep_best: needs validation data; got 1; set data.v"),
+        (
+            ["checkpoint.keep_best=1", "evaluate.every=5"],
+            "checkpoint.keep_best: needs validation data; got 1; set data.v",
+        ),
         (["observe.every=0"], "observe.every: must be 1 or more; got 0"),
         (["ray.step_timeout_s=0"], "ray.step_timeout_s: must be greater than 0; got 0.0"),
-        (["transport=local"], "transport: local passes tensors within one process, for tests and notebooks; workers are"),
+        (
+            ["transport=local"],
+            "transport: local passes tensors within one process, for tests and notebooks; workers are",
+        ),
         (["transport=cuda_ipc"], "transport: only auto or object_store is available in this version; got cuda_ipc"),
-        (["transport=shared_memory"], "transport: only auto or object_store is available in this version; got shared_mem"),
+        (
+            ["transport=shared_memory"],
+            "transport: only auto or object_store is available in this version; got shared_mem",
+        ),
         (["loss.cross_tokenizer=hybrid"], "loss.cross_tokenizer: only null is available in this version; got hybrid"),
         (["aligner.workers=2"], "aligner.workers: only 1 is available in this version; got 2"),
         (["observe.wandb=true"], "observe.wandb: only false is available in this version; got true"),
@@ -162,5 +176,3 @@ def test_notes_say_what_may_surprise(load):
     assert note.startswith("evaluate.every is 0")
     (note,) = notes(load("data.format=text", "data.loss_on=assistant"))
     assert "all tokens" in note
-
-

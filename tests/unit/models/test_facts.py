@@ -62,7 +62,9 @@ def test_a_folder_without_a_config_or_with_a_damaged_one_is_named(tmp_path, llam
 def test_pickled_weights_alone_are_refused_and_never_read(tmp_path, llama):
     folder = copy(llama, tmp_path / "bin", "model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"\x80 not even a pickle")
-    assert "weights must be safetensors; the folder has only pickled ones" in only(folder_problems("student.model", folder))
+    assert "weights must be safetensors; the folder has only pickled ones" in only(
+        folder_problems("student.model", folder)
+    )
 
 
 def test_a_folder_without_weights_is_named(tmp_path, llama):
@@ -76,10 +78,14 @@ def test_a_family_that_needs_its_own_code_is_refused(tmp_path, llama):
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mystery", "auto_map": {"AutoModelForCausalLM": "modeling_mystery.Mystery"}}
     (folder / "config.json").write_text(json.dumps(config))
-    assert "'mystery' needs code from its folder (auto_map), which is never run" in only(folder_problems("student.model", folder))
+    assert "'mystery' needs code from its folder (auto_map), which is never run" in only(
+        folder_problems("student.model", folder)
+    )
     del config["auto_map"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert "must name a model_type that transformers has; got 'mystery'" in only(folder_problems("student.model", folder))
+    assert "must name a model_type that transformers has; got 'mystery'" in only(
+        folder_problems("student.model", folder)
+    )
 
 
 def test_code_beside_a_family_that_transformers_has_is_no_obstacle(tmp_path, llama):

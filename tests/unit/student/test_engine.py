@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
 from distill_rl.errors import NumericsError
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
@@ -89,9 +90,11 @@ def test_gradient_equals_the_plain_reference_for_any_micro_batch_size(world, fol
 
 
 def test_packed_and_padded_rows_of_the_same_documents_give_one_gradient(world, folders):
-    documents = random_documents(6, seed=3)
-    padded = token_rows([[document] for document in documents], WIDTH)
-    packed = token_rows([documents[:2], documents[2:3], documents[3:6], []], 3 * WIDTH)
+    documents = [Encoded(ids, np.ones(len(ids), bool), False) for ids in random_documents(7, seed=3)]
+    share = Share(1, 2)
+    padded, packed = (lay_out(documents, BatchPlan(share, (), 3 * WIDTH, packing, 2)) for packing in (False, True))
+    assert padded.shape[0] > 2 * packed.shape[0]
+    assert (np.count_nonzero(packed.position_ids == 0, axis=1) > 1).any()
     one, other = (gradient_of(world, folders["student"], rows, folders["teacher"]) for rows in (padded, packed))
     assert relative_l2(one, other) < 1e-5
 

@@ -1,0 +1,67 @@
+"""Output layers applied to a chunk of hidden states at a time, with logits accumulated in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.sweep import Scratch, accumulator
+
+
+class Head:
+    """logits = softcap(scale · hidden · Wᵀ + bias) on this rank's rows of W; hidden [n, H], W [Vl, H], bias [Vl]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0):
+        self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
+        self._wide = None if weight.is_cuda else weight.to(accumulator(weight.dtype))
+
+    def load(self, name: str, hidden: Tensor, scratch: Scratch, scale: float) -> Tensor:
+        """Logits times `scale` in the buffer of that name, [n, Vl + 1]."""
+        buffer = scratch.buffer(name, hidden.shape[0])
+        logits = buffer[:, : scratch.columns]
+        self._product(hidden, logits)
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scratch.finish(buffer, scale)
+
+    def cap_slope(self, loaded: Tensor, scale: float, scratch: Scratch) -> Tensor | None:
+        """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
+        if self.softcap is None:
+            return None
+        slope = torch.mul(loaded, 1 / (scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
+        return slope.square_().neg_().add_(1)
+
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """∂/∂ hidden of this rank's columns, from that of the logits [n, Vl]; fp32 (fp64 for fp64)."""
+        return multiply(gradient, self.weight if self._wide is None else self._wide, self.weight.dtype)
+
+    def _product(self, hidden: Tensor, out: Tensor) -> None:
+        if self._wide is None:
+            out.copy_(multiply(hidden, self.weight.T, self.weight.dtype))
+        else:
+            torch.mm(hidden.to(self._wide.dtype), self._wide.T, out=out)
+
+
+def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
+    """a · b in fp32 (fp64 for fp64). A GPU multiplies in `narrow` and accumulates in fp32, a CPU works in fp32."""
+    wide = accumulator(narrow)
+    if a.is_cuda and narrow != wide:
+        return torch.mm(a.to(narrow), b.to(narrow), out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+class HiddenChunks:
+    """Teacher logits made from its hidden states [N, Ht] when a chunk of them is wanted."""
+
+    def __init__(self, hidden: Tensor, head: Head):
+        self.hidden, self.head = hidden, head
+
+    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
+        if scratch.held.get("teacher") != rows:
+            self.head.load("teacher", self.hidden[rows], scratch, scale)
+            scratch.held["teacher"] = rows
+        return scratch.buffer("teacher", rows.stop - rows.start)

@@ -1,0 +1,128 @@
+"""One global batch, one gradient: whatever the layout, it is that of a single process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from distill_rl.models import families
+from distill_rl.models.load import load_model
+from distill_rl.parallel.mesh import close_world, open_world
+from tests.helpers import ranks
+from tests.helpers.engines import relative_l2
+from tests.helpers.ranks import run_ranks
+from tests.helpers.zoo import write_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY = 507
+"""Odd: both the tensor-parallel and the data-parallel shards of the embeddings are uneven."""
+FIRST = 5
+"""Length of the first document of every packed row."""
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+SPLIT = ["llama", "qwen2", "qwen3", "mistral", "llama-biased", "qwen3-wide-heads", "mistral-window"]
+WHOLE = ["gpt2", "phi3", "gemma2"]
+
+
+@dataclass
+class Step:
+    """What one rank saw of a step with two micro-batches; gradients are whole."""
+
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    clipped: dict[str, Tensor]
+    problems: list[str]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """4 rows of two documents: ids, position ids, labels [4, 12]."""
+    ids = torch.randint(5, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(FIRST), torch.arange(12 - FIRST)]).repeat(4, 1)
+    labels = ids.roll(-1, 1)
+    labels[:, [FIRST - 1, -1]] = -100
+    return ids, positions, labels
+
+
+def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum") / 40
+
+
+def steps(dp: int, tp: int, cases: list[tuple[str, bool]]) -> list[Step]:
+    """One step on every model: two micro-batches, an evaluation after each, then clipping."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, store=ranks.store(), timeout_s=60)
+    share = slice(world.dp_rank * 4 // dp, (world.dp_rank + 1) * 4 // dp)
+    found = [step(world, path, recompute, share) for path, recompute in cases]
+    close_world(world)
+    return found
+
+
+def step(world, path: str, recompute: bool, share: slice) -> Step:
+    model = load_model(path, world, role="student", dtype="fp32", activation_checkpointing=recompute)
+    ids, positions, labels = (part[share] for part in batch())
+    problems = [
+        f"{name} is on {parameter.device_mesh.mesh_dim_names}"
+        for name, parameter in model.named_parameters()
+        if parameter.device_mesh.size() != world.world_size
+    ]
+    half = len(ids) // 2
+    for rows in (slice(0, half), slice(half, None)):
+        logits = families.logits(model, ids[rows], positions[rows])
+        if isinstance(logits, DTensor) != (world.tp > 1) or logits.shape != (half, 12, VOCABULARY):
+            problems.append(f"logits {type(logits)} {tuple(logits.shape)}")
+        loss(logits, labels[rows]).backward()
+        with torch.no_grad():
+            families.logits(model.eval(), ids[rows], positions[rows])
+        model.train()
+    gradients = whole_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
+    return Step(gradients, norm, whole_gradients(model), problems)
+
+
+def whole_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.full_tensor().clone() for name, parameter in model.named_parameters()}
+
+
+def single_process_gradients(path: str) -> dict[str, Tensor]:
+    """The definition: transformers alone, every document alone, in fp64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    ids, _, labels = batch()
+    for document in (slice(0, FIRST), slice(FIRST, None)):
+        loss(model(input_ids=ids[:, document], use_cache=False).logits, labels[:, document]).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Tensor]]]:
+    """Name → (folder, gradient of the definition)."""
+    made = {}
+    for name in SPLIT + WHOLE:
+        for tie in (False, True) if name in ("llama", "qwen2", "qwen3", "mistral", "gpt2") else (False,):
+            folder = tmp_path_factory.mktemp("model")
+            write_model(folder, name, vocab_size=VOCABULARY, **({"tie": tie} if name in SPLIT[:4] + WHOLE[:1] else {}))
+            made[f"{name}{'-tied' if tie else ''}"] = (str(folder), single_process_gradients(str(folder)))
+    return made
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
+def test_a_step_of_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int) -> None:
+    names = [name for name in models if tp == 1 or name.removesuffix("-tied") not in WHOLE]
+    cases = [(models[name][0], "qwen" in name) for name in names]
+    for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, cases, group=False, timeout=240)):
+        for name, step in zip(names, found, strict=True):
+            where = f"{name} on rank {rank} of dp {dp}, tp {tp}"
+            wanted = models[name][1]
+            norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
+            assert step.problems == [], where
+            assert relative_l2(step.gradients, wanted) < 1e-5, where
+            assert abs(step.norm / norm - 1) < 1e-5, where
+            assert norm > 0.5, where
+            clipped = {key: gradient * (0.5 / norm) for key, gradient in wanted.items()}
+            assert relative_l2(step.clipped, clipped) < 1e-5, where
