@@ -60,7 +60,7 @@ class Driver:
         )
         timer = StepTimer()
         with ExitStack() as stack:
-            crew = stack.enter_context(hire(job, loader.total_steps, timer, signals.raise_if_interrupted))
+            crew = stack.enter_context(hire(job, loader.total_steps, timer, signals))
             if resumed:
                 crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
             observer = open_observer(config, job.paths, total_steps=loader.total_steps, resume_step=start.step)
@@ -109,6 +109,7 @@ class Driver:
         """A checkpoint of this step; once per step at most."""
         if self._saved == self.state.step:
             return
+        self.observer.flush()
         score = self.score if self._validated == self.state.step else None
         with self.store.write(SavedState(self.state, self.job.fingerprints, score)) as directory:
             self.student.collective("save", os.fspath(directory), what=f"saving step {self.state.step}")

@@ -25,9 +25,15 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        for number in (*_PREEMPT, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        self._previous = self._install()
         return self
+
+    def install_again(self) -> None:
+        """Ray puts handlers of its own in place when it starts: call this afterwards."""
+        self._install()
+
+    def _install(self) -> dict[int, object]:
+        return {number: signal.signal(number, self._on_signal) for number in (*_PREEMPT, signal.SIGINT)}
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():

@@ -15,12 +15,14 @@ def evaluate(model: str, suites: Sequence[str], *, data: str, out: str | None, l
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from distill_rl.evals.run import evaluate as run_suites
+    from distill_rl.observe.log import printable
 
     results = run_suites(model, [suite.strip() for suite in suites if suite.strip()], data, out_dir=out, limit=limit)
-    table = Table(title=f"{model}", title_justify="left")
+    table = Table(title=escape(printable(model)), title_justify="left")
     for heading in ("suite", "task"):
         table.add_column(heading)
     for heading in ("score", "95 % interval", "items", "cut off"):

@@ -145,8 +145,8 @@ def _parse(text: bytes, what: str) -> Any:
         raise DataError(
             what, "text is UTF-8", f"byte 0x{text[error.start]:02x} at byte {error.start}", "convert the file to UTF-8"
         ) from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        found = getattr(error, "msg", "too deep a nesting")
+    except (ValueError, RecursionError) as error:
+        found = getattr(error, "msg", str(error))
         remedy = "the file may be truncated, or not JSON lines"
         raise DataError(
             what, "is complete, valid JSON", f"{found} at character {getattr(error, 'pos', 0)}", remedy

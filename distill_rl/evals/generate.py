@@ -135,7 +135,7 @@ def _load(folder: Path, dtype: torch.dtype | str) -> Any:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -149,6 +149,7 @@ def _load(folder: Path, dtype: torch.dtype | str) -> Any:
     finally:
         if bars:
             logging.enable_progress_bar()
+    model, loading = loaded
     # transformers fills what the files lack with random numbers and only warns.
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])

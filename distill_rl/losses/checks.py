@@ -33,6 +33,11 @@ def chunk_size(value: int | None) -> None:
         raise ValueError(f"chunk_size: must be at least 1; got {value!r}")
 
 
+def inplace(inplace_backward: bool, logits: Tensor) -> None:
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward: overwrites the logits, which must be the output of something; got a leaf")
+
+
 def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
     if tensor.ndim not in dims or not tensor.is_floating_point():
         wanted = " or ".join(str(dim) for dim in dims)

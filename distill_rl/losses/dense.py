@@ -20,15 +20,21 @@ class TeacherChunks(Protocol):
     def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
         """This rank's columns of these rows times `scale`, [n, Vl + 1], in a buffer of `scratch`, not to be changed."""
 
+    def select(self, kept: Tensor) -> TeacherChunks:
+        """Of the rows with these numbers only."""
+
 
 class LogitChunks:
     """Teacher logits that exist: [N, Vl]."""
 
-    def __init__(self, logits: Tensor):
-        self.logits = logits
+    def __init__(self, logits: Tensor, kept: Tensor | None = None):
+        self.logits, self.kept = logits, kept
 
     def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        return scratch.load("teacher", self.logits[rows], scale)
+        return scratch.load("teacher", self.logits[rows if self.kept is None else self.kept[rows]], scale)
+
+    def select(self, kept: Tensor) -> LogitChunks:
+        return LogitChunks(self.logits, kept)
 
 
 class DenseRows:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distill_rl.losses import checks
 from distill_rl.losses.head import Head, multiply
-from distill_rl.losses.kd import KDOutput, Task, local_teacher, make_task
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.reduce import ReductionName
-from distill_rl.losses.shards import VocabularyShard, split
+from distill_rl.losses.shards import VocabularyShard, local_like, split
 from distill_rl.losses.sparse import Tail
 from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
 from distill_rl.losses.targets import Teacher
+from distill_rl.losses.task import KDOutput, local_teacher, make_task
 
 _CPU_CHUNK = 64
 
@@ -70,8 +71,7 @@ class FusedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor | None):
         if ctx.rest is None:
-            factor = grads[0]
-            made = (None if made is None or factor is None else made * factor.to(made.dtype) for made in ctx.saved_tensors)
+            made = (None if one is None else scaled(one, grads[0]) for one in ctx.saved_tensors)
             return *made, *[None] * 5
         hidden, weight, bias = ctx.saved_tensors
         softcap, function, shard, chunk, count = ctx.rest
@@ -81,6 +81,11 @@ class FusedRows(torch.autograd.Function):
             u = head.load("student", hidden[rows], scratch, function.scale)
             gradients.add(rows, u, function, grads[:count], head, scratch)
         return *gradients.finish(), *[None] * 5
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product, rounded once."""
+    return (gradient.to(factor.dtype) * factor).to(gradient.dtype)
 
 
 class _Gradients:
@@ -176,22 +181,96 @@ def fused_linear_kd_loss(
 
     The other arguments, and what is raised, are those of `kd_loss`.
     """
-    hidden, weight, bias, shard = _inputs(student_hidden, lm_head_weight, bias, tp_group)
     checks.chunk_size(chunk_size)
+    hidden, weight, bias, shard = _inputs(student_hidden, lm_head_weight, bias, softcap, tp_group)
     task = make_task(
         hidden.shape[:-1], shard, labels=labels, divergence=divergence, beta=beta, temperature=temperature, tail=tail,
         kd_ratio=kd_ratio, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
         num_items_in_batch=num_items_in_batch, device=hidden.device, validate=validate,
     )  # fmt: skip
     targets = local_teacher(teacher, task, validate)
-    like = weight.new_empty(0, dtype=accumulator(weight.dtype))
-    chunk = chunk_size or default_chunk(hidden.shape[-1], hidden.device)
     flat = hidden.reshape(task.num_rows, hidden.shape[-1])
-    kept, task, flat, targets = compact(task, flat, targets)
-    function = task.rows(targets, like)
+    small, kept = task.compact()
+    if kept is not None:
+        flat, targets = flat.index_select(0, kept), None if targets is None else targets.select(kept)
+    like = weight.new_empty(0, dtype=accumulator(weight.dtype))
+    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(hidden.shape[-1], hidden.device))
+    function = small.rows(targets, like)
     if reduction == "none":
-        values = FusedRows.apply(flat, weight, bias, softcap, function, shard, chunk, None)
-        return task.spread(kept).output(tuple(_spread(value, kept) for value in values), teacher is not None)
-    weights = task.row_weights(like.dtype, teacher is not None)
-    total, *values = FusedRows.apply(flat, weight, bias, softcap, function, shard, chunk, weights)
-    return task.output(tuple(values), teacher is not None, loss=total)
+        values = layer.rows(flat, function)
+        if kept is not None:
+            values = tuple(value.new_zeros(task.num_rows).index_copy(0, kept, value) for value in values)
+        return task.output(values, teacher is not None)
+    total, *values = layer.rows(flat, function, small.row_weights(like.dtype, teacher is not None))
+    return small.output(values, teacher is not None, loss=total)
+
+
+def fused_linear_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`vocab_parallel_logprobs` of the logits softcap(hidden · lm_head_weightᵀ + bias), which never exist as a whole.
+
+    Arguments as in `fused_linear_kd_loss` and `vocab_parallel_logprobs`; every row is worked on.
+    """
+    checks.positive("temperature", temperature)
+    checks.chunk_size(chunk_size)
+    local, weight, bias, shard = _inputs(hidden, lm_head_weight, bias, softcap, tp_group)
+    targets = checks.rows("target_ids", target_ids, local.shape[:-1])
+    like = weight.new_empty(0, dtype=accumulator(weight.dtype))
+    function = LabelRows(targets, shard, like, temperature, return_entropy)
+    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(local.shape[-1], local.device))
+    values = [value.view(target_ids.shape) for value in layer.rows(local.reshape(-1, local.shape[-1]), function)]
+    return (values[0], values[1]) if return_entropy else values[0]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """This rank's part of the student's output layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    shard: VocabularyShard
+    chunk: int
+
+    def rows(
+        self, hidden: Tensor, function: RowFunction, weights: Sequence[Tensor | None] | None = None
+    ) -> tuple[Tensor, ...]:
+        """The row function's values of hidden [N, H], as `FusedRows` returns them."""
+        return FusedRows.apply(hidden, self.weight, self.bias, self.softcap, function, self.shard, self.chunk, weights)
+
+
+def _inputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tp_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard]:
+    """Local and checked."""
+    if softcap is not None:
+        checks.positive("softcap", softcap)
+    checks.floating("hidden", hidden, (2, 3))
+    checks.floating("lm_head_weight", weight, (2,))
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
+    local_weight, shard = split(weight, tp_group, dim=0, name="lm_head_weight")
+    if isinstance(hidden, DTensor):
+        if any(
+            not placement.is_replicate() and not _cuts_rows(placement, hidden.ndim) for placement in hidden.placements
+        ):
+            raise ValueError(f"hidden: a DTensor must be replicated over the group; got {hidden.placements}")
+        hidden = hidden.to_local()
+    if bias is not None:
+        bias = local_like(bias, shard, dim=0, name="bias")
+    return hidden, local_weight, bias, shard
+
+
+def _cuts_rows(placement: Placement, ndim: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim % ndim != ndim - 1

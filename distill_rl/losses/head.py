@@ -65,3 +65,6 @@ class HiddenChunks:
             self.head.load("teacher", self.hidden[rows], scratch, scale)
             scratch.held["teacher"] = rows
         return scratch.buffer("teacher", rows.stop - rows.start)
+
+    def select(self, kept: Tensor) -> HiddenChunks:
+        return HiddenChunks(self.hidden[kept], self.head)

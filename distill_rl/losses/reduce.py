@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,6 +31,18 @@ class Reduction:
     def num_tokens(self) -> Tensor:
         """int64 scalar, the valid rows."""
         return self.valid.sum()
+
+    def select(self, kept: Tensor) -> Reduction:
+        """Of the rows with these numbers, all of them valid."""
+        weights = None if self.weights is None else self.weights[kept]
+        return replace(self, valid=self.valid[kept], weights=weights)
+
+    def row_weights(self, dtype: torch.dtype) -> Tensor:
+        """[N], the factor with which each row enters a sum or mean."""
+        weights = self.valid.to(dtype)
+        if self.weights is not None:
+            weights = weights * self.weights
+        return weights if self.name != "mean" else weights / self._denominator()
 
     def __call__(self, rows: Tensor, *, weighted: bool = True) -> Tensor:
         """[N] → scalar, or [N] for "none". Stays connected to the graph when no row is valid."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill_rl.losses.kd import KDOutput
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
+from distill_rl.losses.task import KDOutput
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
@@ -133,4 +133,6 @@ def teacher_logits(teacher: DenseLogits | TeacherHidden) -> Tensor:
         return teacher.logits.double().reshape(-1, teacher.logits.shape[-1])
     logits = teacher.hidden.double().reshape(-1, teacher.hidden.shape[-1]) @ teacher.lm_head_weight.double().T
     logits = logits * teacher.logit_scale
+    if teacher.bias is not None:
+        logits = logits + teacher.bias
     return logits if teacher.softcap is None else teacher.softcap * (logits / teacher.softcap).tanh()

@@ -193,7 +193,7 @@ class StreamedRows(torch.autograd.Function):
         scratch = _scratch_for(logits, ctx.chunk)
         for rows in chunks(logits.shape[0], ctx.chunk):
             u = scratch.load("student", logits[rows], ctx.function.scale)
-            gradient = ctx.function.gradient(rows, u, [_part(g, rows) for g in grads[: ctx.num_values]], scratch)
+            gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
             out[rows].copy_(gradient[:, : scratch.columns])
         return out, None, None, None
 
@@ -203,5 +203,6 @@ def _scratch_for(logits: Tensor, chunk: int) -> Scratch:
     return Scratch(rows, logits.shape[1], accumulator(logits.dtype), logits.device)
 
 
-def _part(grad: Tensor | None, rows: slice) -> Tensor | None:
+def part(grad: Tensor | None, rows: slice) -> Tensor | None:
+    """Rows of a gradient that may be missing."""
     return None if grad is None else grad[rows]

@@ -6,7 +6,7 @@ N tokens, V vocabulary, Vl this rank's part of it, k entries per token, Ht the t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,20 @@ class TopKLogprobs:
     temperature: float = 1.0
     label_logprob: Tensor | None = None
     """[N], log-probability of the actual next token, at `temperature`"""
+
+    def select(self, kept: Tensor) -> TopKLogprobs:
+        """Of the rows with these numbers only."""
+
+        def of(field: Tensor | None) -> Tensor | None:
+            return None if field is None else field[kept]
+
+        return replace(
+            self,
+            ids=self.ids[kept],
+            logprobs=self.logprobs[kept],
+            rest_logprob=of(self.rest_logprob),
+            label_logprob=of(self.label_logprob),
+        )
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """ids int32 [N, k], logprobs in `wire_dtype` [N, k], rest_logprob and label_logprob fp32 [N] where present."""
@@ -81,6 +95,8 @@ class TeacherHidden:
     """factor on the logits before the softcap, as Cohere and Granite have"""
     label_logprob: Tensor | None = None
     """[N]"""
+    bias: Tensor | None = None
+    """[Vl] or a DTensor Shard(0), added before the softcap; −inf masks a column"""
 
 
 Teacher = DenseLogits | TopKLogprobs | TeacherHidden

@@ -70,13 +70,13 @@ class Chart:
     probes: list[Probe] = field(default_factory=list)
 
 
-def line_chart(title: str, series: Iterable[Series]) -> Chart | None:
-    """A chart of the series that have a finite value; nothing when none has."""
+def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) -> Chart | None:
+    """A chart of the series that have a finite value; nothing when none has. `linear` forbids a log axis."""
     series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not series:
         return None
     finite = [y for one in series for _, y in one.points if math.isfinite(y)]
-    logarithmic = min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
+    logarithmic = not linear and min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
     chart = Chart(title, notes=["log scale"] if logarithmic else [])
     gaps = sum(len(one.points) for one in series) - len(finite)
     if gaps:

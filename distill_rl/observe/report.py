@@ -195,16 +195,17 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
     main = [
         _loss_chart("Distillation loss (KD)", "kl_loss", run, others),
         _loss_chart("Cross-entropy with the data (CE)", "nll_loss", run, others),
-        charts.line_chart("Learning rate", [Series("learning rate", run.points("train/lr"), 3)]),
+        charts.line_chart("Learning rate", [Series("learning rate", run.points("train/lr"), 3)], linear=True),
         charts.line_chart(
             "Gradient norm before clipping", [Series("norm", run.points("train/grad_norm"), 4, noisy=True)]
         ),
-        charts.line_chart("Tokens per second", [Series("tokens/s", run.points(RATE), 2, noisy=True)]),
+        charts.line_chart("Tokens per second", [Series("tokens/s", run.points(RATE), 2, noisy=True)], linear=True),
         _time_chart(run),
     ]
     timed = _timing_parts(run)
     seen = {"step", "time", RATE, SECONDS, *NAMED, *timed}
-    rest = sorted({name for record in run.records for name in record} - seen)
+    named = {name for record in run.records for name in record if not name.startswith("eval/")}
+    rest = sorted(named - seen)
     others_drawn = [charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in rest]
     return [("", [chart for chart in main if chart]), ("All other metrics", [chart for chart in others_drawn if chart])]
 

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = ["apple", "bread", "cloud", "dance", "eagle", "flame", "grape", "house", "island", "jungle", "kite", "lemon", "maple", "night", "ocean", "piano", "queen", "river", "stone", "tiger", "umbrella", "violet", "window", "zebra"]
-"""Every word starts with another letter or differs early: sorting them is sorting by the first letters."""
-
+WORDS = [
+    "apple", "bread", "cloud", "dance", "eagle", "flame", "grape", "house", "island", "jungle", "kite", "lemon",
+    "maple", "night", "ocean", "piano", "queen", "river", "stone", "tiger", "umbrella", "violet", "window", "zebra",
+]  # fmt: skip
 DIGITS = list("0123456789")
-TASKS = ("sort", "reverse", "sort words")
+TASKS = ("sort", "sort words", "sort words down")
 DIGITS_PER_PROBLEM = (4, 7)
 WORDS_PER_PROBLEM = (3, 6)
 
@@ -27,9 +28,9 @@ class Problem:
 
 def draw_problem(generator: random.Random, task: str) -> Problem:
     """A random problem of one task; its items are all different."""
-    pool, (fewest, most) = (WORDS, WORDS_PER_PROBLEM) if task == "sort words" else (DIGITS, DIGITS_PER_PROBLEM)
+    pool, (fewest, most) = (WORDS, WORDS_PER_PROBLEM) if "words" in task else (DIGITS, DIGITS_PER_PROBLEM)
     items = generator.sample(pool, generator.randint(fewest, most))
-    answer = items[::-1] if task == "reverse" else sorted(items)
+    answer = sorted(items, reverse=task.endswith("down"))
     return Problem(task, f"{task}: {' '.join(items)}", " ".join(answer))
 
 

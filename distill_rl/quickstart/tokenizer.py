@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distill_rl.quickstart.tasks import TASKS, WORDS
+from distill_rl.quickstart.tasks import DIGITS, TASKS, WORDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+ARROW = "=>"
 
-# `sort: 7 3 9 1 => 1 3 7 9<eos>`. `generation` marks what the assistant says, which the loss is taken on.
+# `<bos>sort: 7 3 9 1 => 1 3 7 9<eos>`. The space after the arrow belongs to the answer, as it does in its first token:
+# the tokens of a question are then the first tokens of question and answer. `generation` marks what the loss is on.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + ' => ' }}{% endif %}"
+    "{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + ' " + ARROW + "' }}{% endif %}"
     "{% endfor %}"
 )
 
-# A run of letters, or one character of any other kind. The space is a token of its own: the prompt's tokens,
-# which end with one, are then always a prefix of the whole chat's tokens.
-PIECES = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+"
+# Letters, one digit, or signs, each with the space before it; or white space.
+PIECES = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s"
 
 
 def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Learns one token for every word of the tasks; any other text falls apart into bytes and still round-trips.
+    """One token for every word, digit and sign of the tasks; any other text falls apart into bytes and round-trips.
 
     Args:
-        max_length: the longest input in tokens that the models made beside it can read.
+        max_length: the longest input, in tokens, of the models it is made for.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -42,15 +43,14 @@ def make_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         ]
     )
     core.decoder = decoders.ByteLevel()
-    vocabulary_text = [f"{space}{piece}" for piece in [*WORDS, *" ".join(TASKS).split(), *"0123456789", "=>"] for space in ("", " ") for _ in range(2)]
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        min_frequency=2,
+        vocab_size=2**16,  # far more than there is to merge: every piece of the corpus becomes one token
         special_tokens=[PAD, BOS, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(vocabulary_text, trainer)
+    pieces = [*WORDS, *DIGITS, ARROW, *" ".join(TASKS).split()]
+    core.train_from_iterator([text for piece in pieces for text in (piece, f" {piece}")], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token=BOS,

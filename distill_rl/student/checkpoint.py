@@ -8,7 +8,6 @@ prunes, and checks the manifest. DCP's `.metadata` is a pickle: only a directory
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distill_rl.errors import CheckpointError
+from distill_rl.files import write_json
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
@@ -61,7 +61,7 @@ def save(
     """
     directory = Path(directory)
     state = StudentState(step, world.dp, world.tp, dict(extra))
-    _on_first_rank(world, lambda: _write_json(directory / STATE_FILE, asdict(state)), f"checkpoint {directory}")
+    _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(state)), f"checkpoint {directory}")
     tensors = _tensors(model, optimizer) | _random_state(world)
     _together(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory)), f"checkpoint {directory}")
 
@@ -179,16 +179,6 @@ def _together(action: Callable[[], Any], what: str) -> None:
     except CheckpointException as error:
         causes = {f"rank {rank}: {_one_line(cause)}" for rank, (cause, _) in error.failures.items()}
         raise CheckpointError(what, "every rank must write or read its part", "; ".join(sorted(causes))) from error
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from distill_rl.errors import DistillError
 from distill_rl.job import Job
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
+from distill_rl.signals import Signals
 from distill_rl.transport.choose import choose
 from distill_rl.workers.aligner import AlignerWorker
 from distill_rl.workers.calls import Calls
@@ -36,7 +37,7 @@ class Crew:
 
 
 @contextmanager
-def hire(job: Job, total_steps: int, timer: StepTimer, interrupted: Callable[[], None]) -> Iterator[Crew]:
+def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[Crew]:
     """Starts Ray and all actors, loads all models, and yields them ready for step 1.
 
     Raises:
@@ -52,9 +53,10 @@ def hire(job: Job, total_steps: int, timer: StepTimer, interrupted: Callable[[],
     )
     log.info("transport %s: %s", transport.name, transport.reason)
     with ray_session(config.ray, num_cpus=num_actors):
+        signals.install_again()
         plan = seat(config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
         threads = threads_per_worker(num_actors - len(aligner_names))
-        calls = Calls(interrupted)
+        calls = Calls(signals.raise_if_interrupted)
         with reserve(plan, timeout_s=config.ray.placement_timeout_s) as placement:
             aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, config, job.data_format)
             common = (job.vocabulary_size, transport.name, threads)

@@ -1,51 +1,202 @@
-"""KD on sharded logits: value and gradient are those of the whole, on every rank, to fp64 rounding."""
+"""KD on sharded vocabularies: value and gradient are those of the whole, on every rank, to fp64 rounding."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distill_rl.losses import DenseLogits, TeacherHidden, kd_loss
-from tests.helpers.losses import Batch, Case, all_cases, assert_close, assert_same, batch, oracle, sharded
+from distill_rl.losses import DenseLogits, KDOutput, TeacherHidden, fused_linear_kd_loss, kd_loss
+from tests.helpers.losses import Batch, Case, all_cases, assert_close, assert_same, batch, mask_of, oracle, sharded
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+FACTOR = 1.7
+"""The loss is multiplied by it before backward, so that the gradient of the output is not 1."""
 
-def sharded_target(case: Case, data: Batch, mesh):
-    target = data.target(case)
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def local(whole: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    return sharded(whole, mesh, dim).to_local()
+
+
+def shard_target(case: Case, data: Batch, mesh: DeviceMesh):
+    target = data.target(case, k=min(9, len(data.bias)))
     if isinstance(target, DenseLogits):
         return DenseLogits(sharded(target.logits, mesh, 1))
     if isinstance(target, TeacherHidden):
-        return TeacherHidden(target.hidden, sharded(target.lm_head_weight, mesh, 0), target.softcap, target.logit_scale)
+        head, bias = sharded(target.lm_head_weight, mesh, 0), sharded(mask_of(data.bias), mesh, 0)
+        return TeacherHidden(target.hidden, head, logit_scale=target.logit_scale, bias=bias)
     return target
 
 
-def compare(case: Case, data: Batch, mesh, factor: float = 1.7, **keywords) -> None:
-    expected, gradient = oracle(case, data, data.target(case), factor)
+def compare_logits(case: Case, data: Batch, mesh: DeviceMesh, truth: tuple[KDOutput, Tensor], chunk: int) -> None:
+    expected, gradient = truth
     student = sharded(data.student, mesh, 1).requires_grad_()
-    target = sharded_target(case, data, mesh)
-    output = kd_loss(student, target, labels=data.labels, token_weights=data.weights, **case.keywords, **keywords)
-    (factor * output.loss.sum()).backward()
+    output = kd_loss(
+        student, shard_target(case, data, mesh), labels=data.labels, token_weights=data.weights, chunk_size=chunk,
+        **case.keywords,
+    )  # fmt: skip
+    (FACTOR * output.loss.sum()).backward()
     assert_same(output, expected)
-    assert_close(student.grad.to_local(), sharded(gradient, mesh, 1).to_local())
+    assert_close(student.grad.to_local(), local(gradient, mesh, 1), what="logits' gradient")
 
 
-def every_case(vocabulary: int, padding: int, num_rows: int, targets: tuple[str, ...]) -> int:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    data = batch(num_rows, vocabulary, padding)
-    cases = list(all_cases(targets))
+def compare_fused(case: Case, data: Batch, mesh: DeviceMesh, truth: tuple[KDOutput, Tensor], chunk: int) -> None:
+    expected, gradient = truth
+    hidden = data.hidden.clone().requires_grad_()
+    head, bias = (sharded(whole, mesh, 0).requires_grad_() for whole in (data.head, data.bias))
+    output = fused_linear_kd_loss(
+        hidden, head, shard_target(case, data, mesh), bias=bias, labels=data.labels, token_weights=data.weights,
+        chunk_size=chunk, **case.keywords,
+    )  # fmt: skip
+    (FACTOR * output.loss.sum()).backward()
+    assert_same(output, expected)
+    assert_close(hidden.grad, gradient @ data.head, what="hidden states' gradient")
+    assert_close(head.grad.to_local(), local(gradient.T @ data.hidden, mesh, 0), what="weight's gradient")
+    assert_close(bias.grad.to_local(), local(gradient.sum(0), mesh, 0), what="bias's gradient")
+
+
+def compare_cases(vocabulary: int, padding: int, num_rows: int, cases: Sequence[Case]) -> int:
+    """Both entries against the oracle; the number of comparisons."""
+    mesh, data = line(), batch(num_rows, vocabulary, padding)
     for number, case in enumerate(cases):
-        try:
-            compare(case, data, mesh, chunk_size=1 + number % 7)
-        except AssertionError as error:
-            raise AssertionError(f"{case}, V={vocabulary}: {error}") from None
-    return len(cases)
+        truth = oracle(case, data, data.target(case, k=min(9, vocabulary)), FACTOR)
+        for compare in (compare_logits, compare_fused):
+            try:
+                compare(case, data, mesh, truth, chunk=1 + number % 7)
+            except AssertionError as error:
+                raise AssertionError(f"{compare.__name__} {case} V={vocabulary}: {error}") from None
+    return 2 * len(cases)
+
+
+def extremes(vocabulary: int) -> list[Case]:
+    """A case of every kind of arithmetic, for shapes where all cases would take long."""
+    return [
+        Case("forward_kl", "dense", "bucket", 2.5),
+        Case("jsd", "hidden", "bucket", 1.0),
+        Case("reverse_kl", "topk", "bucket", 2.5),
+        Case("skewed_reverse_kl", "topk_no_rest", "bucket", 1.0),
+        Case("tvd", "topk", "renormalize", 1.0, reduction="none"),
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_value_and_gradient_equal_the_oracle_for_every_setting_on_uneven_shards(ranks: int) -> None:
-    kinds = ("dense", "topk", "topk_no_rest")
-    assert run_ranks(ranks, every_case, 507, 11, 6, kinds) == [60] * ranks
+    cases = list(all_cases())
+    assert run_ranks(ranks, compare_cases, 507, 11, 5, cases) == [2 * len(cases)] * ranks
+
+
+@pytest.mark.parametrize(("vocabulary", "padding"), [(32003, 100), (5, 0), (3, 0), (2, 0)])
+def test_value_and_gradient_equal_the_oracle_on_large_and_on_empty_shards(vocabulary: int, padding: int) -> None:
+    cases = extremes(vocabulary)
+    run_ranks(4, compare_cases, vocabulary, padding, 3, cases)
+
+
+def compare_plain_shards() -> None:
+    """Equal shards in rank order with a group that is not the default one's order."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    members = list(range(size))
+    group = dist.new_group(members)
+    data = batch(4, 24 * size)
+    part = slice(24 * rank, 24 * (rank + 1))
+    for case in extremes(24 * size):
+        target = data.target(case)
+        expected, gradient = oracle(case, data, target)
+        if isinstance(target, DenseLogits):
+            target = DenseLogits(target.logits[:, part])
+        if isinstance(target, TeacherHidden):
+            target = TeacherHidden(target.hidden, target.lm_head_weight[part], logit_scale=target.logit_scale)
+        student = data.student[:, part].clone().requires_grad_()
+        output = kd_loss(
+            student, target, labels=data.labels, token_weights=data.weights, tp_group=group, **case.keywords
+        )
+        output.loss.sum().backward()
+        assert_same(output, expected)
+        assert_close(student.grad, gradient[:, part])
+
+
+def compare_on_two_dimensional_mesh() -> None:
+    """dp × tp: rows of a [B, S, V] DTensor over dp, columns over tp; every dp rank has its own labels and targets."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data = batch(8, 101)
+    rows = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)
+    for case in extremes(101):
+        whole = data.target(case)
+        if isinstance(whole, TeacherHidden):
+            continue
+        mine = DenseLogits(sharded(whole.logits[rows], mesh["tp"], 1)) if isinstance(whole, DenseLogits) else None
+        target = mine or whole.select(torch.arange(8)[rows])
+        expected, gradient = oracle(case, data, whole)
+        columns = local(data.student[rows], mesh["tp"], 1)
+        student = DTensor.from_local(
+            columns.view(2, 2, -1), mesh, [Shard(0), Shard(2)], run_check=False, shape=torch.Size([4, 2, 101]),
+            stride=(202, 101, 1),
+        ).requires_grad_()  # fmt: skip
+        output = kd_loss(
+            student, target, labels=data.labels[rows].view(2, 2), token_weights=data.weights[rows],
+            num_items_in_batch=int((data.labels >= 0).sum()), **case.keywords,
+        )  # fmt: skip
+        output.loss.sum().backward()
+        assert_close(student.grad.to_local().reshape(4, -1), local(gradient[rows], mesh["tp"], 1))
+        if case.reduction == "mean":
+            total = output.loss.detach().clone()
+            dist.all_reduce(total, group=mesh.get_group("dp"))
+            assert_close(total, expected.loss.detach())
+
+
+def compare_replicated_hidden() -> None:
+    """Hidden states that are a replicated DTensor get a replicated gradient, complete on every rank."""
+    mesh, data, case = line(), batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
+    _, gradient = oracle(case, data, data.target(case))
+    hidden = DTensor.from_local(data.hidden.clone(), mesh, [Replicate()], run_check=False).requires_grad_()
+    output = fused_linear_kd_loss(
+        hidden, sharded(data.head, mesh, 0), data.target(case), bias=sharded(data.bias, mesh, 0), labels=data.labels,
+        token_weights=data.weights, **case.keywords,
+    )  # fmt: skip
+    output.loss.backward()
+    assert hidden.grad.placements == (Replicate(),)
+    assert_close(hidden.grad.to_local(), gradient @ data.head)
+
+
+def compare_saved_output() -> None:
+    """An upstream operation that saved its output still has it: nothing was overwritten."""
+    mesh, data, case = line(), batch(5, 37), Case("reverse_kl", "topk", "bucket", 1.0)
+    target = data.target(case)
+    whole = (data.student / 10).requires_grad_()
+    expected, gradient = oracle(case, data, target)
+    source = sharded(whole.detach(), mesh, 1).requires_grad_()
+    upstream, truth = source.exp(), whole.exp()
+    before = upstream.to_local().clone()
+    keywords = {"labels": data.labels, "token_weights": data.weights, **case.keywords}
+    kd_loss(upstream, target, **keywords).loss.backward()
+    assert torch.equal(upstream.to_local(), before)
+    from distill_rl.losses import reference
+
+    reference.kd_loss(truth, target, **keywords).loss.backward()
+    assert_close(source.grad.to_local(), local(whole.grad, mesh, 1))
+
+
+def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:
+    run_ranks(2, compare_plain_shards)
+
+
+def test_the_group_is_inferred_on_a_two_dimensional_mesh() -> None:
+    run_ranks(4, compare_on_two_dimensional_mesh)
+
+
+def test_replicated_hidden_states_get_a_complete_gradient() -> None:
+    run_ranks(2, compare_replicated_hidden)
+
+
+def test_an_upstream_operation_that_saved_its_output_finds_it_unchanged() -> None:
+    run_ranks(2, compare_saved_output)

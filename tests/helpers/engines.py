@@ -36,8 +36,11 @@ def random_documents(count: int, *, seed: int = 0, vocabulary: int = 320, longes
     return [draw.integers(5, vocabulary, draw.integers(4, longest + 1)).astype(np.int32) for _ in range(count)]
 
 
-def token_rows(rows_of_documents: Sequence[Sequence[np.ndarray]], width: int, pad_id: int = 2) -> TokenRows:
-    """Rows of one or several documents, each learnt in full; the rest of a row is padding, a document of its own."""
+def token_rows(rows_of_documents: Sequence[Sequence[np.ndarray]], width: int, pad_id: int = 7) -> TokenRows:
+    """Rows of one or several documents, each learnt in full; the rest of a row is padding, a document of its own.
+
+    The padding is an ordinary token: the models' own padding token has no embedding, which makes all logits equal.
+    """
     shape = (len(rows_of_documents), width)
     ids = np.full(shape, pad_id, np.int32)
     labels = np.full(shape, IGNORE_INDEX, np.int32)

@@ -47,36 +47,54 @@ def all_cases(targets: tuple[str, ...] = ("dense", "hidden", "topk", "topk_no_re
 
 @dataclass
 class Batch:
-    """Whole tensors, the same on every rank: fp64 logits [N, V], teacher hidden [N, Ht] and head [V, Ht]."""
+    """Whole fp64 tensors, the same on every rank. Logits are hidden · headᵀ + bias on both sides."""
 
-    student: Tensor
-    teacher: Tensor
     hidden: Tensor
     head: Tensor
+    bias: Tensor
+    teacher_hidden: Tensor
+    teacher_head: Tensor
     labels: Tensor
     weights: Tensor
+
+    @property
+    def student(self) -> Tensor:
+        """[N, V]"""
+        return self.hidden @ self.head.T + self.bias
+
+    @property
+    def teacher(self) -> Tensor:
+        """[N, V]"""
+        return 1.5 * self.teacher_hidden @ self.teacher_head.T + mask_of(self.bias)
 
     def target(self, case: Case, k: int = 9) -> DenseLogits | TeacherHidden | TopKLogprobs:
         if case.target == "dense":
             return DenseLogits(self.teacher)
         if case.target == "hidden":
-            return TeacherHidden(self.hidden, self.head, softcap=20.0, logit_scale=1.5)
+            return TeacherHidden(self.teacher_hidden, self.teacher_head, logit_scale=1.5, bias=mask_of(self.bias))
         return top_k(self.teacher, k, case.temperature, rest=case.target == "topk")
 
 
-def batch(num_rows: int = 6, vocabulary: int = 97, padding: int = 0, seed: int = 0, spread: float = 3.0) -> Batch:
-    """Random logits; the last `padding` columns are −inf on both sides; the second row is ignored."""
+def mask_of(bias: Tensor) -> Tensor:
+    """−inf where the bias is, else 0."""
+    return torch.where(bias.isinf(), bias, 0)
+
+
+def batch(num_rows: int = 6, vocabulary: int = 97, padding: int = 0, seed: int = 0) -> Batch:
+    """Random; the last `padding` columns are −inf on both sides; the second row is ignored."""
     draw = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    student, teacher = spread * randn(num_rows, vocabulary), spread * randn(num_rows, vocabulary)
-    for logits in (student, teacher):
-        logits[:, vocabulary - padding :] = -torch.inf
+    bias = randn(vocabulary)
+    bias[vocabulary - padding :] = -torch.inf
     labels = torch.randint(0, vocabulary - padding, (num_rows,), generator=draw)
     labels[1:2] = -100
-    return Batch(student, teacher, randn(num_rows, 5), randn(vocabulary, 5), labels, randn(num_rows).abs())
+    return Batch(
+        randn(num_rows, 6), randn(vocabulary, 6), bias, randn(num_rows, 5), randn(vocabulary, 5), labels,
+        randn(num_rows).abs(),
+    )  # fmt: skip
 
 
 def top_k(logits: Tensor, k: int, temperature: float, *, rest: bool = True) -> TopKLogprobs:

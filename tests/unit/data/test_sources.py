@@ -374,6 +374,12 @@ class TestBadRows:
         (tmp_path / "c.json").write_text('[{"text": "a"}, 3]')
         assert "row 1" in problem(tmp_path / "c.json")
 
+    @pytest.mark.parametrize("line", [b'{"text": "a"', b'{"text": ' + b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
+    def test_json_that_cannot_be_parsed(self, tmp_path, line):
+        assert "row 1 (line 2): is complete, valid JSON" in problem(
+            write_lines(tmp_path / "c.jsonl", [b'{"text": "a"}', line])
+        )
+
     def test_errors_survive_pickling(self, tmp_path):
         with pytest.raises(DataError) as caught:
             open_source(config(tmp_path / "none.jsonl"))

@@ -39,8 +39,12 @@ def test_generation_is_greedy_whatever_the_folder_asks_for(generator: Generator)
         assert found[index].text == generator.tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_batches_of_any_size_give_the_same_completions_in_the_order_of_the_items(generator: Generator) -> None:
+def test_batches_of_any_size_give_the_same_completions(generator: Generator) -> None:
     items = [plain("ka " * count + "lo", f"row {count}") for count in (1, 30, 7, 2, 30, 12)]
+    lengths = [
+        len(generator.encode(items[index])) for index, _ in generator.generate(items, max_new_tokens=1, batch_size=2)
+    ]
+    assert lengths == sorted(lengths, reverse=True), "the largest batch comes first"
     whole = dict(generator.generate(items, max_new_tokens=10, batch_size=6))
     single = dict(generator.generate(items, max_new_tokens=10, batch_size=1))
     pairs = dict(generator.generate(items, max_new_tokens=10, batch_size=2))

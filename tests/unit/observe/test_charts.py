@@ -63,6 +63,13 @@ def test_values_over_several_decades_get_a_log_axis_with_equal_steps() -> None:
     assert [label for _, label in chart.y_ticks] == ["1e-4", "0.001", "0.01", "0.1", "1"]
 
 
+def test_a_linear_axis_can_be_asked_for() -> None:
+    chart = line_chart("t", [Series("a", [(1, 1.0), (2, 50.5), (3, 100.0)], 0)], linear=True)
+    assert chart is not None
+    assert chart.notes == []
+    assert [y for _, y in coordinates(chart.marks[0].d)][1] == pytest.approx((charts.TOP + charts.BOTTOM) / 2, abs=1)
+
+
 @pytest.mark.parametrize("points", [[], [(1, math.nan)]])
 def test_nothing_to_draw_gives_no_chart(points: list[charts.Point]) -> None:
     assert line_chart("t", [Series("a", points, 0)]) is None

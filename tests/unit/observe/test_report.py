@@ -67,6 +67,7 @@ def training(steps: int = 40) -> list[dict[str, Any]]:
         records.append(record)
         if step % 10 == 0:
             records.append({"step": step, "validation/kl_loss": 2.5 / step, "validation/nll_loss": 3.1})
+    records.append({"step": steps, "eval/exact_match": 0.5})
     return records
 
 

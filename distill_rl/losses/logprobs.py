@@ -1,0 +1,53 @@
+"""Log-probabilities of given tokens, from logits that are whole or sharded over the vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distill_rl.losses import checks
+from distill_rl.losses.labels import LabelRows
+from distill_rl.losses.shards import split
+from distill_rl.losses.sweep import StreamedRows, accumulator, default_chunk
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and on request the entropy of that softmax.
+
+    The backward pass streams a gradient in the logits' dtype into one buffer (the idea of SkyRL #1806); two collectives
+    forward, none backward.
+
+    Args:
+        logits: [N, V] or [B, S, V], sharded as in `kd_loss`.
+        target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is finite,
+            and the caller masks it.
+        inplace_backward: as in `kd_loss`.
+
+    Returns:
+        fp32 (fp64 for fp64 logits) of the shape of `target_ids`; with `return_entropy` a pair, entropies in nats.
+
+    Raises:
+        ValueError: temperature not positive, shapes that do not match.
+    """
+    checks.floating("logits", logits, (2, 3))
+    checks.positive("temperature", temperature)
+    checks.chunk_size(chunk_size)
+    local, shard = split(logits, tp_group, dim=-1, name="logits")
+    checks.inplace(inplace_backward, local)
+    targets = checks.rows("target_ids", target_ids, local.shape[:-1])
+    flat = local.reshape(local.shape[:-1].numel(), shard.size)
+    like = flat.new_empty(0, dtype=accumulator(flat.dtype))
+    function = LabelRows(targets, shard, like, temperature, return_entropy)
+    chunk = chunk_size or default_chunk(shard.size, flat.device)
+    values = StreamedRows.apply(flat, function, chunk, inplace_backward)
+    values = [value.view(target_ids.shape) for value in values]
+    return (values[0], values[1]) if return_entropy else values[0]

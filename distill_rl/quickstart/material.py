@@ -1,0 +1,143 @@
+"""The quickstart's models and data: made once per seed by a seeded program, found again afterwards."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from distill_rl.files import sync_directory, sync_tree
+from distill_rl.quickstart.recipe import RECIPE, Recipe
+from distill_rl.quickstart.tasks import Problem, draw_problems, test_row, training_row, with_wrong_answers
+
+PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """A folder made by `make_material`."""
+
+    root: Path
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def teacher(self) -> Path:
+        """A model that has learnt the tasks, with the tokenizer."""
+        return self.root / "teacher"
+
+    @property
+    def student(self) -> Path:
+        """A smaller model with random weights, with the tokenizer."""
+        return self.root / "student"
+
+    @property
+    def train(self) -> Path:
+        """Chats, some of them with a wrong answer."""
+        return self.root / "train.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        """Chats with right answers."""
+        return self.root / "validation.jsonl"
+
+    @property
+    def test(self) -> Path:
+        """Questions with their answers, as the suite `exact_match` reads them."""
+        return self.root / "test.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The problems of the data files."""
+
+    train: list[Problem]
+    validation: list[Problem]
+    test: list[Problem]
+
+    @property
+    def held_out(self) -> frozenset[str]:
+        """Prompts that neither student nor teacher may be trained on."""
+        return frozenset(problem.prompt for problem in [*self.validation, *self.test])
+
+
+def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Material:
+    """Returns `<root>/seed-<seed>-<hash>`, which appears only when it is complete; made if it is not there yet.
+
+    `<root>/seed-<seed>`, the path that configs/quickstart.yaml names, is pointed at it. The hash covers the
+    recipe and its program. Two processes at once are safe: the second waits for the first.
+    """
+    root = Path(root)
+    name = f"seed-{seed}-{recipe.fingerprint()[:12]}"
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(root):
+        if not (root / name).is_dir():
+            for leftover in root.glob(f"{PARTIAL}*"):
+                shutil.rmtree(leftover)
+            partial = root / f"{PARTIAL}{name}"
+            _make(Material(partial), seed, recipe)
+            sync_tree(partial)
+            partial.rename(root / name)
+        link = root / f"{PARTIAL}link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        link.replace(root / f"seed-{seed}")
+        sync_directory(root)
+    return Material(root / name)
+
+
+def draw_rows(seed: int, recipe: Recipe) -> Rows:
+    """The data of a seed: no prompt is in two of the three sets, or twice in one."""
+    test = list(islice(draw_problems(f"{seed} test"), recipe.test_rows))
+    taken = {problem.prompt for problem in test}
+    validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
+    taken |= {problem.prompt for problem in validation}
+    clean = list(islice(draw_problems(f"{seed} train", taken), recipe.training_rows))
+    return Rows(with_wrong_answers(f"{seed} wrong", clean, recipe.wrong_share), validation, test)
+
+
+def teacher_problems(seed: int, rows: Rows) -> Iterator[Problem]:
+    """What the teacher learns from: fresh problems with right answers, none of them held out."""
+    return draw_problems(f"{seed} teacher", rows.held_out)
+
+
+def _make(material: Material, seed: int, recipe: Recipe) -> None:
+    from transformers.utils import logging
+
+    from distill_rl.quickstart.pretrain import new_model, train_teacher
+    from distill_rl.quickstart.tokenizer import make_tokenizer
+
+    rows = draw_rows(seed, recipe)
+    material.root.mkdir()
+    _write_rows(material.train, map(training_row, rows.train))
+    _write_rows(material.validation, map(training_row, rows.validation))
+    _write_rows(material.test, map(test_row, rows.test))
+    tokenizer = make_tokenizer(recipe.positions)
+    # Two seeds for two models, so that neither's weights are a cut of the other's.
+    teacher = new_model(recipe.teacher, recipe, tokenizer, seed=2 * seed)
+    student = new_model(recipe.student, recipe, tokenizer, seed=2 * seed + 1)
+    train_teacher(teacher, tokenizer, teacher_problems(seed, rows), recipe)
+    logging.disable_progress_bar()  # a bar per file written says nothing
+    tokenizer.save_pretrained(material.tokenizer)
+    for model, folder in ((teacher, material.teacher), (student, material.student)):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+@contextmanager
+def _lock(root: Path) -> Iterator[None]:
+    with (root / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

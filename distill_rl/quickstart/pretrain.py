@@ -1,0 +1,125 @@
+"""Makes the quickstart's models: fresh ones, and a teacher that has learnt its tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from distill_rl.quickstart.recipe import Recipe, Shape
+from distill_rl.quickstart.tasks import Problem, training_row
+from distill_rl.types import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A Llama with random weights that `seed` alone decides; fp32, on the CPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=recipe.positions,
+        initializer_range=recipe.initializer_range,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def train_teacher(
+    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Iterator[Problem], recipe: Recipe
+) -> None:
+    """Cross-entropy on right answers, every problem seen once; the weights change in place. Shows its progress on stderr.
+
+    One thread, so that the same seed gives the same teacher on any number of cores.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(teacher.parameters(), lr=recipe.teacher_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, recipe))
+    teacher.train()
+    with _one_thread(), _progress(recipe.teacher_steps) as advance:
+        for _ in range(recipe.teacher_steps):
+            input_ids, labels = encode(tokenizer, list(islice(problems, recipe.teacher_batch)))
+            # Rows end in padding, which no earlier position sees: no attention mask is needed.
+            logits = teacher(input_ids=input_ids, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            advance(loss.item())
+    teacher.eval()
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple[Tensor, Tensor]:
+    """Input ids and labels, int64 [R, S], padded on the right; labels are shifted and kept on the answers only."""
+    import torch
+
+    rows = [
+        tokenizer.apply_chat_template(
+            training_row(problem)["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        for problem in problems
+    ]
+    longest = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.full((len(rows), longest), int(tokenizer.pad_token_id))
+    labels = torch.full((len(rows), longest), IGNORE_INDEX)
+    for index, row in enumerate(rows):
+        ids, answer = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"], dtype=torch.bool)
+        input_ids[index, : len(ids)] = ids
+        labels[index, : len(ids) - 1] = torch.where(answer[1:], ids[1:], IGNORE_INDEX)
+    return input_ids, labels
+
+
+def _learning_rate(step: int, recipe: Recipe) -> float:
+    """Share of the peak: a linear warm-up times a cosine that ends at 0."""
+    return min(1.0, (step + 1) / recipe.teacher_warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.teacher_steps))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _progress(steps: int):
+    """Yields a function that takes the loss of each step. A bar on a terminal, a few lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("teacher"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task, done = bar.add_task("teacher", total=steps, loss=""), 0
+
+        def advance(loss: float) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, advance=1, loss=f"loss {loss:.3f}")
+            if not console.is_terminal and (done == steps or done % max(1, steps // 4) == 0):
+                console.print(f"teacher   step {done} of {steps}, loss {loss:.3f}", highlight=False)
+
+        yield advance

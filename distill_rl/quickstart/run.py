@@ -1,0 +1,183 @@
+"""python -m distill_rl.quickstart: material, distillation, control, evaluation, table."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import distill_rl
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.files import write_json
+from distill_rl.observe.log import printable, say
+from distill_rl.observe.report import write_report
+from distill_rl.observe.sinks import SECONDS, TOKENS, read_records
+from distill_rl.quickstart.child import run_cli
+from distill_rl.quickstart.material import Material, make_material
+from distill_rl.quickstart.table import print_table
+from distill_rl.types import RunPaths
+
+NAME, CONTROL = "quickstart", "quickstart-ce"
+SUITE = "exact_match"
+MODELS = ("teacher", "student_before", "student_after", "ce_only")
+
+# The same data, order, steps and seed as the run it is compared with; only what is learnt from differs.
+CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
+RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the quickstart; the exit code is 0, 1 when distillation did not beat its control, 2 for bad input, or
+    that of the command that failed or was stopped (85, 130)."""
+    options = _parser().parse_args(arguments)
+    try:
+        return quickstart(options)
+    except DistillError as error:
+        for problem in error.problems:
+            print(f"quickstart: error: {printable(problem)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+
+
+def quickstart(options: argparse.Namespace) -> int:
+    """All of it, in the order in which a reader would do it by hand.
+
+    Raises:
+        ConfigError: a run directory in use without --clean, or an override that a flag stands for.
+    """
+    start = time.perf_counter()
+    paths, control = RunPaths(options.runs / NAME), RunPaths(options.runs / CONTROL)
+    _refuse(options, paths, control)
+    say(f"material  seed {options.seed} in {options.material}")
+    material = make_material(options.material, options.seed)
+    common = ["train", "-c", str(options.config), *(["--clean"] if options.clean else [])]
+    settings = [*_settings(options, material), *options.overrides]
+    for name, different in ((NAME, ()), (CONTROL, CONTROL_OVERRIDES)):
+        say(f"train     {name}")
+        code = run_cli([*common, *settings, f"run.name={name}", *different])
+        if code:
+            print(f"quickstart: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
+            return code
+    say("evaluate  teacher, student before and after, control")
+    scores = score_all(material, paths, control)
+    summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
+    write_json(paths.root / "summary.json", summary)
+    report = write_report(paths.root, comparisons=[control.root])
+    print_table(scores, summary)
+    say(f"student   {paths.export}\nfigures   {paths.root / 'summary.json'}\nreport    {report}")
+    return verdict(summary)
+
+
+def verdict(summary: Mapping[str, Any]) -> int:
+    """0 when the distilled student is better than its control, else 1 and a line that says so."""
+    if summary["student_after"] > summary["ce_only"]:
+        return 0
+    print(
+        f"quickstart: error: distillation must beat the control; got {summary['student_after']:.3f} against "
+        f"{summary['ce_only']:.3f}; look at the losses in report.html, and at the overrides if any were given",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
+    """Exact match of every model on the held-out questions, by name in the order of MODELS; also written to <run>/evals."""
+    from distill_rl.evals.run import evaluate
+
+    folders = (material.teacher, material.student, paths.export, control.export)
+    # `train` has scored the export as evals/student; here it stands among the others, under the name of the summary.
+    shutil.rmtree(paths.root / "evals", ignore_errors=True)
+    return {
+        name: evaluate(folder, [SUITE], material.test, out_dir=paths.root / "evals" / name)[SUITE]
+        for name, folder in zip(MODELS, folders, strict=True)
+    }
+
+
+def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:
+    """What summary.json holds: exact match (0 to 1) by model, its 95 % intervals and tasks, speed, time, seed."""
+    return {
+        **{name: scores[name]["score"] for name in MODELS},
+        "intervals": {name: scores[name]["interval"] for name in MODELS},
+        "tasks": {
+            name: {task: result["score"] for task, result in scores[name]["per_task"].items()} for name in MODELS
+        },
+        "num_questions": scores[MODELS[0]]["num_items"],
+        "tokens_per_second": round(tokens_per_second(metrics), 1),
+        "seconds": round(seconds, 1),
+        "seed": seed,
+    }
+
+
+def tokens_per_second(metrics: Path) -> float:
+    """Tokens that the student was trained on, per second of its training steps; from a run's metrics.jsonl."""
+    tokens, seconds, before = 0.0, 0.0, 0
+    for record in read_records(metrics):
+        if TOKENS in record and SECONDS in record:
+            # A record of several steps holds the sum of their tokens and the mean of their seconds.
+            tokens += record[TOKENS]
+            seconds += record[SECONDS] * (record["step"] - before)
+            before = record["step"]
+    return tokens / seconds if seconds else 0.0
+
+
+def _settings(options: argparse.Namespace, material: Material) -> list[str]:
+    return [
+        f"run.dir={options.runs}",
+        f"run.seed={options.seed}",
+        f"student.model={material.student}",
+        f"teachers.0.model={material.teacher}",
+        f"data.path={material.train}",
+        f"data.validation.path={material.validation}",
+        f"evaluate.data={material.test}",
+    ]
+
+
+def _refuse(options: argparse.Namespace, *runs: RunPaths) -> None:
+    """What `train` would refuse only after minutes of other work."""
+    problems = [
+        str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
+        for text in options.overrides
+        if (key := text.partition("=")[0].strip()) in RESERVED
+    ]
+    if not options.clean:
+        problems += [
+            str(ConfigError(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
+            for paths in runs
+            if paths.config.exists()
+        ]
+    if not options.config.is_file():
+        problems.append(str(ConfigError(str(options.config), "must be a file", remedy="run it from a clone, or give -c")))
+    if problems:
+        raise ConfigError.many(problems)
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    config: Path = Path(distill_rl.__file__).parents[1] / "configs" / "quickstart.yaml"
+    runs: Path = Path("runs")
+    material: Path = Path(".cache/quickstart")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distill_rl.quickstart",
+        description="Distil a small student that sorts, train the same student on the same noisy answers without its "
+        "teacher, and compare. Needs no GPU and no download; about two minutes of computing.",
+    )
+    defaults = _Defaults()
+    parser.add_argument("-c", "--config", type=Path, default=defaults.config, metavar="FILE", help="%(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides data, models and order; 0")
+    parser.add_argument("--runs", type=Path, default=defaults.runs, metavar="DIR", help="where the runs go; runs")
+    parser.add_argument(
+        "--material", type=Path, default=defaults.material, metavar="DIR", help="models and data; .cache/quickstart"
+    )
+    parser.add_argument("--clean", action="store_true", help="delete what an earlier quickstart left in the runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for both runs: train.steps=300")
+    return parser
