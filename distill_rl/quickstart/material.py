@@ -14,7 +14,7 @@ from typing import Any
 
 from distill_rl.files import sync_directory, sync_tree
 from distill_rl.quickstart.recipe import RECIPE, Recipe
-from distill_rl.quickstart.tasks import Problem, draw_problems, test_row, training_row, with_wrong_answers
+from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
 
 PARTIAL = ".partial-"
 
@@ -96,7 +96,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
 
 def draw_rows(seed: int, recipe: Recipe) -> Rows:
     """The data of a seed: no prompt is in two of the three sets, or twice in one."""
-    test = list(islice(draw_problems(f"{seed} test"), recipe.test_rows))
+    test = list(islice(draw_problems(f"{seed} test"), recipe.question_rows))
     taken = {problem.prompt for problem in test}
     validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
     taken |= {problem.prompt for problem in validation}
@@ -119,7 +119,7 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     material.root.mkdir()
     _write_rows(material.train, map(training_row, rows.train))
     _write_rows(material.validation, map(training_row, rows.validation))
-    _write_rows(material.test, map(test_row, rows.test))
+    _write_rows(material.test, map(question_row, rows.test))
     tokenizer = make_tokenizer(recipe.positions)
     # Two seeds for two models, so that neither's weights are a cut of the other's.
     teacher = new_model(recipe.teacher, recipe, tokenizer, seed=2 * seed)

@@ -76,7 +76,7 @@ def training_row(problem: Problem) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
 
 
-def test_row(problem: Problem) -> dict[str, Any]:
+def question_row(problem: Problem) -> dict[str, Any]:
     """The question alone, with the answer and the task beside it, as the `exact_match` suite reads it."""
     return {
         "messages": [{"role": "user", "content": problem.prompt}],

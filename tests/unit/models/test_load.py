@@ -147,3 +147,29 @@ def test_an_attention_that_is_not_installed_is_named(tmp_path: Path, world: Worl
 def test_a_family_with_merged_experts_says_which_tensors_are_missing(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match=r"mixtral needs tensors that are not there: .*experts"):
         load_model(write_model(tmp_path, "mixtral"), world, role="student", dtype="fp32")
+
+
+@torch.no_grad()
+def test_flash_attention_gets_all_rows_as_one(tmp_path: Path, world: World) -> None:
+    """It finds documents in a batch of one row only; here under its name, on a CPU, with the arithmetic of sdpa."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    shapes = []
+
+    def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(query.shape))
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    AttentionInterface.register("flash_on_cpu", attend)
+    AttentionMaskInterface.register("flash_on_cpu", sdpa_mask)
+    path = write_model(tmp_path, "llama")
+    wanted = one_by_one(plain_model(path))
+    teacher = load_model(path, world, role="teacher", dtype="fp32", attention="flash_on_cpu")
+    found = families.logits(teacher, *packed())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
+    hidden = families.body(teacher, *packed())
+    assert hidden.shape[:2] == (2, 12)
+    torch.testing.assert_close(families.head(teacher, hidden), wanted, rtol=0, atol=5e-6)
+    assert set(shapes) == {(1, 4, 24, 8)}

@@ -136,6 +136,18 @@ def test_steps_lower_the_loss_and_report_what_they_did(world, folders, rows):
     assert engine.step == 8
 
 
+def test_step_uses_the_rate_of_the_schedule_and_clears_the_gradient(world, folders, rows):
+    settings = {"loss__kd_weight": 0.0, "loss__ce_weight": 1.0, "schedule__kind": "linear", "optimizer__lr": 1e-2}
+    engine = student(world, folders["student"], total_steps=1, **settings)
+    weights = [whole_parameters(engine.model)]
+    for _ in range(2):
+        engine.train_step(rank_batch(rows), no_targets)
+        assert all(parameter.grad is None for parameter in engine.parameters)
+        weights.append(whole_parameters(engine.model))
+    assert relative_l2(weights[1], weights[0]) > 1e-3
+    assert relative_l2(weights[2], weights[1]) == 0, "behind its end the schedule has a rate of zero"
+
+
 def test_evaluation_reports_the_losses_of_a_batch_and_changes_nothing(world, folders, rows):
     source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
     weights = []

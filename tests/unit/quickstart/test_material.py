@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from distill_rl.quickstart.material import Material, draw_rows, make_material, teacher_problems
+from distill_rl.quickstart.recipe import RECIPE, Shape
+
+TINY = replace(
+    RECIPE,
+    teacher=Shape(16, 32, 1, 2),
+    student=Shape(8, 16, 1, 2),
+    positions=64,
+    training_rows=30,
+    validation_rows=6,
+    test_rows=9,
+    teacher_steps=2,
+    teacher_batch=4,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="module")
+def material(root: Path) -> Material:
+    return make_material(root, 4, TINY)
+
+
+def prompts(path: Path) -> list[str]:
+    return [json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()]
+
+
+def files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_held_out_prompts_are_in_nothing_that_is_trained_on(seed: int) -> None:
+    rows = draw_rows(seed, RECIPE)
+    train, validation, test = ({p.prompt for p in part} for part in (rows.train, rows.validation, rows.test))
+    assert (len(train), len(validation), len(test)) == (2000, 192, 600)
+    assert not (train & test or train & validation or validation & test)
+    lessons = islice(teacher_problems(seed, rows), RECIPE.teacher_steps * RECIPE.teacher_batch)
+    assert not {problem.prompt for problem in lessons} & (test | validation)
+
+
+def test_training_rows_have_30_percent_wrong_answers_and_the_others_none() -> None:
+    def wrong(problem) -> bool:
+        return problem.answer.split() != sorted(problem.answer.split(), reverse=problem.task.endswith("down"))
+
+    rows = draw_rows(0, RECIPE)
+    assert sum(map(wrong, rows.train)) == 600
+    assert not any(map(wrong, [*rows.validation, *rows.test]))
+
+
+def test_another_seed_gives_other_rows() -> None:
+    one, two = draw_rows(1, TINY), draw_rows(2, TINY)
+    assert one == draw_rows(1, TINY)
+    assert [p.prompt for p in one.train] != [p.prompt for p in two.train]
+    assert [p.prompt for p in one.test] != [p.prompt for p in two.test]
+
+
+def test_the_files_hold_the_rows(material: Material) -> None:
+    rows = draw_rows(4, TINY)
+    for path, part in ((material.train, rows.train), (material.validation, rows.validation), (material.test, rows.test)):
+        assert prompts(path) == [problem.prompt for problem in part]
+    question = json.loads(material.test.read_text().splitlines()[0])
+    assert question["answer"] == rows.test[0].answer
+
+
+def test_models_load_with_their_tokenizer_and_the_student_is_smaller(material: Material) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sizes = []
+    for folder in (material.teacher, material.student):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert model.config.vocab_size == len(tokenizer)
+        assert tokenizer.chat_template
+        assert list(folder.glob("*.safetensors"))
+        assert not list(folder.glob("*.bin"))
+        sizes.append(sum(weight.numel() for weight in model.parameters()))
+    assert sizes[0] > 1.5 * sizes[1]
+
+
+def test_material_is_made_once_and_the_stable_name_points_at_it(material: Material, root: Path) -> None:
+    inode = material.train.stat().st_ino
+    assert make_material(root, 4, TINY) == material
+    assert material.train.stat().st_ino == inode
+    assert (root / "seed-4").resolve() == material.root.resolve()
+
+
+def test_the_same_seed_gives_the_same_bytes_elsewhere(material: Material, tmp_path: Path) -> None:
+    again = make_material(tmp_path, 4, TINY)
+    assert dict(files(again.root)) == dict(files(material.root))
+
+
+def test_another_recipe_gets_a_folder_of_its_own_and_takes_the_stable_name(material: Material, root: Path) -> None:
+    other = make_material(root, 4, replace(TINY, training_rows=31))
+    try:
+        assert other.root != material.root
+        assert material.train.exists()
+        assert (root / "seed-4").resolve() == other.root.resolve()
+    finally:
+        make_material(root, 4, TINY)
+
+
+def test_what_a_killed_making_left_is_swept_and_never_taken_for_material(tmp_path: Path) -> None:
+    partial = tmp_path / f".partial-seed-4-{TINY.fingerprint()[:12]}"
+    partial.mkdir()
+    (partial / "train.jsonl").write_text("half a li")
+    material = make_material(tmp_path, 4, TINY)
+    assert len(prompts(material.train)) == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "seed-4", material.root.name]
+
+
+def test_the_fingerprint_covers_every_number_of_the_recipe() -> None:
+    changed = [
+        replace(RECIPE, student=Shape(48, 144, 3, 4)),
+        replace(RECIPE, wrong_share=0.2),
+        replace(RECIPE, teacher_lr=1e-3),
+        replace(RECIPE, test_rows=601),
+    ]
+    assert len({recipe.fingerprint() for recipe in [RECIPE, *changed]}) == 5

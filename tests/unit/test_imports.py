@@ -1,0 +1,179 @@
+"""Who may import whom, read from the sources: nothing is imported to find out."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import distill_rl
+
+PACKAGE = Path(distill_rl.__file__).parent
+
+BASE = {"errors", "types", "files"}
+LIBRARY = BASE | {"config", "losses", "models", "parallel", "observe", "data", "transport"}
+ENGINES = LIBRARY | {"student", "teacher"}
+RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "rundir", "preflight", "job", "evals"}
+
+# Part of the package → the other parts that it may import. A part is a folder or a file directly under distill_rl/.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "prefetch": set(),
+    "files": set(),
+    "signals": set(),
+    "losses": set(),
+    "align": set(),
+    "config": {"errors", "files"},
+    "observe": BASE | {"config"},
+    "data": BASE | {"config"},
+    "transport": BASE,
+    "models": BASE | {"config", "parallel"},
+    "parallel": BASE | {"models"},
+    "teacher": LIBRARY,
+    "student": LIBRARY,
+    "checkpoints": BASE | {"config"},
+    "rundir": BASE | {"config"},
+    "preflight": BASE | {"config", "data", "models", "rundir"},
+    "job": BASE | {"config", "data", "models", "preflight"},
+    "workers": ENGINES | {"job", "signals", "prefetch"},
+    "evals": BASE | {"data", "models"},
+    "driver": RUN,
+    "commands": RUN | {"driver"},
+    "cli": {"errors", "commands", "observe", "signals"},
+    "quickstart": BASE | {"observe", "evals"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+
+RAY = ("workers/", "transport/object_store.py", "service/", "observe/sinks.py", "evals/run.py")
+PROCESS_GROUPS = ("parallel/mesh.py",)
+COLLECTIVES = ("parallel/", "losses/", "student/", "teacher/")
+
+MAKES_GROUPS = {
+    "init_process_group", "destroy_process_group", "new_group", "new_subgroups", "split_group", "init_device_mesh",
+}  # fmt: skip
+COLLECTIVE_NAMES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "all_reduce_coalesced", "broadcast", "broadcast_object_list", "gather_object", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter_object_list", "barrier", "monitored_barrier",
+}  # fmt: skip
+
+LIBRARIES = set(sys.stdlib_module_names) | {"distill_rl"}
+ONLY_LIBRARIES = {"losses": {"torch"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    """path under the package, as `config/load.py`"""
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        return self.name.partition("/")[0].removesuffix(".py")
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of every import, wherever it stands; `from a import b` gives `a.b`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                folder = ["distill_rl", *self.name.split("/")[: -node.level]] if node.level else []
+                origin = ".".join([*folder, *([node.module] if node.module else [])])
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+    def names(self) -> Iterator[tuple[int, str]]:
+        """(line, name) of every attribute read and every name imported: how a function can be called."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute):
+                yield node.lineno, node.attr
+            elif isinstance(node, ast.Name):
+                yield node.lineno, node.id
+        yield from ((line, name.rpartition(".")[2]) for line, name in self.imports())
+
+
+def read(package: Path) -> list[Module]:
+    paths = sorted(package.rglob("*.py"))
+    return [Module(path.relative_to(package).as_posix(), ast.parse(path.read_text("utf-8"))) for path in paths]
+
+
+def own_directions(modules: list[Module]) -> Iterator[str]:
+    parts = {module.part for module in modules}
+    for module in modules:
+        if module.part not in MAY_IMPORT:
+            yield f"{module.name}: {module.part} has no entry in MAY_IMPORT"
+            continue
+        for line, name in module.imports():
+            top, _, rest = name.partition(".")
+            part = rest.partition(".")[0]
+            if top == "distill_rl" and part in parts - {module.part} - MAY_IMPORT[module.part]:
+                yield f"{module.name}:{line}: {module.part} must not import {part}"
+
+
+def library_directions(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for line, name in module.imports():
+            top = name.partition(".")[0]
+            if top == "ray" and not module.name.startswith(RAY):
+                yield f"{module.name}:{line}: ray belongs in {', '.join(RAY)}"
+            if module.part in ONLY_LIBRARIES and top not in LIBRARIES | ONLY_LIBRARIES[module.part]:
+                yield f"{module.name}:{line}: {module.part} must not import {top}"
+
+
+def distributed_calls(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        # `split`, `broadcast` and the like are methods of many things: they count where torch.distributed is in hand.
+        distributed = any(name.startswith("torch.distributed") for _, name in module.imports())
+        for line, name in module.names():
+            if name in MAKES_GROUPS and not module.name.startswith(PROCESS_GROUPS):
+                yield f"{module.name}:{line}: {name} belongs in {', '.join(PROCESS_GROUPS)}"
+            if name in COLLECTIVE_NAMES and distributed and not module.name.startswith(COLLECTIVES):
+                yield f"{module.name}:{line}: {name} belongs in {', '.join(COLLECTIVES)}"
+
+
+@pytest.mark.parametrize("rule", [own_directions, library_directions, distributed_calls])
+def test_the_package_keeps_its_directions(rule) -> None:
+    assert list(rule(read(PACKAGE))) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "rule"),
+    [
+        ("errors.py", "from distill_rl.types import Cursor", own_directions),
+        ("types.py", "from .errors import DistillError", own_directions),
+        ("losses/kd.py", "def f():\n    import distill_rl.config.schema", own_directions),
+        ("data/loader.py", "from distill_rl import driver", own_directions),
+        ("student/engine.py", "from distill_rl.workers.group import Group", own_directions),
+        ("novelty/x.py", "", own_directions),
+        ("driver.py", "import ray", library_directions),
+        ("observe/report.py", "from ray.util import metrics", library_directions),
+        ("losses/kd.py", "import numpy", library_directions),
+        ("config/load.py", "def f():\n    import torch", library_directions),
+        ("models/load.py", "import torch.distributed as dist\ndist.init_process_group()", distributed_calls),
+        ("workers/rank.py", "from torch.distributed import new_group", distributed_calls),
+        ("models/load.py", "import torch.distributed as dist\ndist.all_reduce(x)", distributed_calls),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, file: str, source: str, rule) -> None:
+    for name in ("config", "driver", "errors", "types", "workers"):
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(source)
+    found = list(rule(read(tmp_path)))
+    assert len(found) >= 1
+    assert all(line.startswith(file) for line in found)
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, distill_rl, distill_rl.cli, distill_rl.errors, distill_rl.types, distill_rl.config.schema\n"
+        "print(*({'torch', 'transformers', 'ray', 'datasets', 'tokenizers', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
