@@ -10,19 +10,11 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
-case "${1:-}" in
-gpu)
+if [[ ${1:-} == gpu ]]; then
     shift
     exec "$PYTHON" -m pytest tests/gpu "$@"
-    ;;
-"" | -* | tests | tests/* | */*) ;;
-*)
+elif [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
     echo "test: error: unknown lane $1; the lanes are: gpu. Without one, the default suite runs" >&2
     exit 2
-    ;;
-esac
-for argument in "$@"; do
-    # Paths among the arguments replace the whole suite.
-    if [[ -e ${argument%%::*} ]]; then exec "$PYTHON" -m pytest "$@"; fi
-done
-exec "$PYTHON" -m pytest tests "$@"
+fi
+exec "$PYTHON" -m pytest "$@" # without a path: `testpaths` of pyproject.toml, which is all of tests/

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
 
@@ -75,11 +75,15 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     Raises:
         ConfigError: none there, a damaged one, or one without a fast implementation.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = resolve(path, revision)
+    # A family's own class rebuilds normaliser and pre-tokenizer instead of reading them from tokenizer.json, so that
+    # one file would mean other ids beside another model; the plain class takes the file as it is.
+    verbatim = (folder / "tokenizer.json").is_file()
+    reader: Any = PreTrainedTokenizerFast if verbatim else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
+        tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise bare Exception for a damaged file
         raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", _first_line(error)) from error
     if not tokenizer.is_fast:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,20 +20,25 @@ def run_cli(arguments: Sequence[str]) -> int:
     second would end it before it has shut down what it started.
     """
     command = [sys.executable, "-m", "distill_rl", *arguments]
-    pending: list[int] = []
-    with _handled(pending.append), subprocess.Popen(command, env=_environment(), process_group=0) as child:
-        with _handled(child.send_signal):
-            for number in pending:
-                child.send_signal(number)
-            code = child.wait()
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    with _handled_by(forward):
+        child = subprocess.Popen(command, env=_environment(), process_group=0)
+        for number in early:
+            child.send_signal(number)
+        code = child.wait()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _handled(act) -> Iterator[None]:
-    def handler(number: int, frame: FrameType | None) -> None:
-        act(number)
-
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     previous = {number: signal.signal(number, handler) for number in FORWARDED}
     try:
         yield

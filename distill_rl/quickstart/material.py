@@ -96,7 +96,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
 
 def draw_rows(seed: int, recipe: Recipe) -> Rows:
     """The data of a seed: no prompt is in two of the three sets, or twice in one."""
-    test = list(islice(draw_problems(f"{seed} test"), recipe.question_rows))
+    test = list(islice(draw_problems(f"{seed} test"), recipe.test_rows))
     taken = {problem.prompt for problem in test}
     validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
     taken |= {problem.prompt for problem in validation}

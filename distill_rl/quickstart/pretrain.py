@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.quickstart.recipe import Recipe, Shape
 from distill_rl.quickstart.tasks import Problem, training_row
@@ -71,7 +71,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple
     """Input ids and labels, int64 [R, S], padded on the right; labels are shifted and kept on the answers only."""
     import torch
 
-    rows = [
+    rows: list[Any] = [
         tokenizer.apply_chat_template(
             training_row(problem)["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
@@ -105,7 +105,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(steps: int):
+def _progress(steps: int) -> Iterator[Callable[[float], None]]:
     """Yields a function that takes the loss of each step. A bar on a terminal, a few lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -153,7 +153,9 @@ def _refuse(options: argparse.Namespace, *runs: RunPaths) -> None:
             if paths.config.exists()
         ]
     if not options.config.is_file():
-        problems.append(str(ConfigError(str(options.config), "must be a file", remedy="run it from a clone, or give -c")))
+        problems.append(
+            str(ConfigError(str(options.config), "must be a file", remedy="run it from a clone, or give -c"))
+        )
     if problems:
         raise ConfigError.many(problems)
 

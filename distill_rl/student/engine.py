@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,8 +196,5 @@ def _be_deterministic(config: Config, device: torch.device) -> None:
 
 
 def _on_device(target: TopKLogprobs, device: torch.device) -> TopKLogprobs:
-    tensors = {
-        field.name: value.to(device) if isinstance(value := getattr(target, field.name), Tensor) else value
-        for field in fields(target)
-    }
-    return TopKLogprobs(**tensors)
+    tensors = target.to_tensors(target.logprobs.dtype)
+    return TopKLogprobs.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()}, target.temperature)

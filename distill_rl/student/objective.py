@@ -74,11 +74,12 @@ class Objective:
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
         denominator = max(num_labels, 1)
         outputs = [self._sweep(logits, labels, *pair) for pair in zip(targets or (None,), self.terms)]
-        kd_per_teacher = tuple(output.kd_loss for output in outputs)
+        kd_per_teacher, ce = tuple(output.kd_loss for output in outputs), outputs[0].ce_loss
+        assert ce is not None, "labels were given"
         return ObjectiveOutput(
             loss=_sum(output.loss * (term.factor / denominator) for output, term in zip(outputs, self.terms)),
             kd=_sum(kd * term.share for kd, term in zip(kd_per_teacher, self.terms)),
-            ce=outputs[0].ce_loss,
+            ce=ce,
             kd_per_teacher=kd_per_teacher[: len(self.teachers)],
             teacher_mass=outputs[0].teacher_mass,
         )

@@ -53,12 +53,9 @@ def topk_targets(
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
         logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
-        parts.append(vocab_parallel_topk(logits, k, labels=labels[rows], temperature=temperature))
-        del logits
-    return TopKLogprobs(
-        ids=torch.cat([part.ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        rest_logprob=torch.cat([part.rest_logprob for part in parts]),
-        temperature=temperature,
-        label_logprob=torch.cat([part.label_logprob for part in parts]),
+        found = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=temperature)
+        parts.append(found.to_tensors(torch.float32))
+        del logits, found
+    return TopKLogprobs.from_tensors(
+        {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, temperature
     )

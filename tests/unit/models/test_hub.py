@@ -11,6 +11,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import hub
 from distill_rl.models.hub import HubUnreachable, read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
 from tests.helpers.models import write_tiny_model
+from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
 
@@ -146,3 +147,12 @@ def test_no_pickle_is_fetched_from_the_hub() -> None:
 
     for name in ("pytorch_model.bin", "model.pt", "training_args.pth", "modeling_own.py"):
         assert not any(fnmatch(name, pattern) for pattern in hub._WEIGHTS), name
+
+
+def test_a_tokenizer_file_means_the_same_beside_every_family_of_model(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    text = "Kaé 42  中\n7"
+    for family in ("llama", "qwen2"):
+        folder = write_tiny_model(tmp_path / family, family, hidden=16, layers=1, tokenizer=tokenizer)
+        assert read_tokenizer(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert tokenizer_hash(read_tokenizer(folder)) == tokenizer_hash(tokenizer)

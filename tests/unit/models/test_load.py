@@ -166,7 +166,8 @@ def test_flash_attention_gets_all_rows_as_one(tmp_path: Path, world: World) -> N
     AttentionMaskInterface.register("flash_on_cpu", sdpa_mask)
     path = write_model(tmp_path, "llama")
     wanted = one_by_one(plain_model(path))
-    teacher = load_model(path, world, role="teacher", dtype="fp32", attention="flash_on_cpu")
+    teacher = load_model(path, world, role="teacher", dtype="fp32")
+    teacher.config._attn_implementation = "flash_on_cpu"
     found = families.logits(teacher, *packed())
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
     hidden = families.body(teacher, *packed())

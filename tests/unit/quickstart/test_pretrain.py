@@ -30,7 +30,10 @@ def mean_loss(model: torch.nn.Module) -> float:
 
 
 def test_labels_are_the_answers_next_tokens_and_nothing_else() -> None:
-    problems = [Problem("sort", "sort: 7 3 9 1", "1 3 7 9"), Problem("sort words", "sort words: kite house", "house kite")]
+    problems = [
+        Problem("sort", "sort: 7 3 9 1", "1 3 7 9"),
+        Problem("sort words", "sort words: kite house", "house kite"),
+    ]
     input_ids, labels = encode(TOKENIZER, problems)
     assert input_ids.shape == labels.shape
     for row, problem in enumerate(problems):

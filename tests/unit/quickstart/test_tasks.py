@@ -48,7 +48,9 @@ def test_a_series_is_decided_by_its_seed_and_never_repeats_or_uses_a_forbidden_p
     prompts = {problem.prompt for problem in first}
     assert len(prompts) == 3000
     other = list(islice(draw_problems("b"), 3000))
-    assert prompts & {problem.prompt for problem in other}, "two seeds meet now and then, so the next line says something"
+    assert prompts & {problem.prompt for problem in other}, (
+        "two seeds meet now and then, so the next line says something"
+    )
     assert not prompts & {problem.prompt for problem in islice(draw_problems("b", prompts), 3000)}
 
 

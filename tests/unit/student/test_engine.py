@@ -210,6 +210,22 @@ def test_padded_columns_of_either_table_never_receive_probability_or_gradient(wo
     assert found == pytest.approx(kd.item() / rank_batch(rows).num_labels, rel=1e-4)
 
 
+def test_top_k_of_the_whole_vocabulary_is_dense_distillation(world, folders, rows):
+    config = engine_config(folders["student"], [folders["teacher"]], loss__top_k=VOCABULARY)
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    source = fixed_targets([engine_targets(teacher, rank_batch(rows))], WIDTH)
+    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=1)
+    p, q = (
+        torch.log_softmax(plain_logits(plain_model(folders[name]), rows, VOCABULARY), -1)
+        for name in ("teacher", "student")
+    )
+    kl = (p.exp() * (p - q)).sum(-1)[torch.tensor(rows.labels != IGNORE_INDEX)].mean().item()
+    found = engine.forward_backward(rank_batch(rows), source)
+    assert found["train/kl_loss"].value == pytest.approx(kl, rel=1e-5)
+    assert found["train/teacher_mass"].value == pytest.approx(1.0, rel=1e-5)
+    assert all(torch.isfinite(tensor).all() for tensor in whole_gradients(engine.model).values())
+
+
 def test_bf16_computes_in_bf16_and_keeps_weights_and_optimizer_in_fp32(world, folders, rows):
     engine = student(world, folders["student"], [folders["teacher"]], student__dtype="bf16", optimizer__lr=5e-3)
     seen = []

@@ -1,0 +1,117 @@
+"""The quickstart as a user runs it, once, with its own sizes: what it promises and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import Ended, environment, series
+
+pytestmark = pytest.mark.cli
+
+SEED = 2
+DEADLINE_S = 1200
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    ended: Ended
+    runs: Path
+    material: Path
+
+    @property
+    def run(self) -> Path:
+        return self.runs / "quickstart"
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.run / "summary.json").read_text())
+
+    def again(self, *arguments: str) -> Ended:
+        return quickstart("--runs", self.runs, "--material", self.material, "--seed", str(SEED), *arguments)
+
+
+def quickstart(*arguments: str | Path) -> Ended:
+    command = [sys.executable, "-m", "distill_rl.quickstart", *map(os.fspath, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment())
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    root = tmp_path_factory.mktemp("quickstart")
+    runs, material = root / "runs", root / "material"
+    ended = quickstart("--runs", runs, "--material", material, "--seed", str(SEED))
+    assert ended.code == 0, ended.out + ended.err
+    return Quickstart(ended, runs, material)
+
+
+def test_the_teacher_knows_the_tasks_the_student_does_not_and_distillation_beats_the_control(finished):
+    summary = finished.summary
+    assert summary["teacher"] > 0.95
+    assert summary["student_before"] < 0.05
+    # The control is far behind (about 0.65 against 0.95): not by the luck of 600 questions.
+    assert summary["intervals"]["student_after"][0] > summary["intervals"]["ce_only"][1]
+    assert (summary["seed"], summary["num_questions"]) == (SEED, 600)
+    assert summary["tokens_per_second"] > 0
+    assert summary["seconds"] > 0
+
+
+def test_the_table_shows_the_figures_of_the_summary_and_the_honest_note(finished):
+    for model in ("teacher", "student_before", "student_after", "ce_only"):
+        assert f"{finished.summary[model]:.3f}" in finished.ended.out
+    assert "Without wrong answers the two would tie" in " ".join(finished.ended.out.split())
+
+
+def test_run_and_control_had_the_same_data_in_the_same_order(finished):
+    control = finished.runs / "quickstart-ce"
+    for metric in ("train/tokens", "align/tokens"):
+        assert series(finished.run, metric) == series(control, metric)
+        assert len(series(control, metric)) == 600
+    assert not series(control, "train/kl_loss")
+
+
+def test_the_export_answers_a_question_that_was_held_out(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(finished.run / "export")
+    tokenizer = AutoTokenizer.from_pretrained(finished.run / "export")
+    rows = list(
+        map(json.loads, (finished.run / "evals" / "student_after" / "exact_match.items.jsonl").read_text().splitlines())
+    )
+    row = next(row for row in rows if row["score"] == 1)
+    prompt = tokenizer.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == row["answer"]
+    learnt = (finished.material / f"seed-{SEED}" / "train.jsonl").read_text()
+    assert json.dumps(row["prompt"][0]["content"]) not in learnt
+
+
+def test_the_report_stands_alone_and_compares_the_four_models(finished):
+    page = (finished.run / "report.html").read_text()
+    assert all(name in page for name in ("teacher", "student_before", "student_after", "ce_only"))
+    assert "http://" not in page.replace("http://www.w3.org/", "")
+    assert "https://" not in page
+
+
+def test_a_second_quickstart_without_clean_is_refused_and_changes_nothing(finished):
+    before = (finished.run / "summary.json").stat().st_mtime_ns
+    ended = finished.again()
+    assert ended.code == 2
+    assert [line for line in ended.err.splitlines() if "in use" in line and "--clean" in line]
+    assert (finished.run / "summary.json").stat().st_mtime_ns == before
+
+
+def test_bad_input_of_a_run_comes_back_with_its_code(finished, tmp_path):
+    ended = quickstart("--runs", tmp_path, "--material", finished.material, "--seed", str(SEED), "train.stepz=5")
+    assert ended.code == 2
+    assert "train.stepz" in ended.err
+    assert "Traceback" not in ended.err

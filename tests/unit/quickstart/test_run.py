@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill_rl.config.load import load_config
+from distill_rl.config.validate import problems
+from distill_rl.quickstart import run
+from distill_rl.quickstart.table import print_table
+
+
+def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]]:
+    def result(score: float) -> dict[str, Any]:
+        tasks = {"sort": {"score": score}, "sort words": {"score": score / 2}}
+        return {"score": score, "interval": [score - 0.02, score + 0.02], "num_items": 600, "per_task": tasks}
+
+    return dict(zip(run.MODELS, map(result, (0.99, 0.02, after, control))))
+
+
+def write_metrics(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    code = run.main(arguments)
+    return code, capsys.readouterr().err.splitlines()
+
+
+def test_the_shipped_configuration_is_valid_and_its_paths_follow_the_seed() -> None:
+    config = load_config(run._Defaults().config, ["run.seed=7"])
+    assert problems(config) == []
+    assert config.student.model == ".cache/quickstart/seed-7/student"
+    assert config.evaluate.data == ".cache/quickstart/seed-7/test.jsonl"
+    assert config.run.name == run.NAME
+
+
+def test_the_control_differs_from_the_run_in_what_is_learnt_from_and_in_nothing_else() -> None:
+    from dataclasses import asdict
+
+    path = run._Defaults().config
+    distilled, control = (asdict(load_config(path, extra)) for extra in ((), run.CONTROL_OVERRIDES))
+    differing = {
+        f"{section}.{key}"
+        for section, values in distilled.items()
+        if isinstance(values, dict)
+        for key in values
+        if values[key] != control[section][key]
+    }
+    assert differing == {"loss.kd_weight", "loss.ce_weight", "evaluate.suites"}
+    assert control["teachers"] == distilled["teachers"]
+
+
+def test_tokens_per_second_is_tokens_over_the_time_in_steps(tmp_path: Path) -> None:
+    path = write_metrics(
+        tmp_path / "metrics.jsonl",
+        {"step": 1, "train/tokens": 100, "timing/step": 0.5},
+        {"step": 2, "train/tokens": 300, "timing/step": 1.5},
+        {"step": 2, "validation/kl_loss": 1.0},
+    )
+    assert run.tokens_per_second(path) == pytest.approx(200)
+
+
+def test_tokens_per_second_counts_records_of_several_steps_by_their_mean_time(tmp_path: Path) -> None:
+    records = [{"step": step, "train/tokens": 1000, "timing/step": 0.25} for step in (10, 20)]
+    assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl", *records)) == pytest.approx(2000 / 5)
+
+
+def test_a_run_without_steps_has_no_speed(tmp_path: Path) -> None:
+    assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl")) == 0.0
+
+
+def test_the_summary_has_the_figures_under_their_names(tmp_path: Path) -> None:
+    metrics = write_metrics(tmp_path / "metrics.jsonl", {"step": 1, "train/tokens": 100, "timing/step": 0.5})
+    summary = run.summarise(scores(), seed=3, seconds=61.26, metrics=metrics)
+    figures = {"teacher": 0.99, "student_before": 0.02, "student_after": 0.9, "ce_only": 0.6}
+    assert {name: summary[name] for name in figures} == figures
+    assert (summary["seed"], summary["seconds"], summary["tokens_per_second"]) == (3, 61.3, 200.0)
+    assert summary["tasks"]["ce_only"] == {"sort": 0.6, "sort words": 0.3}
+    assert summary["num_questions"] == 600
+
+
+@pytest.mark.parametrize(("after", "code"), [(0.9, 0), (0.6, 1), (0.5, 1)])
+def test_the_quickstart_fails_unless_distillation_beats_the_control(
+    capsys: pytest.CaptureFixture[str], after: float, code: int
+) -> None:
+    assert run.verdict({"student_after": after, "ce_only": 0.6}) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == code
+    assert all(f"{after:.3f}" in line and "0.600" in line for line in lines)
+
+
+def test_the_table_names_every_model_with_its_figures_and_says_why_distillation_wins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    summary = {"num_questions": 600, "seed": 3, "seconds": 61.3, "tokens_per_second": 1234.5}
+    print_table(scores(), summary)
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
+    assert ["student,", "distilled", "(KD)", "0.900", "0.880", "to", "0.920", "0.900", "0.450"] in rows
+    assert sum("0.600" in row for row in rows) == 1
+    assert "600 held-out questions, seed 3" in text
+    assert "Without wrong answers the two would tie" in " ".join(text.split())
+
+
+def test_a_used_run_directory_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / run.CONTROL).mkdir(parents=True)
+    (tmp_path / "runs" / run.CONTROL / "config.yaml").touch()
+    material = tmp_path / "material"
+    code, lines = complain(capsys, "--runs", str(tmp_path / "runs"), "--material", str(material))
+    assert code == 2
+    assert len(lines) == 1
+    assert "quickstart-ce: the run directory is in use; start over with --clean" in lines[0]
+    assert not material.exists()
+
+
+def test_settings_that_a_flag_stands_for_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = complain(capsys, "--clean", "run.seed=3", "run.dir=x", "train.steps=5")
+    assert code == 2
+    assert len(lines) == 2
+    assert "--seed" in lines[0]
+    assert "--runs" in lines[1]
+
+
+def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = complain(capsys, "--clean", "-c", "/does/not/exist.yaml")
+    assert code == 2
+    assert "/does/not/exist.yaml" in lines[0]

@@ -1,0 +1,197 @@
+"""The shell scripts: they parse, work from any folder, and the set-up is quick, locked and honest about failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import distill_rl
+
+ROOT = Path(distill_rl.__file__).parents[1]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch"), ROOT / ".ci" / "run"])
+SOURCED = {"environment.sh"}
+
+# Stands for Python in a set-up that installs nothing: it makes a .venv whose interpreter is itself, and writes down
+# each call of pip. A call takes a while, so that two set-ups at once do meet.
+FAKE_PYTHON = """\
+#!/usr/bin/env bash
+case "$*" in
+*version_info*) exit 0 ;;
+*sys.executable*) echo "$0" ;;
+*"import pip"*) exit 0 ;;
+*"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+*"-m pip install"*)
+    echo "pip $*" >>"$CALLS"
+    echo "pip was here"
+    read -r -t 0.3 <> <(:) || true
+    exit "${PIP_CODE:-0}"
+    ;;
+*) echo "$PWD offline=$HF_HUB_OFFLINE threads=$OMP_NUM_THREADS: $*" >>"$CALLS" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The files that a set-up looks at, without a .venv, and a Python that only pretends."""
+    root = tmp_path / "a clone"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (tmp_path / "fake-python").write_text(FAKE_PYTHON)
+    (tmp_path / "fake-python").chmod(0o755)
+    return root
+
+
+def environment(clone: Path, **more: str) -> dict[str, str]:
+    fakes = {"DISTILL_RL_PYTHON": os.fspath(clone.parent / "fake-python"), "CALLS": os.fspath(clone.parent / "calls")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS")}
+    return inherited | fakes | more
+
+
+def setup(clone: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", os.fspath(clone / "launch" / "setup.sh")]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(clone, **more), timeout=60)
+
+
+def calls(clone: Path) -> list[str]:
+    file = clone.parent / "calls"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses_and_stops_at_the_first_error(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
+    if script.name not in SOURCED:
+        assert text.startswith("#!/usr/bin/env bash\n")
+        assert "\nset -euo pipefail\n" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_names_no_machine_or_registry(script: Path) -> None:
+    assert not re.search(r"https?://|/home/|/work/", script.read_text())
+
+
+def test_ci_calls_the_test_script_and_nothing_else() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if "launch/" in line] == ["exec bash launch/test.sh"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_constraints_are_exact_versions_only() -> None:
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line) for line in pins)
+
+
+def test_every_direct_dependency_is_pinned_within_its_range() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    pins = {canonicalize_name(name): number for name, number in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{name} is not in launch/constraints.txt"
+        assert pins[name] in requirement.specifier
+        installed = version(name).partition("+")[0]
+        assert installed == pins[name], f"the environment has {name} {installed}: run launch/setup.sh"
+
+
+def test_the_first_set_up_installs_with_the_constraints_and_the_second_does_nothing(clone: Path) -> None:
+    first = setup(clone)
+    assert first.returncode == 0, first.stderr
+    assert "setup     ready" in first.stderr
+    assert len(calls(clone)) == 1
+    assert f"--editable {clone}[dev]" in calls(clone)[0]
+    assert f"--constraint {clone}/launch/constraints.txt" in calls(clone)[0]
+    second = setup(clone)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert len(calls(clone)) == 1
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "launch/constraints.txt"])
+def test_a_changed_dependency_file_installs_again(clone: Path, file: str) -> None:
+    setup(clone)
+    (clone / file).write_text((clone / file).read_text() + "# changed\n")
+    assert setup(clone).returncode == 0
+    assert len(calls(clone)) == 2
+
+
+def test_two_set_ups_at_once_install_once(clone: Path) -> None:
+    command = ["bash", os.fspath(clone / "launch" / "setup.sh")]
+    both = [subprocess.Popen(command, env=environment(clone), stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert len(calls(clone)) == 1
+
+
+def test_a_failed_install_says_so_and_is_tried_again(clone: Path) -> None:
+    failed = setup(clone, PIP_CODE="1")
+    assert failed.returncode == 1
+    assert "pip was here" in failed.stderr
+    assert "setup: error: pip could not install the packages" in failed.stderr
+    assert setup(clone).returncode == 0
+    assert len(calls(clone)) == 2
+
+
+def test_without_a_python_the_set_up_says_what_is_needed(clone: Path) -> None:
+    failed = setup(clone, DISTILL_RL_PYTHON="/no/such/python")
+    assert failed.returncode == 2
+    assert "setup: error: no Python 3.11 or newer" in failed.stderr
+    assert calls(clone) == []
+
+
+def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    setup(clone)
+    (clone.parent / "calls").unlink()
+    command = ["bash", os.fspath(clone / "launch" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(clone), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pytest_arguments"),
+    [
+        ((), ""),
+        (("-k", "packing or padding", "-x"), "-k packing or padding -x"),
+        (("pyproject.toml", "-q"), "pyproject.toml -q"),
+        (("-q", "pyproject.toml::test_x"), "-q pyproject.toml::test_x"),
+        (("gpu", "-q"), "tests/gpu -q"),
+    ],
+)
+def test_the_test_script_runs_pytest_in_the_repository_with_the_arguments_given(
+    clone: Path, arguments: tuple[str, ...], pytest_arguments: str
+) -> None:
+    assert launch(clone, "test.sh", *arguments).returncode == 0
+    assert calls(clone) == [f"{clone} offline=1 threads=1: -m pytest {pytest_arguments}".rstrip()]
+
+
+def test_an_unknown_lane_is_named(clone: Path) -> None:
+    done = launch(clone, "test.sh", "nonsense")
+    assert done.returncode == 2
+    assert "unknown lane nonsense; the lanes are: gpu" in done.stderr
+    assert calls(clone) == []
+
+
+def test_the_quickstart_starts_over_and_passes_its_arguments_on(clone: Path) -> None:
+    assert launch(clone, "quickstart.sh", "--seed", "3", "train.steps=5").returncode == 0
+    expected = f"{clone} offline=1 threads=1: -m distill_rl.quickstart --clean --seed 3 train.steps=5"
+    assert calls(clone) == [expected]
+
+
+def test_the_check_runs_everything_names_what_failed_and_fails(clone: Path) -> None:
+    done = launch(clone, "check.sh")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "check: all good"), done.stderr
+    assert [line.partition(": ")[2].split()[1] for line in calls(clone)] == ["ruff", "ruff", "mypy", "pytest", "pytest"]
+    done = launch(clone, "check.sh", "--mend")
+    assert (done.returncode, calls(clone)) == (2, [])
