@@ -11,7 +11,6 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import hub
 from distill_rl.models.hub import HubUnreachable, read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
 from tests.helpers.models import write_tiny_model
-from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
 
