@@ -24,7 +24,7 @@ class Recipe:
 
     teacher: Shape = Shape(hidden=96, intermediate=288, layers=2, heads=4)
     student: Shape = Shape(hidden=48, intermediate=144, layers=2, heads=4)
-    positions: int = 128
+    positions: int = 256
     """longest input of either model, in tokens"""
     initializer_range: float = 0.05
     """standard deviation of fresh weights: the usual 0.02 learns late at these widths"""

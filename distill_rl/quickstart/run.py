@@ -71,7 +71,8 @@ def quickstart(options: argparse.Namespace) -> int:
     write_json(paths.root / "summary.json", summary)
     report = write_report(paths.root, comparisons=[control.root])
     print_table(scores, summary)
-    say(f"student   {paths.export}\nfigures   {paths.root / 'summary.json'}\nreport    {report}")
+    for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
+        say(f"{name:<9} {path}")
     return verdict(summary)
 
 
@@ -116,7 +117,7 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
 
 
 def tokens_per_second(metrics: Path) -> float:
-    """Tokens that the student was trained on, per second of its training steps; from a run's metrics.jsonl."""
+    """Tokens that the student learnt from (those of the answers), per second of its training steps; from a run's metrics.jsonl."""
     tokens, seconds, before = 0.0, 0.0, 0
     for record in read_records(metrics):
         if TOKENS in record and SECONDS in record:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distill_rl.quickstart.recipe import RECIPE
+
 ROWS = {
     "teacher": "teacher",
     "student_before": "student, untrained",
-    "student_after": "student, distilled (KD)",
-    "ce_only": "student, same data without teacher (CE)",
+    "student_after": "student, distilled",
+    "ce_only": "control, no teacher",
 }
 NOTE = """\
-Both students saw the same rows, 30 % of them with a wrong answer, in the same order, for the same number of steps.
-That noise is why distillation wins: the teacher knows the tasks and does not repeat the wrong answers.
-Without wrong answers the two would tie."""
+Student and control start from the same weights and see the same rows in the
+same order, {wrong:.0%} of them with a wrong answer. The control imitates the rows
+(CE), the student matches the teacher on them (KD). That noise is why
+distillation wins. Without wrong answers the two would tie."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
@@ -27,20 +30,20 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("model", no_wrap=True)
-    for heading in ("exact match", "95 % interval", *tasks):
-        table.add_column(heading, justify="right")
+    table.add_column("exact match", justify="right")
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    for task in tasks:
+        table.add_column(task, justify="right")
     for name, label in ROWS.items():
         low, high = scores[name]["interval"]
         by_task = (f"{scores[name]['per_task'][task]['score']:.3f}" for task in tasks)
         style = "bold" if name == "student_after" else None
         table.add_row(label, f"{scores[name]['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
-    console = Console()
+    console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=max(console.width, 110))
+        console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
     console.print()
     console.print(table)
-    console.print(NOTE, highlight=False)
-    console.print(
-        f"{summary['seconds']:.0f} s in all; {summary['tokens_per_second']:,.0f} tokens per second while distilling.\n",
-        highlight=False,
-    )
+    console.print(NOTE.format(wrong=RECIPE.wrong_share))
+    speed = f"{summary['tokens_per_second']:,.0f} answer tokens per second"
+    console.print(f"\n{summary['seconds']:.0f} s in all; {speed} while distilling.\n")

@@ -51,10 +51,9 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(records(straight)[0])
 
 
-def test_training_lowers_both_losses(straight):
-    for metric in ("validation/kl_loss", "validation/nll_loss"):
-        first, last = series(straight, metric)
-        assert last[1] < first[1]
+def test_training_lowers_what_it_minimises_on_text_it_has_not_seen(straight):
+    kd, ce = dict(series(straight, "validation/kl_loss")), dict(series(straight, "validation/nll_loss"))
+    assert kd[8] + 0.5 * ce[8] < kd[4] + 0.5 * ce[4]
 
 
 def test_the_export_loads_and_its_card_names_its_origin(straight, material):
@@ -66,7 +65,7 @@ def test_the_export_loads_and_its_card_names_its_origin(straight, material):
     assert torch.isfinite(model(ids).logits).all()
     card = (straight / "export" / "README.md").read_text()
     assert str(material.root / "teacher").replace("_", "") in card.replace("_", "").replace("\\", "")
-    assert "validation/kl_loss" in card
+    assert f"{series(straight, "validation/kl_loss")[-1][1]:.4f}" in card
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -83,13 +83,13 @@ def leftovers(root: int) -> dict[int, psutil.Process]:
     return {process.pid: process for process in psutil.Process(root).children(recursive=True)}
 
 
-def actor_pid(root: int, name: str) -> int | None:
+def actor_pid(root: int, name: str) -> int:
     """The process of a Ray actor below `root`, by the class name that Ray writes into its title."""
     for process in leftovers(root).values():
         with contextlib.suppress(psutil.Error):
-            if any(name in part for part in process.cmdline()[:1]):
+            if process.cmdline()[0].startswith(f"ray::{name}"):
                 return process.pid
-    return None
+    raise AssertionError(f"no actor {name} below process {root}")
 
 
 def shared_memory() -> set[str]:
