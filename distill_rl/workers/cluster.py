@@ -60,9 +60,10 @@ def ray_session(settings: RayConfig, *, num_cpus: int) -> Iterator[None]:
 
 @contextmanager
 def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
-    directory = Path(tempfile.mkdtemp(prefix="drl-", dir="/tmp"))  # short: Ray's socket paths must stay under 107 bytes
+    directory = _private_directory() / secrets.token_hex(2)
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
+    others = set(psutil.Process().children())
     try:
         try:
             ray.init(
@@ -74,7 +75,7 @@ def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
                 log_to_driver=False,
                 namespace=namespace(),
                 runtime_env={"env_vars": _worker_environment()},
-                _temp_dir=str(directory / "r"),
+                _temp_dir=str(directory),
             )
         except Exception as error:
             raise WorkerError(
@@ -85,7 +86,8 @@ def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
             ) from error
         yield
     finally:
-        started = psutil.Process().children(recursive=True) if ray.is_initialized() else []
+        roots = set(psutil.Process().children()) - others
+        started = [*roots, *(child for root in roots for child in root.children(recursive=True))]
         ray.shutdown()
         _end(started)
         shutil.rmtree(directory, ignore_errors=True)
@@ -115,15 +117,34 @@ def _joined_ray(address: str) -> Iterator[None]:
 
 
 @cache
+def _private_directory() -> Path:
+    """This process's directory for Ray's files and token; only this user can enter it. Removed at exit.
+
+    Its name begins with the process id, so that a later process can sweep up after one that was killed. It
+    lies in /tmp whatever TMPDIR says, because Ray's socket paths must stay under 107 bytes.
+    """
+    _sweep()
+    directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+@cache
 def _token_file() -> Path:
     """A token that only this user can read; one per process, because Ray reads it once."""
-    directory = Path(tempfile.mkdtemp(prefix="drl-token-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    path = directory / "token"
+    path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_urlsafe(32))
     return path
+
+
+def _sweep() -> None:
+    """Removes what processes of this user that are gone could not remove themselves."""
+    for directory in Path("/tmp").glob("drl-*-*"):
+        pid = directory.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _worker_environment() -> dict[str, str]:

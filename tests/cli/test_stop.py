@@ -19,7 +19,7 @@ PROMISE_S = 30
 @contextmanager
 def training(material, folder: Path, *overrides: str):
     """A run that would go on for long, handed over in its first steps; checks afterwards that nothing is left of it."""
-    before = shared_memory(), temporary()
+    before = shared_memory()
     log = folder / "log"
     config = material.config(folder)
     with running("train", "-c", config, "train.steps=100000", *overrides, log=log) as process:
@@ -27,12 +27,13 @@ def training(material, folder: Path, *overrides: str):
         until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
         assert process.poll() is None, log.read_text()
         started = leftovers(process.pid)
+        assert temporary(process.pid)
         assert len(started) > 3
         yield process, run, log
     _, alive = psutil.wait_procs(list(started.values()), timeout=5)
     assert not alive, [survivor.cmdline() for survivor in alive]
-    assert shared_memory() <= before[0]
-    assert temporary() <= before[1]
+    assert shared_memory() <= before
+    assert not temporary(process.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -48,7 +48,9 @@ def test_a_run_leaves_what_the_design_says(straight):
     assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["step-4", "step-8"]
     assert [step for step, _ in series(straight, "train/kl_loss")] == list(range(1, 9))
     assert [step for step, _ in series(straight, "validation/kl_loss")] == [4, 8]
-    assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(records(straight)[0])
+    assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(
+        records(straight)[0]
+    )
 
 
 def test_training_lowers_what_it_minimises_on_text_it_has_not_seen(straight):
@@ -65,7 +67,7 @@ def test_the_export_loads_and_its_card_names_its_origin(straight, material):
     assert torch.isfinite(model(ids).logits).all()
     card = (straight / "export" / "README.md").read_text()
     assert str(material.root / "teacher").replace("_", "") in card.replace("_", "").replace("\\", "")
-    assert f"{series(straight, "validation/kl_loss")[-1][1]:.4f}" in card
+    assert f"{series(straight, 'validation/kl_loss')[-1][1]:.4f}" in card
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -96,5 +96,6 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def temporary() -> set[str]:
-    return {path.name for path in Path("/tmp").glob("drl-*")}
+def temporary(pid: int) -> list[Path]:
+    """What a process keeps in /tmp."""
+    return list(Path("/tmp").glob(f"drl-{pid}-*"))

@@ -47,7 +47,9 @@ def named(calls, *refs):
 
 def test_results_come_in_the_order_asked(crew):
     calls, student, teacher = crew
-    assert calls.gather([student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60) == [1, 2, 3]
+    assert calls.gather(
+        [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
+    ) == [1, 2, 3]
 
 
 def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
@@ -61,7 +63,11 @@ def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
 def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
     calls, student, _ = crew
     with pytest.raises(WorkerError, match=r"student.*NumericsError: loss: must be finite"):
-        calls.gather({student.fail.remote(NumericsError("loss", "must be finite")): "student-dp0-tp0"}, what="step 7", timeout_s=60)
+        calls.gather(
+            {student.fail.remote(NumericsError("loss", "must be finite")): "student-dp0-tp0"},
+            what="step 7",
+            timeout_s=60,
+        )
     with pytest.raises(DataError, match="row 3"):
         calls.gather([student.fail.remote(DataError("row 3", "must be text"))], what="batch 1", timeout_s=60)
 

@@ -20,7 +20,9 @@ def test_ranks_are_named_dp_major():
 
 
 @pytest.mark.parametrize("gpus", [False, True])
-@pytest.mark.parametrize(("student", "teachers"), [((1, 1), ((1, 1),)), ((2, 2), ((1, 2), (2, 1))), ((1, 1), ((2, 2),))])
+@pytest.mark.parametrize(
+    ("student", "teachers"), [((1, 1), ((1, 1),)), ((2, 2), ((1, 2), (2, 1))), ((1, 1), ((2, 2),))]
+)
 def test_every_actor_has_one_seat_and_no_bundle_is_oversubscribed(student, teachers, gpus):
     plan = seat(config(student, teachers), gpus=gpus)
     names = actor_names(config(student, teachers))

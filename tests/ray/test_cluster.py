@@ -1,0 +1,62 @@
+"""Starting and ending Ray on this machine: private while it runs, nothing left afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.command import environment
+
+pytestmark = pytest.mark.ray
+
+PROGRAM = """
+import json, os, stat, sys
+import psutil
+from distill_rl.config.schema import RayConfig
+from distill_rl.workers.cluster import ray, ray_session
+
+with ray_session(RayConfig(), num_cpus=5):
+    token = os.environ["RAY_AUTH_TOKEN_PATH"]
+    facts = {
+        "pid": os.getpid(),
+        "started": [process.pid for process in psutil.Process().children(recursive=True)],
+        "mode": os.environ["RAY_AUTH_MODE"],
+        "token_bits": oct(stat.S_IMODE(os.stat(token).st_mode)),
+        "in_arguments": any(open(token).read() in part for p in psutil.Process().children(recursive=True) for part in p.cmdline()),
+        "cpus": ray.cluster_resources()["CPU"],
+    }
+print(json.dumps(facts), flush=True)
+if sys.argv[1:] == ["die"]:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def session(*arguments: str) -> dict:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120, env=environment())
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def folders(pid: int) -> list[Path]:
+    return list(Path("/tmp").glob(f"drl-{pid}-*"))
+
+
+def test_a_session_is_authenticated_and_leaves_no_process_and_no_file():
+    facts = session()
+    assert facts["mode"] == "token"
+    assert facts["token_bits"] == "0o600"
+    assert not facts["in_arguments"]
+    assert facts["cpus"] >= max(5, os.cpu_count() or 1)
+    assert facts["started"]
+    assert not any(psutil.pid_exists(pid) for pid in facts["started"])
+    assert not folders(facts["pid"])
+
+
+def test_what_a_killed_process_left_is_swept_by_the_next():
+    killed = session("die")
+    assert folders(killed["pid"])
+    session()
+    assert not folders(killed["pid"])
