@@ -27,7 +27,7 @@ exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 afte
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; errors of ours become lines on stderr, never a traceback."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parse(parser, arguments)
     if options.command is None:
         parser.print_help()
         return 2
@@ -40,6 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print("distill-rl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parse_args`, but settings may also stand after flags: `train -c x.yaml a=1 --clean b=2`."""
+    options, extra = parser.parse_known_args(arguments)
+    settings = [text for text in extra if "=" in text and not text.startswith("-")]
+    unknown = [text for text in extra if text not in settings or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if settings:
+        options.overrides += settings
+    return options
 
 
 def _complain(error: DistillError) -> int:

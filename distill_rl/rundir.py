@@ -36,7 +36,7 @@ def problems(config: Config, *, clean: bool) -> list[str]:
             found.append(
                 ConfigError(
                     f"{root}",
-                    "--clean deletes run directories only, and this one has no config.yaml",
+                    "holds files, and no config.yaml that would show it to be a run directory",
                     remedy="choose another run.name or run.dir",
                 )
             )

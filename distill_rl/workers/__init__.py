@@ -11,5 +11,6 @@ for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
 }.items():
     _os.environ.setdefault(_name, _value)

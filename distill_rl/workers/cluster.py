@@ -8,8 +8,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +64,7 @@ def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
     others = set(psutil.Process().children())
+    roots: set[psutil.Process] = set()
     try:
         try:
             ray.init(
@@ -84,10 +85,11 @@ def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
                 f"{type(error).__name__}: {error}",
                 "see ray.* in the configuration",
             ) from error
+        finally:
+            roots = set(psutil.Process().children()) - others
         yield
     finally:
-        roots = set(psutil.Process().children()) - others
-        started = [*roots, *(child for root in roots for child in root.children(recursive=True))]
+        started = _with_descendants(roots)
         ray.shutdown()
         _end(started)
         shutil.rmtree(directory, ignore_errors=True)
@@ -164,13 +166,19 @@ def _object_store_bytes() -> int:
     return min(_OBJECT_STORE_BYTES, int(free * 0.8))
 
 
+def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    found = list(roots)
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            found += root.children(recursive=True)
+    return found
+
+
 def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
     """Waits for processes to be gone; kills those that stay."""
     _, alive = psutil.wait_procs(processes, timeout=patience_s)
     for process in alive:
         log.warning("killing %s, left over by Ray", process.pid)
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=patience_s)

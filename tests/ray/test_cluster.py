@@ -36,7 +36,9 @@ if sys.argv[1:] == ["die"]:
 
 
 def session(*arguments: str) -> dict:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120, env=environment())
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120, env=environment()
+    )
     return json.loads(ended.stdout.splitlines()[-1])
 
 

@@ -1,0 +1,127 @@
+"""Bad input through the real command line: exit code 2, one line per problem, all at once, nothing written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import distill_rl
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.cli
+
+
+def refused(*arguments) -> list[str]:
+    ended = distill_rl(*arguments)
+    assert ended.code == 2, ended.err
+    assert "Traceback" not in ended.err
+    assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
+    return ended.errors
+
+
+def assert_named(errors: list[str], *expected: tuple[str, ...]) -> None:
+    """Each tuple of words stands together on exactly one line, and no line is left over."""
+    matched = [[line for line in errors if all(word in line for word in words)] for words in expected]
+    assert all(len(lines) == 1 for lines in matched), (expected, errors)
+    assert len(errors) == len(expected), errors
+
+
+def test_wrong_settings_are_all_told_at_once_and_nothing_is_written(material, tmp_path):
+    errors = refused(
+        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "student.model=/no/such/model",
+        "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8",
+    )  # fmt: skip
+    assert_named(
+        errors,
+        ("optimizer.learning_rat", "unknown key", "optimizer.lr"),
+        ("train.steps", "many"),
+        ("student.model", "/no/such/model"),
+        ("data.path", "/no/such/data.jsonl"),
+        ("train.global_batch_size", "8", "dp 3", "micro-batch 2"),
+        ("teachers.0.dtype", "fp8", "bf16"),
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_models_that_do_not_fit_are_all_told_at_once(material, tmp_path):
+    write_tiny_model(tmp_path / "foreign", tokenizer=tiny_tokenizer(330, seed=3))
+    (tmp_path / "file").write_text("in the way")
+    errors = refused(
+        "train", "-c", material.config(tmp_path), f"teachers.0.model={tmp_path}/foreign", "loss.top_k=1000",
+        "data.max_length=4096", f"run.dir={tmp_path}/file",
+    )  # fmt: skip
+    assert_named(
+        errors,
+        ("teachers.0", "tokenizers differ", "loss.cross_tokenizer"),
+        ("loss.top_k", "1000", "320"),
+        ("data.max_length", "4096", "512 positions of student"),
+        ("data.max_length", "4096", "512 positions of teacher big"),
+        (f"{tmp_path}/file",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ("data.path", "empty")),
+        ([{"body": "x"}] * 80, ("data", "body")),
+        ([{"text": "fine"}] * 70 + [{"text": 5}] + [{"text": "fine"}] * 9, ("text",)),
+        ([{"text": "only one"}], ("data.path", "fewer than one global batch of 8")),
+    ],
+    ids=["empty", "no column", "not text", "too few"],
+)
+def test_data_that_cannot_be_trained_on_is_refused(material, tmp_path, rows, words):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    errors = refused("train", "-c", material.config(tmp_path), f"data.path={data}", "data.validation.fraction=0")
+    assert len(errors) == 1
+    assert all(word in errors[0] for word in words), errors
+
+
+def test_a_hub_model_out_of_reach_stops_train_but_not_check(material, tmp_path):
+    config = material.config(tmp_path)
+    checked = distill_rl(
+        "check", "-c", config, "student.model=some-org/some-model", "teachers.0.model=some-org/another"
+    )
+    assert checked.code == 0, checked.err
+    assert checked.out.count("# not checked") >= 2
+    assert len(refused("train", "-c", config, "student.model=some-org/some-model")) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "-c", "absent.yaml"), ("absent.yaml",)),
+        (("report", "/no/such/run"), ("/no/such/run", "run directory")),
+        (("export", "/no/such/run"), ("/no/such/run", "run directory")),
+        (("eval", "--model", "x", "--suites", "nonsense", "--data", "x"), ("nonsense", "exact_match")),
+    ],
+)
+def test_other_commands_say_what_they_need(arguments, words):
+    errors = refused(*arguments)
+    assert len(errors) == 1
+    assert all(word in errors[0] for word in words)
+
+
+def test_resume_and_clean_exclude_each_other_and_resume_needs_a_checkpoint(material, tmp_path):
+    config = material.config(tmp_path)
+    assert "exclude each other" in refused("train", "-c", config, "--resume", "--clean")[0]
+    assert "--clean" in refused("train", "-c", config, "--resume")[0]
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["export"], ["report"]])
+def test_help_teaches_and_takes_no_heavy_import(command):
+    ended = distill_rl(*command, "--help")
+    assert ended.code == 0
+    assert "usage: distill-rl" in ended.out
+    if not command:
+        assert "exit codes" in ended.out
+        assert "85" in ended.out
+
+
+def test_every_recipe_shipped_is_free_of_mistakes():
+    root = Path(__file__).parents[2] / "configs" / "recipes"
+    for recipe in sorted(root.glob("*.yaml")):
+        ended = distill_rl("check", "-c", recipe)
+        assert ended.code == 0, ended.err
