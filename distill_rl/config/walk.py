@@ -163,9 +163,9 @@ def _unknown(section: type, key: Any, found: Findings, path: str) -> None:
     siblings = [entry.name for entry in fields(section)]
     near = _nearest(section, str(key), path)
     if near:
-        found.add(full, "no such key", remedy=f"did you mean {near}?", suspect=near)
+        found.add(full, "unknown key", remedy=f"did you mean {near}?", suspect=near)
     else:
-        found.add(full, "no such key", remedy=f"keys here: {', '.join(siblings)}")
+        found.add(full, "unknown key", remedy=f"keys here: {', '.join(siblings)}")
 
 
 def _nearest(section: type, key: str, path: str) -> str:

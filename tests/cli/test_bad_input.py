@@ -29,13 +29,14 @@ def assert_named(errors: list[str], *expected: tuple[str, ...]) -> None:
 
 def test_wrong_settings_are_all_told_at_once_and_nothing_is_written(material, tmp_path):
     errors = refused(
-        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "student.model=/no/such/model",
+        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3", "student.model=/no/such/model",
         "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8",
     )  # fmt: skip
     assert_named(
         errors,
-        ("optimizer.learning_rat", "unknown key", "optimizer.lr"),
-        ("train.steps", "many"),
+        ("optimizer.learning_rat", "unknown key", "weight_decay"),
+        ("train.step:", "unknown key", "train.steps"),
+        ("train.steps:", "many"),
         ("student.model", "/no/such/model"),
         ("data.path", "/no/such/data.jsonl"),
         ("train.global_batch_size", "8", "dp 3", "micro-batch 2"),

@@ -94,11 +94,12 @@ def test_a_late_reader_never_sees_a_later_write(transport):
     stale = transport.publish(Slot(0, 2), first, LAYOUT)
     transport.release(Slot(0, 2))
     transport.publish(Slot(0, 4), targets(seed=2), LAYOUT)
-    try:
+    if transport.name == "object_store":  # what a handle claims is immutable there
         with transport.fetch(stale) as read:
             assert_same(read, first)
-    except TransportError as error:
-        assert "generation" in str(error)
+    else:
+        with pytest.raises(TransportError, match="generation"), transport.fetch(stale):
+            pass
 
 
 def test_slots_are_independent_and_read_in_any_order(transport):
@@ -150,9 +151,12 @@ def test_the_local_ring_refuses_to_write_over_what_is_still_read():
 def test_the_local_ring_notices_an_overwrite_in_mid_read():
     transport = LocalTransport(1)
     handle = transport.publish(Slot(0, 2), targets(), LAYOUT)
-    with pytest.raises(TransportError, match="generation"), transport.fetch(handle):
-        transport.release(Slot(0, 2))
-        transport.publish(Slot(0, 4), targets(), LAYOUT)
+    reading = transport.fetch(handle)
+    reading.__enter__()
+    transport.release(Slot(0, 2))
+    transport.publish(Slot(0, 4), targets(), LAYOUT)
+    with pytest.raises(TransportError, match="generation"):
+        reading.__exit__(None, None, None)
 
 
 def test_a_slot_outside_the_ring_is_refused():

@@ -42,9 +42,14 @@ def test_only_the_newest_are_kept_and_the_best_besides(tmp_path):
 def test_an_error_while_writing_leaves_the_old_and_nothing_of_the_new(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
-    with pytest.raises(OSError, match="disk full"), store.write(SavedState(TrainState(2))) as directory:
-        (directory / "half").write_bytes(b"half")
-        raise OSError("disk full")
+
+    def fail_half_way():
+        with store.write(SavedState(TrainState(2))) as directory:
+            (directory / "half").write_bytes(b"half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail_half_way()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert store.newest().state.train.step == 1
 

@@ -38,9 +38,14 @@ def test_leaving_early_releases_what_was_submitted_and_not_handed_out():
 
 def test_an_error_in_the_consumer_releases_the_rest():
     recorder = Recorder()
-    with pytest.raises(RuntimeError), Lookahead(range(9), recorder.submit, recorder.release, depth=1) as items:
-        for _ in items:
-            raise RuntimeError
+
+    def consume():
+        with Lookahead(range(9), recorder.submit, recorder.release, depth=1) as items:
+            for item in items:
+                raise RuntimeError(item)
+
+    with pytest.raises(RuntimeError, match="item 0"):
+        consume()
     assert recorder.released == ["item 1"]
 
 
