@@ -14,8 +14,8 @@ from distill_rl.config.schema import Config, TeacherConfig
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 GIB = 2**30
 
-PROCESS_BASE = int(0.55 * GIB)
-"""Resident size of a worker process before it holds a model: Python, torch, transformers, Ray. Measured on CPU."""
+PROCESS_BASE = 400 * 2**20
+"""Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
 TEACHER_CHUNK_TOKENS = 1024
 TEACHER_CHUNK_BYTES = 256 * 2**20
 """A teacher makes fp32 logits of at most this many tokens and bytes at a time (teacher/targets.py)."""
@@ -74,25 +74,26 @@ class WorkerMemory:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    """FSDP's unsharded copy of the largest unit, with its gradient"""
+    """FSDP's unsharded compute copy of its largest unit, and that unit's gradient"""
+    scratch: int = 0
+    """the optimizer's temporaries of one step"""
     activations: int = 0
     logits: int = 0
     targets: int = 0
     """targets of the micro-batches in flight"""
+    loading: int = 0
+    """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
     base: int = PROCESS_BASE
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
+        names = ("weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "base")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
     def total(self) -> int:
-        parts = (
-            self.weights,
-            self.gradients,
-            self.optimizer,
-            self.gathered,
-            self.activations,
-            self.logits,
-            self.targets,
-        )
-        return sum(parts) + self.base
+        return max(sum(self.parts.values()), self.base + self.weights + self.loading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +201,20 @@ def _world(config: Config) -> tuple[dict[str, str], int]:
 
 def _memory(config: Config, facts: Facts, teachers: tuple[TeacherSizes, ...]) -> tuple[WorkerMemory, ...]:
     workers = []
+    on_gpu = facts.gpus > 0
     if facts.student is not None:
         in_flight = sum(teacher.bytes_per_slot for teacher in teachers)
-        workers.append(student_memory(config, facts.student, targets=in_flight))
+        workers.append(student_memory(config, facts.student, targets=in_flight, on_gpu=on_gpu))
     running = running_teachers(config)
     for teacher, size, model in zip(running, teachers, facts.teachers[: len(running)]):
         if model is not None:
-            workers.append(teacher_memory(config, teacher, model, targets=2 * size.bytes_per_slot))
+            workers.append(teacher_memory(config, teacher, model, targets=2 * size.bytes_per_slot, on_gpu=on_gpu))
     return tuple(workers)
 
 
-def student_memory(config: Config, model: ModelFacts, *, targets: int = 0) -> WorkerMemory:
-    """Peak of one student process: fp32 weights, gradients and two Adam moments, all sharded over dp x tp,
-    the unsharded compute copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
+def student_memory(config: Config, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False) -> WorkerMemory:
+    """Peak of one student process: fp32 weights, gradients, two Adam moments and AdamW's temporaries, all sharded
+    over dp x tp, the unsharded copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
     dp, tp = config.student.parallel.dp, config.student.parallel.tp
     item = ITEM_SIZE[config.student.dtype]
     shard = ceil(model.parameters / (dp * tp))
@@ -227,15 +229,23 @@ def student_memory(config: Config, model: ModelFacts, *, targets: int = 0) -> Wo
         weights=4 * shard,
         gradients=4 * shard,
         optimizer=8 * shard,
-        gathered=unit * item * 2,
+        # The copy and its gradient in the compute dtype; gradients are reduced in fp32.
+        gathered=unit * (2 * item + (4 if item < 4 else 0)),
+        scratch=4 * shard,
         activations=_activations(config, model, tokens, item, tp),
-        logits=tokens * ceil(model.vocabulary_columns / tp) * _logit_bytes(item),
+        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
         targets=targets,
+        loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
     )
 
 
-def teacher_memory(config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0) -> WorkerMemory:
-    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk."""
+def teacher_memory(
+    config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
+) -> WorkerMemory:
+    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk.
+
+    On a CPU the pages of the weight files count too: while it reads them they are the peak.
+    """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     rows = teacher.micro_batch_size or config.train.micro_batch_size
     tokens = rows * config.data.max_length
@@ -246,14 +256,10 @@ def teacher_memory(config: Config, teacher: TeacherConfig, model: ModelFacts, *,
         count=teacher.parallel.dp * tp,
         weights=item * ceil(model.parameters / tp),
         activations=tokens * item * (6 * model.hidden_size + 3 * model.intermediate_size // tp),
-        logits=chunk * columns * (item + 8),
+        logits=chunk * columns * (item + 8),  # and in fp32, twice
         targets=targets,
+        loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
-
-
-def _logit_bytes(item: int) -> int:
-    """Bytes per logit at the peak of the loss: the logits, their gradient, and the gradient of the layer below."""
-    return 3 * item
 
 
 def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"driver"},
     "cli": {"errors", "commands", "observe", "signals"},
     "quickstart": BASE | {"observe", "evals"},
+    "bench": ENGINES,
     "__main__": {"cli"},
     "__init__": set(),
 }

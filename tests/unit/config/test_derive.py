@@ -121,8 +121,18 @@ def test_a_teacher_pays_its_dtype_per_parameter_over_tp_only(load):
 
 def test_the_total_is_the_sum_of_the_parts(load):
     worker = student_memory(load(), MODEL, targets=1000)
-    parts = (worker.weights, worker.gradients, worker.optimizer, worker.gathered, worker.activations, worker.logits)
-    assert worker.total == sum(parts) + worker.targets + worker.base
+    assert sum(worker.parts.values()) == worker.total
+    assert worker.parts["targets"] == 1000
+    assert worker.parts["scratch"] == 4 * MODEL.parameters
+    assert "loading" not in worker.parts
+
+
+def test_reading_a_large_teacher_is_its_peak_on_a_cpu_and_not_on_a_gpu(load):
+    config = load()
+    model = replace(MODEL, parameters=10**9, bytes_on_disk=4 * 10**9)
+    on_cpu, on_gpu = (teacher_memory(config, config.teachers[0], model, on_gpu=gpu) for gpu in (False, True))
+    assert on_cpu.total == on_cpu.base + 8 * 10**9
+    assert on_gpu.total < on_gpu.base + 5 * 10**9
 
 
 def test_longer_rows_and_larger_micro_batches_cost_memory(load):

@@ -1,0 +1,66 @@
+"""What every benchmark writes beside its figures: the machine, the versions, the commit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from distill_rl.files import write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit; `dirty` when files differ from the commit."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+    facts |= {name: version(name) for name in ("torch", "transformers", "ray")}
+    import torch
+
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return facts
+
+
+def write(name: str, figures: Mapping[str, Any], out: Path | None = None) -> Path:
+    """Writes figures and environment to `out`, by default docs/benchmarks/NAME.json; the path."""
+    path = out or ROOT / "docs" / "benchmarks" / f"{name}.json"
+    write_json(path, {"benchmark": name, "environment": environment(), **figures})
+    return path
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the argument that all benchmarks have."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--out", type=Path, metavar="JSON", help="default: docs/benchmarks/<name>.json")
+    return made
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+    return done.stdout.strip()

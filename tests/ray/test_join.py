@@ -1,0 +1,74 @@
+"""A run on a Ray that somebody else started: it joins, takes its resources, and leaves the cluster as it found it."""
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Material
+from tests.helpers.command import distill_rl, environment, series
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.cli]
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Address of a head node with four logical CPUs and token authentication."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_urlsafe(32))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    folder = Path(f"/tmp/drl-test-{os.getpid()}")
+    start = [RAY, "start", "--head", "--port=0", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}"]
+    started = subprocess.run(
+        [*start, "--object-store-memory=200000000"], capture_output=True, text=True, timeout=120, env=environment()
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield re.search(r"--address='([^']+)'", started.stdout).group(1)
+    subprocess.run([RAY, "stop", "--force"], capture_output=True, timeout=60, env=environment())
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def actors_alive(address: str) -> str:
+    code = (
+        "import ray, sys; from ray.util.state import list_actors\n"
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')\n"
+        "print(len(ray.util.list_named_actors(all_namespaces=True)), ray.available_resources()['CPU'])"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
+    return asked.stdout.strip()
+
+
+def test_a_run_joins_a_cluster_and_leaves_it_running_and_empty(cluster, tmp_path):
+    write_tiny_model(tmp_path / "teacher", hidden=32, seed=1)
+    write_tiny_model(tmp_path / "student", hidden=16, seed=2)
+    write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)
+    config = Material(tmp_path).config(tmp_path)
+    ended = distill_rl("train", "-c", config, "train.steps=2", f"ray.address={cluster}")
+    assert ended.code == 0, ended.err
+    assert len(series(tmp_path / "runs" / "tiny", "train/kl_loss")) == 2
+    assert actors_alive(cluster) == "0 4.0"
+    too_large = distill_rl(
+        "train", "-c", config, "--clean", f"ray.address={cluster}", "student.parallel.dp=4", "ray.placement_timeout_s=3"
+    )
+    assert too_large.code == 2
+    assert "CPU: asked 6, cluster has 4, free 4" in too_large.errors[0]
+
+
+def test_an_address_where_no_cluster_is_says_so(tmp_path):
+    write_tiny_model(tmp_path / "teacher", hidden=16)
+    write_tiny_model(tmp_path / "student", hidden=16)
+    write_corpus(tmp_path / "corpus.jsonl", rows=80)
+    ended = distill_rl("train", "-c", Material(tmp_path).config(tmp_path), "ray.address=127.0.0.1:1")
+    assert ended.code == 2
+    assert "ray.address" in ended.errors[0]

@@ -1,0 +1,84 @@
+import subprocess
+import sys
+
+import pytest
+
+from distill_rl import rundir
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path):
+    made = Config()
+    made.run.dir, made.run.name = str(tmp_path / "runs"), "mine"
+    made.student.model = made.data.path = "x"
+    return made
+
+
+def used(config):
+    with rundir.occupy(config, clean=False) as paths:
+        paths.metrics.write_text("old")
+        (paths.checkpoints / "step-1").mkdir(parents=True)
+    return paths
+
+
+def test_a_fresh_directory_is_no_problem_and_looking_makes_nothing(config):
+    assert rundir.problems(config, clean=False) == []
+    assert not rundir.paths_of(config).root.exists()
+
+
+def test_a_used_directory_needs_resume_or_clean(config):
+    used(config)
+    (line,) = rundir.problems(config, clean=False)
+    assert "--resume" in line
+    assert "--clean" in line
+    assert rundir.problems(config, clean=True) == []
+    config.checkpoint.resume = "latest"
+    assert rundir.problems(config, clean=False) == []
+
+
+def test_clean_empties_a_run_directory(config):
+    paths = used(config)
+    with rundir.occupy(config, clean=True):
+        assert sorted(entry.name for entry in paths.root.iterdir()) == [".lock", "config.yaml", "logs"]
+
+
+def test_clean_does_not_touch_what_is_no_run_directory(config):
+    root = rundir.paths_of(config).root
+    root.mkdir(parents=True)
+    (root / "thesis.tex").write_text("years of work")
+    assert "config.yaml" in rundir.problems(config, clean=True)[0]
+
+
+def test_a_file_in_the_way_is_named(config, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    (line,) = rundir.problems(config, clean=False)
+    assert "runs" in line
+
+
+def test_two_processes_cannot_hold_one_directory(config):
+    code = (
+        "import sys\n"
+        "from distill_rl import rundir\n"
+        "from distill_rl.config.schema import Config\n"
+        "from distill_rl.errors import ConfigError\n"
+        "config = Config()\n"
+        "config.run.dir, config.run.name = sys.argv[1], 'mine'\n"
+        "config.student.model = config.data.path = 'x'\n"
+        "try:\n"
+        "    with rundir.occupy(config, clean=True): print('taken')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+
+    def other_process():
+        command = [sys.executable, "-c", code, config.run.dir]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    with rundir.occupy(config, clean=False) as paths:
+        paths.metrics.write_text("mine")
+        assert "in use" in other_process()
+        assert paths.metrics.read_text() == "mine"
+        with pytest.raises(ConfigError, match="in use"), rundir.occupy(config, clean=False):
+            pass
+    assert "taken" in other_process()
