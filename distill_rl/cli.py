@@ -11,7 +11,7 @@ from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError
 
 _EPILOG = """\
-a first run:
+a first run (bash launch/quickstart.sh makes its models and data, and does all of this):
   distill-rl check -c configs/quickstart.yaml            what would run, with sizes; changes nothing
   distill-rl train -c configs/quickstart.yaml            train, validate, export
   distill-rl train -c configs/quickstart.yaml --resume   go on after a stop

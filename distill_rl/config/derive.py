@@ -229,14 +229,21 @@ def student_memory(config: Config, model: ModelFacts, *, targets: int = 0, on_gp
         weights=4 * shard,
         gradients=4 * shard,
         optimizer=8 * shard,
-        # The copy and its gradient in the compute dtype; gradients are reduced in fp32.
-        gathered=unit * (2 * item + (4 if item < 4 else 0)),
+        gathered=unit * _bytes_per_gathered(item, dp),
         scratch=4 * shard,
         activations=_activations(config, model, tokens, item, tp),
         logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
         targets=targets,
         loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
     )
+
+
+def _bytes_per_gathered(item: int, dp: int) -> int:
+    """Per parameter of the unit that is whole: its copy and gradient in the compute dtype, the gradient in fp32 for
+    the reduction, and with several ranks the buffer that the copy is gathered into."""
+    if dp == 1:
+        return 2 * item + (4 if item < 4 else 0)
+    return 3 * item + 4
 
 
 def teacher_memory(

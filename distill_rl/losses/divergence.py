@@ -21,19 +21,23 @@ from torch import Tensor
 
 
 class Distribution:
-    """Log-probabilities of any shape, and the probabilities once somebody asks for them."""
+    """Log-probabilities of any shape, with the probabilities and a mixture once somebody asks for them."""
 
     def __init__(self, log: Tensor):
         self.log = log
+        self._mixtures: dict[tuple[int, float], Distribution] = {}
 
     @cached_property
     def prob(self) -> Tensor:
         return self.log.exp()
 
-
-def mixture(a: Distribution, b: Distribution, share: float) -> Distribution:
-    """share · a + (1 − share) · b for a share strictly between 0 and 1."""
-    return Distribution(torch.logaddexp(a.log + math.log(share), b.log + math.log1p(-share)))
+    def mixed(self, other: Distribution, share: float) -> Distribution:
+        """share · self + (1 − share) · other, for a share strictly between 0 and 1."""
+        key = id(other), share
+        if key not in self._mixtures:
+            log = torch.logaddexp(self.log + math.log(share), other.log + math.log1p(-share))
+            self._mixtures[key] = Distribution(log)
+        return self._mixtures[key]
 
 
 class Divergence:
@@ -99,31 +103,31 @@ class JensenShannon(Divergence):
     """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q (GKD, arXiv 2306.13649)"""
 
     def value(self, p: Distribution, q: Distribution) -> Tensor:
-        m = mixture(p, q, self.beta)
+        m = p.mixed(q, self.beta)
         return self.beta * p.prob * (p.log - m.log) + (1 - self.beta) * q.prob * (q.log - m.log)
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
-        return (1 - self.beta) * q.prob * (q.log - mixture(p, q, self.beta).log)
+        return (1 - self.beta) * q.prob * (q.log - p.mixed(q, self.beta).log)
 
 
 class SkewedForwardKL(Divergence):
     """KL(p‖m) with m = α·p + (1 − α)·q, α = beta (DistiLLM, arXiv 2402.03898)"""
 
     def value(self, p: Distribution, q: Distribution) -> Tensor:
-        return p.prob * (p.log - mixture(p, q, self.beta).log)
+        return p.prob * (p.log - p.mixed(q, self.beta).log)
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
-        return (self.beta - 1) * q.prob * (p.log - mixture(p, q, self.beta).log).exp()
+        return (self.beta - 1) * q.prob * (p.log - p.mixed(q, self.beta).log).exp()
 
 
 class SkewedReverseKL(Divergence):
     """KL(q‖m) with m = α·q + (1 − α)·p, α = beta (DistiLLM, arXiv 2402.03898)"""
 
     def value(self, p: Distribution, q: Distribution) -> Tensor:
-        return q.prob * (q.log - mixture(q, p, self.beta).log)
+        return q.prob * (q.log - q.mixed(p, self.beta).log)
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
-        log_ratio = q.log - mixture(q, p, self.beta).log
+        log_ratio = q.log - q.mixed(p, self.beta).log
         return q.prob * (log_ratio + 1 - self.beta * log_ratio.exp())
 
 

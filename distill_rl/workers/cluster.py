@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,9 @@ _FORWARDED = (
 
 _OBJECT_STORE_BYTES = 512 * 2**20
 _SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
+
+_CONNECT_TIMEOUT_S = 5.0
+_START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
+    _require_answer(address)
     try:
         ray.init(
             address=address,
@@ -110,12 +115,27 @@ def _joined_ray(address: str) -> Iterator[None]:
             "ray.address",
             "must name a running Ray cluster",
             f"{address} ({type(error).__name__})",
-            "start one with launch/ray_cluster.sh, or leave ray.address out",
+            _START_ONE,
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is not there."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdigit():
+        raise ConfigError("ray.address", "must be host:port, or auto for the cluster of this machine", address)
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            "ray.address", "must name a running Ray cluster", f"{address} ({error})", _START_ONE
+        ) from None
 
 
 @cache

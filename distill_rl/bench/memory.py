@@ -1,0 +1,217 @@
+"""Peak memory of workers, estimated and measured.
+
+A random Llama whose weights dominate is written to a temporary folder. Each case opens a teacher or a student
+engine in processes of its own, lets it work for three steps of full rows, and compares the peak resident size
+(ru_maxrss) of the largest process with what `config/derive.py` says of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill_rl.bench import record
+from distill_rl.config.derive import ModelFacts, WorkerMemory, student_memory, teacher_memory
+from distill_rl.config.schema import Config, DataConfig, ParallelConfig, StudentConfig, TeacherConfig
+from distill_rl.types import RankBatch, TokenRows
+
+if TYPE_CHECKING:
+    from distill_rl.losses import TopKLogprobs
+
+TOLERANCE = 0.3
+"""The estimate is to lie within this share of the measured peak."""
+STEPS = 3
+TOP_K = 64
+SHAPE = {
+    "vocab_size": 16_000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+"""51.8M parameters"""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    role: str
+    dtype: str = "fp32"
+    dp: int = 1
+    tp: int = 1
+    rows: int = 2
+    """micro-batch size"""
+    length: int = 256
+    activation_checkpointing: bool = False
+
+
+CASES = (
+    Case("student fp32", "student"),
+    Case("student bf16", "student", dtype="bf16"),
+    Case("student fp32, dp 2", "student", dp=2),
+    Case("student fp32, tp 2", "student", tp=2),
+    Case("student fp32, 4 rows of 512", "student", rows=4, length=512),
+    Case("student fp32, 4 rows of 512, checkpointing", "student", rows=4, length=512, activation_checkpointing=True),
+    Case("teacher fp32", "teacher"),
+    Case("teacher bf16", "teacher", dtype="bf16"),
+    Case("teacher fp32, tp 2", "teacher", tp=2),
+    Case("teacher fp32, 4 rows of 512", "teacher", rows=4, length=512),
+)
+
+
+def configuration(case: Case, model: Path) -> Config:
+    parallel = ParallelConfig(dp=case.dp, tp=case.tp)
+    student = StudentConfig(
+        model=str(model),
+        dtype=case.dtype,  # type: ignore[arg-type]
+        parallel=parallel,
+        activation_checkpointing=case.activation_checkpointing,
+    )
+    teacher = TeacherConfig(model=str(model), dtype=case.dtype, parallel=parallel)  # type: ignore[arg-type]
+    config = Config(student=student, teachers=[teacher], data=DataConfig(max_length=case.length))
+    config.loss.top_k = TOP_K
+    config.loss.ce_weight = 0.5
+    config.train.micro_batch_size = case.rows
+    config.train.global_batch_size = 2 * case.rows * case.dp
+    return config
+
+
+def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
+    if case.role == "student":
+        return student_memory(config, facts)
+    return teacher_memory(config, config.teachers[0], facts)
+
+
+def write_model(folder: Path) -> ModelFacts:
+    """A random model of `SHAPE` in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from distill_rl.models.facts import read_model_facts
+
+    config = LlamaConfig(**SHAPE)  # type: ignore[arg-type]
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return read_model_facts(folder, config)
+
+
+def measure(case: Case, model: Path) -> int:
+    """Peak resident bytes of the case's largest process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "distill_rl.bench.memory", "--worker", json.dumps(asdict(case))]
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank), "--model", str(model), "--store", f"{folder}/store"],
+                             stdout=subprocess.PIPE, text=True)
+            for rank in range(case.dp * case.tp)
+        ]  # fmt: skip
+        outputs = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{case.name}: a process failed; its error stands above")
+    return max(int(output.split()[-1]) for output in outputs)
+
+
+def work(case: Case, rank: int, model: Path, store: str) -> None:
+    """One rank of a case; prints its peak resident bytes as the last word."""
+    import torch
+
+    from distill_rl.parallel.mesh import close_world, open_world
+    from distill_rl.student.engine import StudentEngine
+    from distill_rl.teacher.engine import TeacherEngine
+
+    torch.set_num_threads(1)
+    config = configuration(case, model)
+    rendezvous = torch.distributed.FileStore(store, case.dp * case.tp) if case.dp * case.tp > 1 else None
+    world = open_world(rank=rank, dp=case.dp, tp=case.tp, store=rendezvous, timeout_s=300)
+    batch = _batch(case, world.dp_rank)
+    if case.role == "student":
+        student = StudentEngine(config, world, vocabulary_size=SHAPE["vocab_size"], total_steps=STEPS)
+        for _ in range(STEPS):
+            student.train_step(batch, _targets(case))
+    else:
+        teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=SHAPE["vocab_size"])
+        for _ in range(STEPS):
+            for _, tensors in teacher.forward(batch):
+                del tensors
+    close_world(world)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _batch(case: Case, dp_rank: int) -> RankBatch:
+    """Two micro-batches of full rows of random ids, every token labelled."""
+    draw = np.random.default_rng(dp_rank)
+    shape = (2 * case.rows, case.length)
+    ids, labels = (draw.integers(0, SHAPE["vocab_size"], shape).astype(np.int32) for _ in range(2))
+    positions = np.broadcast_to(np.arange(case.length, dtype=np.int32), shape).copy()
+    return RankBatch(0, dp_rank * shape[0], TokenRows(ids, labels, positions), num_labels=case.dp * ids.size)
+
+
+def _targets(case: Case) -> Any:
+    """A target source of random distributions: `TOP_K` entries and the rest."""
+    import torch
+
+    from distill_rl.losses import TopKLogprobs
+
+    @contextmanager
+    def source(first_row: int, num_rows: int) -> Iterator[list[TopKLogprobs]]:
+        tokens = num_rows * case.length
+        logprobs = torch.log_softmax(torch.randn(tokens, TOP_K + 1), dim=-1)
+        ids = torch.arange(TOP_K, dtype=torch.int32) * 200 + torch.randint(0, 200, (tokens, 1), dtype=torch.int32)
+        tensors = {
+            "ids": ids,
+            "logprobs": logprobs[:, :TOP_K].contiguous(),
+            "rest_logprob": logprobs[:, TOP_K].contiguous(),
+            "label_logprob": logprobs[:, 0].contiguous(),
+        }
+        yield [TopKLogprobs.from_tensors(tensors, 1.0)]
+
+    return source
+
+
+def compare(out: Path | None) -> int:
+    """Runs all cases, prints a table, writes the result; 1 when an estimate is off by more than `TOLERANCE`."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        facts = write_model(Path(folder))
+        print(f"{facts.parameters / 1e6:.1f}M parameters; bytes in MiB\n")
+        print(f"{'case':<46}{'estimate':>9}{'measured':>9}{'ratio':>7}")
+        for case in CASES:
+            expected = estimate(case, configuration(case, Path(folder)), facts)
+            measured = measure(case, Path(folder))
+            ratio = expected.total / measured
+            print(f"{case.name:<46}{expected.total >> 20:>9}{measured >> 20:>9}{ratio:>7.2f}", flush=True)
+            row = {"case": asdict(case), "estimate": expected.total, "parts": expected.parts, "measured": measured}
+            rows.append({**row, "ratio": round(ratio, 3)})
+    worst = max(abs(row["ratio"] - 1) for row in rows)
+    print(f"\nlargest difference {worst:.0%}, allowed {TOLERANCE:.0%}")
+    figures = {"parameters": facts.parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
+    print(f"written   {record.write('memory', figures, out)}")
+    return int(worst > TOLERANCE)
+
+
+def main() -> int:
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is None:
+        return compare(options.out)
+    work(Case(**json.loads(options.worker)), options.rank, options.model, options.store)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
