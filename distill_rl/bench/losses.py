@@ -131,7 +131,8 @@ def torchtune(teacher: Tensor) -> tuple[str, Step]:
     except (importlib.metadata.PackageNotFoundError, StopIteration):
         return "torchtune (formula)", lambda student: _cross_entropy_of_teacher(student, teacher)
     spec = importlib.util.spec_from_file_location("torchtune_kd_losses", str(path))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     loss = module.ForwardKLLoss()

@@ -74,7 +74,7 @@ class WorkerMemory:
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0
-    """FSDP's unsharded compute copy of its largest unit, and that unit's gradient"""
+    """FSDP's unsharded copy of its largest unit, that unit's gradient, and the buffers of their exchange"""
     scratch: int = 0
     """the optimizer's temporaries of one step"""
     activations: int = 0

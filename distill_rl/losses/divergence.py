@@ -35,8 +35,9 @@ class Distribution:
         """share · self + (1 − share) · other, for a share strictly between 0 and 1."""
         key = id(other), share
         if key not in self._mixtures:
-            log = torch.logaddexp(self.log + math.log(share), other.log + math.log1p(-share))
-            self._mixtures[key] = Distribution(log)
+            # The smallest normal number keeps log finite where both underflow; it is below the rounding of all others.
+            prob = torch.add(self.prob * share, other.prob, alpha=1 - share).add_(torch.finfo(self.log.dtype).tiny)
+            self._mixtures[key] = Distribution(prob.log_())
         return self._mixtures[key]
 
 

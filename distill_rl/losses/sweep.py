@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from distill_rl.losses.shards import VocabularyShard
 
-_CPU_CHUNK = 2**18
+_CPU_CHUNK = 2**17
 _CUDA_CHUNK = 2**25
 
 
@@ -34,7 +34,7 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def default_chunk(columns: int, device: torch.device) -> int:
-    """Rows per chunk: a chunk fits into a core's cache on a CPU (1 MiB of fp32), and keeps a GPU busy (128 MiB)."""
+    """Rows per chunk: a chunk and its copies fit into a core's cache on a CPU (512 KiB of fp32), and keeps a GPU busy (128 MiB)."""
     return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
 
 

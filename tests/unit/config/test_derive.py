@@ -102,6 +102,11 @@ def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
     assert (whole.count, split.count) == (1, 4)
 
 
+def test_gathering_a_unit_over_ranks_needs_a_buffer_more(load):
+    one, two = (student_memory(load(f"student.parallel.dp={dp}"), MODEL).gathered for dp in (1, 2))
+    assert (one, two) == (2 * 8000 * 256 * 8, 2 * 8000 * 256 * 16)
+
+
 def test_checkpointing_the_activations_saves_most_of_them(load):
     model = replace(MODEL, num_layers=32)
     plain = student_memory(load(), model)

@@ -1,0 +1,43 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distill_rl.bench import memory
+from distill_rl.bench.memory import CASES, SHAPE, TOLERANCE, configuration
+from distill_rl.config.validate import problems
+
+RECORD = Path(__file__).parents[3] / "docs/benchmarks/memory.json"
+
+
+def test_the_measured_model_has_fifty_million_parameters():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    assert model.num_parameters() > 50_000_000
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_a_configuration_that_could_run(case):
+    config = configuration(case, Path("model"))
+    config.run.name, config.train.steps, config.data.path = "bench", 1, "data"
+    assert problems(config) == []
+    assert config.data.max_length <= SHAPE["max_position_embeddings"]
+
+
+def test_the_recorded_estimates_lie_within_the_tolerance():
+    record = json.loads(RECORD.read_text())
+    assert [row["case"]["name"] for row in record["cases"]] == [case.name for case in CASES]
+    assert all(abs(row["estimate"] / row["measured"] - 1) <= TOLERANCE for row in record["cases"])
+    assert record["environment"]["commit"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_worker_reports_the_peak_of_a_process_that_holds_a_model(tmp_path, monkeypatch, role):
+    monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)  # the workers take the folder's shape, and this vocabulary
+    memory.write_model(tmp_path)
+    case = replace(CASES[0], role=role, rows=1, length=16)
+    assert 2**28 < memory.measure(case, tmp_path) < 2**31
