@@ -255,6 +255,11 @@ def _data_facts(
             data.path,
             "lower train.global_batch_size, or give more data",
         ))  # fmt: skip
+    if source.kind == "text" and data.loss_on == "assistant":
+        problems.append(_line(
+            "data.loss_on", "assistant turns are found in chat messages only", "rows of text",
+            "use data.loss_on=all, or data that has messages",
+        ))  # fmt: skip
     if source.kind == "messages" and tokenizer is not None and not tokenizer.chat_template:
         rule = "chat messages need a chat template, which the student's tokenizer has not"
         problems.append(_line("data.format", rule, source.kind, "set student.tokenizer to one that has a template"))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from distill_rl.config.derive import GIB, DerivedSizes, Facts, sizes
 from distill_rl.config.load import to_yaml
 from distill_rl.config.schema import Config
+from distill_rl.config.validate import notes
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
 from distill_rl.preflight import gather
@@ -20,7 +21,7 @@ def check(path: str, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: every problem found, after the configuration has been printed.
     """
-    checked = gather(path, overrides, clean=True)
+    checked = gather(path, overrides, clean=True, download=False)
     if checked.config is not None:
         print(to_yaml(checked.config), end="")
         print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
@@ -48,15 +49,13 @@ def summary(config: Config, facts: Facts) -> list[str]:
             f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} per ring"
         )
     for worker in derived.memory:
-        lines.append(
-            f"memory     {worker.worker}: about {_bytes(worker.total)} in each of {worker.count} (weights {_bytes(worker.weights)}, gradients {_bytes(worker.gradients)}, "
-            f"optimizer {_bytes(worker.optimizer)}, activations {_bytes(worker.activations)}, logits {_bytes(worker.logits)}, process {_bytes(worker.base)})"
-        )
+        parts = ", ".join(f"{part} {_bytes(count)}" for part, count in worker.parts.items() if count)
+        lines.append(f"memory     {worker.worker}: about {_bytes(worker.total)} in each of {worker.count} ({parts})")
     if derived.checkpoint_bytes is not None:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
         )
-    return lines
+    return lines + [f"note       {printable(note)}" for note in notes(config)]
 
 
 def _steps(derived: DerivedSizes) -> str:

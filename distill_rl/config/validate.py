@@ -104,8 +104,6 @@ def notes(config: Config) -> list[str]:
     lines = []
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
-    if config.data.loss_on == "assistant" and config.data.format == "text":
-        lines.append("data.loss_on=assistant has no effect on text rows: the loss is on all tokens")
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
     return lines

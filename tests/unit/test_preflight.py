@@ -276,3 +276,9 @@ def test_gpus_asked_are_compared_with_the_visible_ones(problems, monkeypatch):
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_without_a_device_no_gpu_is_visible():
     assert visible_gpus() == 0
+
+
+def test_learning_the_assistant_needs_messages(problems, material):
+    line = only(problems("data.loss_on=assistant"))
+    assert line.startswith("data.loss_on: assistant turns are found in chat messages only")
+    assert problems("data.loss_on=assistant", f"data.path={material}/chat.jsonl") == []

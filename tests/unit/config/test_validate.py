@@ -174,5 +174,3 @@ def test_notes_say_what_may_surprise(load):
     assert note == "loss.kd_weight is 0: no teacher is started"
     (note,) = notes(load("data.validation.fraction=0.1"))
     assert note.startswith("evaluate.every is 0")
-    (note,) = notes(load("data.format=text", "data.loss_on=assistant"))
-    assert "all tokens" in note

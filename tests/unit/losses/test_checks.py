@@ -1,0 +1,179 @@
+"""Bad input: a ValueError that names the argument, the rule and the value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distill_rl.losses import (
+    DenseLogits,
+    KDLoss,
+    TeacherHidden,
+    TopKLogprobs,
+    fused_linear_kd_loss,
+    fused_linear_logprobs,
+    kd_loss,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+)
+
+ROWS, VOCABULARY, K = 3, 10, 4
+LOGITS = torch.zeros(ROWS, VOCABULARY)
+TOP = vocab_parallel_topk(torch.arange(VOCABULARY).float().expand(ROWS, -1), K)
+
+
+def top(**changes: Any) -> TopKLogprobs:
+    fields = {"ids": TOP.ids, "logprobs": TOP.logprobs, "rest_logprob": TOP.rest_logprob}
+    return TopKLogprobs(**(fields | changes))
+
+
+def ids(*row: int) -> torch.Tensor:
+    return torch.tensor([list(row)] * ROWS)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "duplicate ids": (
+        lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 7, 2))),
+        "teacher.ids: must be distinct within a row; got 2 twice in row 0",
+    ),
+    "id too large": (lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, 10))), r"teacher.ids: must lie in \[0, 10\); got 10"),
+    "id negative": (lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, -1))), r"teacher.ids: must lie in \[0, 10\); got -1"),
+    "ids of floats": (
+        lambda: kd_loss(LOGITS, top(ids=TOP.logprobs)),
+        "teacher.ids: must be int32 or int64; got torch.float32",
+    ),
+    "k above V": (
+        lambda: kd_loss(LOGITS[:, :3], top()),
+        r"teacher.ids: k must lie in \[1, 3\], the vocabulary; got 4",
+    ),
+    "other k for log-probs": (
+        lambda: kd_loss(LOGITS, top(logprobs=TOP.logprobs[:, :2])),
+        r"teacher.logprobs: must be floats of the shape of ids, \[3, 4\]; got torch.float32 \[3, 2\]",
+    ),
+    "other rows": (lambda: kd_loss(LOGITS[:2], top()), r"teacher.ids: must be \[N, k\] with N = 2 rows; got \[3, 4\]"),
+    "rest of other rows": (
+        lambda: kd_loss(LOGITS, top(rest_logprob=TOP.rest_logprob[:1])),
+        r"teacher.rest_logprob: must be \[N\] with N = 3 rows; got \[1\]",
+    ),
+    "other temperature": (
+        lambda: kd_loss(LOGITS, top(), temperature=2.0),
+        "temperature: must be that of the teacher's targets, 1.0; got 2.0",
+    ),
+    "no temperature": (
+        lambda: kd_loss(LOGITS, top(), temperature=0.0),
+        "temperature: must be positive and finite; got 0.0",
+    ),
+    "unknown divergence": (
+        lambda: kd_loss(LOGITS, top(), divergence="kl"),
+        "divergence: must be one of forward_kl, .*tvd; got 'kl'",
+    ),
+    "unknown tail": (
+        lambda: kd_loss(LOGITS, top(), tail="none"),
+        "tail: must be one of bucket, truncate, renormalize; got 'none'",
+    ),
+    "unknown reduction": (
+        lambda: kd_loss(LOGITS, top(), reduction="avg"),
+        "reduction: must be one of mean, sum, none; got 'avg'",
+    ),
+    "label outside": (
+        lambda: kd_loss(LOGITS, top(), labels=torch.tensor([1, -100, 10])),
+        r"labels: must lie in \[0, 10\) or be ignore_index \(-100\); got 10",
+    ),
+    "label of another ignore index": (
+        lambda: kd_loss(LOGITS, top(), labels=torch.tensor([1, -100, 2]), ignore_index=0),
+        r"labels: must lie in \[0, 10\) or be ignore_index \(0\); got -100",
+    ),
+    "labels of floats": (
+        lambda: kd_loss(LOGITS, top(), labels=torch.zeros(3)),
+        "labels: must be integers; got torch.float32",
+    ),
+    "labels of other rows": (
+        lambda: kd_loss(LOGITS, top(), labels=torch.zeros(4, dtype=torch.int64)),
+        r"labels: must have the shape of the logits' rows, \[3\]; got \[4\]",
+    ),
+    "weights of other rows": (
+        lambda: kd_loss(LOGITS, top(), token_weights=torch.zeros(3, 1)),
+        r"token_weights: must have the shape of the logits' rows, \[3\]; got \[3, 1\]",
+    ),
+    "ratio without labels": (
+        lambda: kd_loss(LOGITS, top(), kd_ratio=0.5),
+        "labels: needed for the cross-entropy when kd_ratio is below 1; got None and 0.5",
+    ),
+    "ratio above one": (lambda: kd_loss(LOGITS, top(), kd_ratio=1.5), r"kd_ratio: must lie in \[0, 1\]; got 1.5"),
+    "no teacher": (lambda: kd_loss(LOGITS, None), "teacher: needed when kd_ratio is above 0; got None and 1.0"),
+    "teacher of another type": (
+        lambda: kd_loss(LOGITS, LOGITS),
+        "teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got Tensor",
+    ),
+    "logits of integers": (
+        lambda: kd_loss(LOGITS.long(), top()),
+        r"student_logits: must be a float tensor of 2 or 3 dimensions; got torch.int64 \[3, 10\]",
+    ),
+    "logits of one dimension": (
+        lambda: kd_loss(LOGITS[0], top()),
+        r"student_logits: must be a float tensor of 2 or 3 dimensions; got torch.float32 \[10\]",
+    ),
+    "dense teacher of other columns": (
+        lambda: kd_loss(LOGITS, DenseLogits(LOGITS[:, :9])),
+        "teacher.logits: must have the columns of the student's shard, 10 of 10; got 9",
+    ),
+    "dense teacher of other rows": (
+        lambda: kd_loss(LOGITS, DenseLogits(LOGITS[:2])),
+        r"teacher.logits: must have 3 rows; got \[2, 10\]",
+    ),
+    "hidden teacher of other width": (
+        lambda: kd_loss(LOGITS, TeacherHidden(torch.zeros(3, 5), torch.zeros(10, 4))),
+        r"teacher.hidden: must have 3 rows of 4, the width of its lm_head_weight; got \[3, 5\]",
+    ),
+    "chunk of nothing": (lambda: kd_loss(LOGITS, top(), chunk_size=0), "chunk_size: must be at least 1; got 0"),
+    "in place on a leaf": (
+        lambda: kd_loss(LOGITS.clone().requires_grad_(), top(), inplace_backward=True),
+        "inplace_backward: overwrites the logits, which must be the output of something; got a leaf",
+    ),
+    "head of another width": (
+        lambda: fused_linear_kd_loss(torch.zeros(3, 5), torch.zeros(10, 4), top()),
+        r"lm_head_weight: must be \[V, 5\], the hidden size; got \[10, 4\]",
+    ),
+    "bias of other columns": (
+        lambda: fused_linear_kd_loss(torch.zeros(3, 5), torch.zeros(10, 5), top(), bias=torch.zeros(9)),
+        "bias: must have the columns of the student's shard, 10 of 10; got 9",
+    ),
+    "softcap of zero": (
+        lambda: fused_linear_logprobs(torch.zeros(3, 5), torch.zeros(10, 5), TOP.ids[:, 0], softcap=0.0),
+        "softcap: must be positive and finite; got 0.0",
+    ),
+    "targets of other rows": (
+        lambda: vocab_parallel_logprobs(LOGITS, torch.zeros(2, dtype=torch.int64)),
+        r"target_ids: must have the shape of the logits' rows, \[3\]; got \[2\]",
+    ),
+    "top k of nothing": (lambda: vocab_parallel_topk(LOGITS, 0), r"k: must lie in \[1, 10\], the vocabulary; got 0"),
+    "top k above V": (lambda: vocab_parallel_topk(LOGITS, 11), r"k: must lie in \[1, 10\], the vocabulary; got 11"),
+    "module's bias without a head": (
+        lambda: KDLoss()(LOGITS, top(), bias=torch.zeros(10)),
+        "bias, softcap: belong to lm_head_weight, which is None",
+    ),
+    "wire without ids": (
+        lambda: TopKLogprobs.from_tensors({"logprobs": TOP.logprobs}, 1.0),
+        "tensors: must hold ids and logprobs; ids missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_with_argument_rule_and_value(name: str) -> None:
+    call, message = CASES[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_values_are_not_looked_at_when_that_is_declined() -> None:
+    twice = top(ids=ids(1, 2, 7, 2))
+    assert kd_loss(LOGITS, twice, validate=False).loss.isfinite()
+
+
+def test_shapes_are_checked_even_then() -> None:
+    with pytest.raises(ValueError, match="k must lie in"):
+        kd_loss(LOGITS[:, :3], top(), validate=False)
