@@ -73,8 +73,8 @@ class CheckpointStore:
             write_json(temporary / "MANIFEST.json", _manifest(temporary))
             sync_tree(temporary)
             final = self._root / name
-            if final.exists():  # the same step again, after a resume: the new one replaces it
-                shutil.rmtree(final)
+            if final.exists():  # the same step again: set aside first, so that no moment has half of one
+                final.rename(self._root / f".tmp-old-{name}-{secrets.token_hex(4)}")
             temporary.rename(final)
             sync_directory(self._root)
         finally:
@@ -90,9 +90,16 @@ class CheckpointStore:
                 log.warning("%s", error)
         return None
 
+    def abandon_after(self, step: int) -> None:
+        """Renames checkpoints of later steps: a run that went on from `step` has another future, and prunes by age."""
+        for path in self._folders():
+            if _step(path) > step:
+                kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
+                path.rename(kept)
+                log.warning("%s is of a later step than the one resumed from; kept as %s", path, kept.name)
+
     def _folders(self) -> list[Path]:
-        folders = [path for path in self._root.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-        return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
+        return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
     def _prune(self) -> None:
         folders = self._folders()
@@ -104,7 +111,7 @@ class CheckpointStore:
         for path in folders:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-        for leftover in self._root.glob(".tmp-step-*"):
+        for leftover in self._root.glob(".tmp-*step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -135,6 +142,21 @@ def read(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: not a checkpoint, made by a newer format, or with a missing, cut or changed file.
     """
+    try:
+        return _read(path)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # JSON, but not what was written
+        raise CheckpointError(
+            str(path), "MANIFEST.json and state.json must be as they were written", f"{type(error).__name__}: {error}",
+            "the checkpoint is damaged; use an older one",
+        ) from None  # fmt: skip
+
+
+def _step(path: Path) -> int:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdigit() else -1
+
+
+def _read(path: Path) -> Checkpoint:
     manifest = _load(path / "MANIFEST.json", path)
     if manifest.get("format", 0) > _FORMAT:
         raise CheckpointError(
@@ -209,7 +231,7 @@ def _to_json(state: SavedState) -> dict:
 def _peek_score(path: Path) -> float | None:
     try:
         return _load(path / "state.json", path)["score"]
-    except CheckpointError:
+    except (CheckpointError, KeyError, TypeError):
         return None
 
 

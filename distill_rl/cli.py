@@ -71,6 +71,11 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError(
                 "--resume and --clean", "exclude each other", remedy="--resume goes on, --clean starts over"
             )
+        if (
+            "=" in options.resume and not Path(options.resume).exists()
+        ):  # `--resume train.steps=9`: a setting, not a step folder
+            overrides.append(options.resume)
+            options.resume = "latest"
         overrides.append(f"checkpoint.resume={options.resume}")
     return train(options.config, overrides, clean=options.clean)
 

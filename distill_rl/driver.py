@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 
-from distill_rl import checkpoints
+from distill_rl import checkpoints, rundir
 from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.errors import CheckpointError, WorkerError
 from distill_rl.job import Job
 from distill_rl.observe.card import model_card
 from distill_rl.observe.log import say
@@ -41,7 +42,8 @@ class Driver:
         self.store = checkpoint_store(job)
         self.state = resumed.state.train if resumed else TrainState()
         self.score = resumed.state.score if resumed else None
-        self._saved = self._validated = self.state.step if resumed else -1
+        self._saved = self.state.step if resumed else -1
+        self._validated = self._saved if self.score is not None else -1
 
     @classmethod
     @contextmanager
@@ -63,9 +65,14 @@ class Driver:
             crew = stack.enter_context(hire(job, loader.total_steps, timer, signals))
             if resumed:
                 crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
+                checkpoint_store(job).abandon_after(start.step)
+                rundir.record_config(config, job.paths)
             observer = open_observer(config, job.paths, total_steps=loader.total_steps, resume_step=start.step)
             stack.enter_context(closing(observer))
-            say(f"training  steps {start.step + 1} to {loader.total_steps} in {job.paths.root}")
+            steps = (
+                f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
+            )
+            say(f"training  {steps} in {job.paths.root}")
             yield cls(job, crew, loader, observer, timer, signals, resumed)
 
     def run(self) -> int:
@@ -103,7 +110,9 @@ class Driver:
         metrics = merge(parts)
         self.score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else None
         self._validated = self.state.step
+        self.observer.flush()  # a record of its own: it is of this step alone, whatever observe.every says
         self.observer.log(self.state.step, metrics)
+        self.observer.flush()
 
     def save(self) -> None:
         """A checkpoint of this step; once per step at most."""
@@ -111,8 +120,12 @@ class Driver:
             return
         self.observer.flush()
         score = self.score if self._validated == self.state.step else None
-        with self.store.write(SavedState(self.state, self.job.fingerprints, score)) as directory:
-            self.student.collective("save", os.fspath(directory), what=f"saving step {self.state.step}")
+        what = f"saving step {self.state.step}"
+        try:
+            with self.store.write(SavedState(self.state, self.job.fingerprints, score)) as directory:
+                self.student.collective("save", os.fspath(directory), what=what)
+        except (CheckpointError, OSError) as error:
+            raise WorkerError(what, "must succeed; older checkpoints are intact", str(error)) from error
         self._saved = self.state.step
 
     def preempt(self) -> int:

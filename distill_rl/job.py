@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distill_rl.config.derive import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
-from distill_rl.models.hub import read_tokenizer, tokenizer_hash, vocabulary_size
+from distill_rl.files import sha256
+from distill_rl.models.facts import fingerprint_model
+from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.types import RunPaths
 
 
@@ -32,7 +35,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     """Opens the data of a configuration that preflight found good."""
     source = open_source(config.data)
     train, validation = split_validation(source, config.data, config.run.seed)
-    tokenizer = read_tokenizer(config.student.tokenizer or config.student.model, config.student.revision)
+    tokenizer = tokenizer_of(config.student)
     return Job(
         config,
         paths,
@@ -40,5 +43,20 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         validation,
         BatchPlan.from_config(config, pad_id(tokenizer)),
         vocabulary_size=vocabulary_size(tokenizer),
-        fingerprints={"data": source.fingerprint, "tokenizer": tokenizer_hash(tokenizer)},
+        fingerprints={
+            "data": train.fingerprint,
+            "order of the data": f"run.seed={config.run.seed}",
+            "tokenizer": tokenizer_hash(tokenizer),
+            **_models(config),
+        },
     )
+
+
+def _models(config: Config) -> dict[str, str]:
+    """Fingerprints of the student's shape and of every running teacher; hub models are fetched here, once, not by every worker."""
+    student = resolve(config.student.model, config.student.revision, weights=True)
+    teachers = {
+        f"teacher {teacher.name}": fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))
+        for teacher in running_teachers(config)
+    }
+    return {"student": sha256(student / "config.json"), **teachers}

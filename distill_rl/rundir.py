@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from distill_rl.config.load import save_config
@@ -32,11 +33,11 @@ def problems(config: Config, *, clean: bool) -> list[str]:
             )
         )
     elif root.exists() and _entries(root):
-        if clean and not paths_of(config).config.exists():
+        if clean and not any((root / name).exists() for name in (_LOCK, "metrics.jsonl")):
             found.append(
                 ConfigError(
                     f"{root}",
-                    "holds files, and no config.yaml that would show it to be a run directory",
+                    "holds files and is no run directory (it has neither .lock nor metrics.jsonl)",
                     remedy="choose another run.name or run.dir",
                 )
             )
@@ -48,6 +49,15 @@ def problems(config: Config, *, clean: bool) -> list[str]:
                     remedy="go on with --resume, start over with --clean, or choose another run.name",
                 )
             )
+    if clean and config.checkpoint.resume is not None:
+        found.append(
+            ConfigError(
+                "checkpoint.resume",
+                "--clean leaves nothing to resume from",
+                config.checkpoint.resume,
+                "drop one of the two",
+            )
+        )
     if not found and not _writable(root):
         found.append(
             ConfigError(
@@ -83,8 +93,14 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         for entry in _entries(paths.root) if clean else ():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths.logs.mkdir(exist_ok=True)
-        save_config(config, paths.config)
+        if not paths.config.exists():
+            record_config(config, paths)
         yield paths
+
+
+def record_config(config: Config, paths: RunPaths) -> None:
+    """Writes config.yaml; how the run was resumed is no part of it."""
+    save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
 
 
 def _entries(root: Path) -> list[Path]:

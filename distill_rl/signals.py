@@ -1,19 +1,25 @@
 """Stopping on request.
 
-A handler that raises inside `ray.get` is swallowed, so handlers only set flags and the driver looks
-at them: `preempted` after each step, `raise_if_interrupted` at every poll of a wait.
+An exception raised inside `ray.get` is swallowed, so handlers set flags, and whoever waits looks at them. Where
+nothing of Ray waits (reading data, evaluating), `at_once` lets the handler raise.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-_PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
 
 EXIT_PREEMPTED = 85
 EXIT_INTERRUPTED = 130
+
+
+class Preempted(BaseException):
+    """SIGTERM or SIGUSR1 where there is no step to finish. Like KeyboardInterrupt it is no error."""
 
 
 class Signals:
@@ -22,22 +28,34 @@ class Signals:
     def __init__(self) -> None:
         self.preempted = False
         self._interrupted = False
+        self._at_once = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
         self._previous = self._install()
         return self
 
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
     def install_again(self) -> None:
         """Ray puts handlers of its own in place when it starts: call this afterwards."""
         self._install()
 
-    def _install(self) -> dict[int, object]:
-        return {number: signal.signal(number, self._on_signal) for number in (*_PREEMPT, signal.SIGINT)}
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal raises where it arrives; one that came before raises on entry.
 
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        Raises:
+            KeyboardInterrupt, Preempted.
+        """
+        self._at_once = True
+        try:
+            self.raise_if_stopping()
+            yield
+        finally:
+            self._at_once = False
 
     def raise_if_interrupted(self) -> None:
         """
@@ -47,10 +65,38 @@ class Signals:
         if self._interrupted:
             raise KeyboardInterrupt
 
+    def raise_if_stopping(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM came.
+            Preempted: SIGTERM or SIGUSR1 came.
+        """
+        self.raise_if_interrupted()
+        if self.preempted:
+            raise Preempted
+
+    def _install(self) -> dict[int, object]:
+        return {number: signal.signal(number, self._on_signal) for number in (*PREEMPT, signal.SIGINT)}
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number in _PREEMPT and not self.preempted:
+        if number in PREEMPT and not self.preempted:
             self.preempted = True
         elif not self._interrupted:
             self._interrupted = True
         else:
             os._exit(EXIT_INTERRUPTED)
+        if self._at_once:
+            self.raise_if_stopping()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Requests to stop wait until the block ends. Processes started inside never hear them: they are stopped by us.
+
+    A scheduler signals a whole process group; a cluster service that died of it could not help to save.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

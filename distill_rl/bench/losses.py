@@ -13,12 +13,13 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler reports every start and stop
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
@@ -36,6 +37,8 @@ TOP_K = 64
 HIDDEN = 256
 Step = Callable[[Tensor], Tensor]
 """Student logits → loss."""
+Name = tuple[str, str]
+"""(loss, by whom)"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Figures:
 
 def peak_bytes(step: Callable[[], Any]) -> int:
     """Bytes allocated by torch on the CPU at the worst moment of `step`, above what was allocated before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     events, seen = list(recorded.profiler.kineto_results.experimental_event_tree()), []
     while events:
@@ -66,6 +69,20 @@ def peak_bytes(step: Callable[[], Any]) -> int:
     return max(total for _, total, _ in seen) - (after - size)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard error is closed to the profiler, which writes a line for every start and stop past every setting."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def forward_backward(logits: Tensor, step: Step) -> Callable[[], None]:
     """A run on a fresh leaf that shares the logits' storage."""
 
@@ -75,7 +92,7 @@ def forward_backward(logits: Tensor, step: Step) -> Callable[[], None]:
     return run
 
 
-def best_times(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def best_times(runs: dict[Name, Callable[[], None]], rounds: int) -> dict[Name, float]:
     """Seconds of the best of `rounds` for each; they take turns, so that a slow moment hits all."""
     best = dict.fromkeys(runs, float("inf"))
     for number in range(rounds + 1):
@@ -149,10 +166,10 @@ def ours(divergence: str, teacher: Any, chunk: int | None = None) -> Step:
     return lambda student: kd_loss(student, teacher, divergence=divergence, beta=0.5, chunk_size=chunk).loss
 
 
-def contenders(teacher: Tensor, chunk: int) -> dict[tuple[str, str], Step]:
-    """(loss, by whom) → step."""
+def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
+    """Everything that is compared."""
     dense = DenseLogits(teacher)
-    steps: dict[tuple[str, str], Step] = {}
+    steps: dict[Name, Step] = {}
     for divergence in ("forward_kl", "reverse_kl"):
         steps[divergence, "plain torch"] = plain(divergence, teacher)
         steps[divergence, "distill_rl"] = ours(divergence, dense)

@@ -15,12 +15,12 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
     """Writes the model of one checkpoint; weights are resharded to this one process.
 
     Raises:
-        ConfigError: not a run directory, or the output exists and is none of ours.
+        ConfigError: not a run directory, or the output holds something already.
         CheckpointError: no such checkpoint, or a damaged one.
     """
     from distill_rl.config.load import load_config
     from distill_rl.config.schema import ParallelConfig
-    from distill_rl.models.hub import read_tokenizer, vocabulary_size
+    from distill_rl.models.hub import tokenizer_of, vocabulary_size
     from distill_rl.observe.card import model_card
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
@@ -33,8 +33,10 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
     config = load_config(paths.config, [])
     found = _find(paths, checkpoint)
     target = out or paths.export
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}", "the output must be a new or an empty folder", remedy="choose another --out")
     student = replace(config.student, parallel=ParallelConfig())
-    tokenizer = read_tokenizer(student.tokenizer or student.model, student.revision)
+    tokenizer = tokenizer_of(student)
     world = open_world(rank=0, dp=1, tp=1)
     try:
         engine = StudentEngine(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from distill_rl import rundir
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
 from distill_rl.observe.log import log_file, say, setup_console
 from distill_rl.preflight import gather
-from distill_rl.signals import Signals
+from distill_rl.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
     with rundir.occupy(checked.config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
             return _run(checked.config, paths, signals)
-        except DistillError:
+        except Preempted:
+            say("stopped outside of training; go on with --resume auto")
+            return EXIT_PREEMPTED
+        except Exception:
             log.info("the run failed", exc_info=True)
             raise
 
@@ -45,12 +48,15 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
     from distill_rl.driver import Driver
     from distill_rl.job import prepare
 
-    with Driver.open(prepare(config, paths), signals) as driver:
+    with signals.at_once():
+        job = prepare(config, paths)
+    with Driver.open(job, signals) as driver:
         code = driver.run()
     if code == 0:
         say(f"exported  {paths.export}")
-        if config.evaluate.suites:
-            score_export(config, driver)
+        with signals.at_once():
+            if config.evaluate.suites:
+                score_export(config, driver)
     report(paths.root)
     return code
 

@@ -288,7 +288,7 @@ class Config:
     aligner: AlignerConfig = field(default_factory=AlignerConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     transport: Literal["auto", "local", "object_store", "shared_memory", "cuda_ipc"] = "auto"
-    """How targets travel from teacher to student; auto: probed at the start."""
+    """How targets travel from teacher to student; auto: chosen at the start, and said in the log and by check."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

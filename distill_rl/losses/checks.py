@@ -46,10 +46,8 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
         )
 
 
-def rows(name: str, tensor: Tensor | None, leading: torch.Size) -> Tensor | None:
+def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
     """The tensor as [N], given that the logits have the leading dimensions [N] or [B, S]."""
-    if tensor is None:
-        return None
     count = math.prod(leading)
     if tensor.shape not in (leading, torch.Size([count])):
         raise ValueError(f"{name}: must have the shape of the logits' rows, {list(leading)}; got {list(tensor.shape)}")

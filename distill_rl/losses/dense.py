@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.divergence import Distribution, Divergence
-from distill_rl.losses.labels import LabelTerm
+from distill_rl.losses.labels import LabelGradient, LabelTerm, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, combine, row_sum
+from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
 
 
 class TeacherChunks(Protocol):
@@ -56,15 +56,14 @@ class DenseRows:
     ):
         self.teacher, self.shard, self.divergence, self.label = teacher, shard, divergence, label
         self.temperature, self.scale = temperature, 1 / temperature
-        self.at_one = label is not None and temperature != 1
-        powers = (1.0, temperature) if self.at_one else (1.0,)
+        powers = (1.0,) if label is None else label.powers
         self.student_sums = LogSums(num_rows, powers, like, weighted=divergence.leads == "student")
         self.teacher_sums = LogSums(num_rows, (1.0,), like, weighted=divergence.leads == "teacher")
         self.student_lse, self.teacher_lse, self.slope = (like.new_empty(num_rows) for _ in range(3))
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
 
     @property
-    def sweeps(self):
+    def sweeps(self) -> list[Sweep]:
         if self.divergence.leads:
             return [(self._collect, self._complete_led)]
         return [(self._collect, self._complete), (self._collect_terms, self._complete_terms)]
@@ -90,7 +89,7 @@ class DenseRows:
         self.student_lse[rows] = self.student_sums.log(rows)
         self.teacher_lse[rows] = self.teacher_sums.log(rows)
         if self.label is not None:
-            self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, int(self.at_one)))
+            self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, -1))
 
     def _complete_led(self, rows: slice) -> None:
         self._complete(rows)
@@ -125,20 +124,9 @@ class DenseRows:
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        kd, ce = (None if g is None else g.to(u.dtype) for g in (*grads, None)[:2])
-        at_one = None
-        if ce is not None and (self.at_one or kd is None):
-            at_one = self.label.probabilities(rows, u, scratch.buffer("label", u.shape[0])).mul_(ce[:, None])
-        if kd is None:
-            gradient = u.zero_() if at_one is None else at_one
-        else:
-            kd = kd * self.temperature
-            p, q = self._distributions(rows, u, scratch, out=u)
-            gradient = self.divergence.slope(p, q).mul_(kd[:, None])
-            weight = -kd * self.slope[rows]
-            if ce is not None and at_one is None:
-                weight += ce
-            gradient.addcmul_(q.prob, weight[:, None])
-            if at_one is not None:
-                gradient.add_(at_one)
-        return gradient if ce is None else self.label.subtract(rows, gradient, ce)
+        label = LabelGradient(self.label, rows, u, grads, scratch)
+        kd = weight_of(grads, 0, u) * self.temperature
+        p, q = self._distributions(rows, u, scratch, out=u)
+        gradient = self.divergence.slope(p, q).mul_(kd[:, None])
+        gradient.addcmul_(q.prob, (label.shared - kd * self.slope[rows])[:, None])
+        return label.add_to(gradient)

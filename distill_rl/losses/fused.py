@@ -7,133 +7,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distill_rl.losses import checks
-from distill_rl.losses.head import Head, multiply
 from distill_rl.losses.labels import LabelRows
+from distill_rl.losses.linear import FusedRows
 from distill_rl.losses.reduce import ReductionName
 from distill_rl.losses.shards import VocabularyShard, local_like, split
 from distill_rl.losses.sparse import Tail
-from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
+from distill_rl.losses.sweep import RowFunction, accumulator
 from distill_rl.losses.targets import Teacher
 from distill_rl.losses.task import KDOutput, local_teacher, make_task
 
 _CPU_CHUNK = 64
-
-
-class FusedRows(torch.autograd.Function):
-    """A row function of logits that are made on the way: hidden [n, H], weight [Vl, H], bias [Vl] → its values.
-
-    With `weights`, the derivative of the final number with respect to each value, the first output is Σ weights · values,
-    the only differentiable one, and gradients are made while the logits are at hand: 6·N·H·Vl operations. Without, every
-    value is differentiable and backward makes the logits again: 8·N·H·Vl.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        function: RowFunction,
-        shard: VocabularyShard,
-        chunk: int,
-        weights: Sequence[Tensor | None] | None,
-    ) -> tuple[Tensor, ...]:
-        needs = ctx.needs_input_grad[:3]
-        gradients = _Gradients(hidden, weight, bias, needs, shard) if weights is not None and any(needs) else None
-        head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
-        for rows in chunks(hidden.shape[0], chunk):
-            u = head.load("student", hidden[rows], scratch, function.scale)
-            for collect, complete in function.sweeps:
-                collect(rows, u, scratch)
-                complete(rows)
-            if gradients is not None:
-                gradients.add(rows, u, function, weights, head, scratch)
-        values, constants = function.outputs()
-        ctx.set_materialize_grads(False)
-        if weights is None:
-            ctx.save_for_backward(hidden, weight, bias)
-            ctx.rest = softcap, function, shard, chunk, len(values)
-            ctx.mark_non_differentiable(*constants)
-            return *values, *constants
-        ctx.rest = None
-        ctx.save_for_backward(*(gradients.finish() if gradients is not None else ()))
-        ctx.mark_non_differentiable(*values, *constants)
-        total = sum(((value * share).sum() for value, share in zip(values, weights) if share is not None))
-        return total, *values, *constants
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor | None):
-        if ctx.rest is None:
-            made = (None if one is None else scaled(one, grads[0]) for one in ctx.saved_tensors)
-            return *made, *[None] * 5
-        hidden, weight, bias = ctx.saved_tensors
-        softcap, function, shard, chunk, count = ctx.rest
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard)
-        head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
-        for rows in chunks(hidden.shape[0], chunk):
-            u = head.load("student", hidden[rows], scratch, function.scale)
-            gradients.add(rows, u, function, grads[:count], head, scratch)
-        return *gradients.finish(), *[None] * 5
-
-
-def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The product, rounded once."""
-    return (gradient.to(factor.dtype) * factor).to(gradient.dtype)
-
-
-class _Gradients:
-    """Sums of a chunk at a time, in fp32, of what the inputs need; the hidden states' is complete on every rank."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], shard: VocabularyShard
-    ):
-        self.inputs, self.shard = (hidden, weight, bias), shard
-        wide = accumulator(weight.dtype)
-        self.hidden = torch.empty_like(hidden, dtype=wide if shard.group else hidden.dtype) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-
-    def add(
-        self,
-        rows: slice,
-        u: Tensor,
-        function: RowFunction,
-        grads: Sequence[Tensor | None],
-        head: Head,
-        scratch: Scratch,
-    ) -> None:
-        cap_slope = head.cap_slope(u, function.scale, scratch)
-        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
-        if cap_slope is not None:
-            gradient.mul_(cap_slope)
-        gradient = gradient[:, : scratch.columns]
-        if self.hidden is not None:
-            self.hidden[rows] = head.hidden_gradient(gradient)
-        if self.weight is not None:
-            chunk = self.inputs[0][rows]
-            if self.weight.is_cuda:
-                self.weight.add_(multiply(gradient.T, chunk, chunk.dtype))
-            else:
-                self.weight.addmm_(gradient.T, chunk.to(self.weight.dtype))
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0))
-
-    def finish(self) -> tuple[Tensor | None, ...]:
-        if self.hidden is not None:
-            self.shard.sum_(self.hidden)
-        made = (self.hidden, self.weight, self.bias)
-        return tuple(None if grad is None else grad.to(given.dtype) for grad, given in zip(made, self.inputs))
-
-
-def _scratch(hidden: Tensor, weight: Tensor, chunk: int) -> Scratch:
-    return Scratch(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)
 
 
 def default_chunk(hidden_size: int, device: torch.device) -> int:
@@ -201,8 +88,8 @@ def fused_linear_kd_loss(
         if kept is not None:
             values = tuple(value.new_zeros(task.num_rows).index_copy(0, kept, value) for value in values)
         return task.output(values, teacher is not None)
-    total, *values = layer.rows(flat, function, small.row_weights(like.dtype, teacher is not None))
-    return small.output(values, teacher is not None, loss=total)
+    total, *constants = layer.rows(flat, function, small.row_weights(like.dtype, teacher is not None))
+    return small.output(constants, teacher is not None, loss=total)
 
 
 def fused_linear_logprobs(
@@ -262,9 +149,7 @@ def _inputs(
         raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
     local_weight, shard = split(weight, tp_group, dim=0, name="lm_head_weight")
     if isinstance(hidden, DTensor):
-        if any(
-            not placement.is_replicate() and not _cuts_rows(placement, hidden.ndim) for placement in hidden.placements
-        ):
+        if not all(_keeps_width(placement, hidden.ndim) for placement in hidden.placements):
             raise ValueError(f"hidden: a DTensor must be replicated over the group; got {hidden.placements}")
         hidden = hidden.to_local()
     if bias is not None:
@@ -272,5 +157,6 @@ def _inputs(
     return hidden, local_weight, bias, shard
 
 
-def _cuts_rows(placement: Placement, ndim: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim % ndim != ndim - 1
+def _keeps_width(placement: Placement, ndim: int) -> bool:
+    """Replicated, or cut by rows over data-parallel ranks."""
+    return placement.is_replicate() or (isinstance(placement, Shard) and placement.dim % ndim != ndim - 1)

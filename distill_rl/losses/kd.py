@@ -51,7 +51,7 @@ def kd_loss(
         tail: of TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: the plain sum over
             the k columns, which may be negative; `renormalize`: both sides conditioned on the k columns.
         kd_ratio: share of KD; below 1 labels are needed.
-        token_weights: [N] or [B, S], on KD and CE alike.
+        token_weights: [N] or [B, S], constants, on KD and CE alike.
         reduction: sum, mean or none (one number per row).
         num_items_in_batch: what a mean divides by instead of the valid rows: the count over the whole global batch.
         chunk_size: rows worked on at once; the default suits the device's caches. It changes no bit of the gradient on a
@@ -66,10 +66,7 @@ def kd_loss(
     checks.floating("student_logits", student_logits, (2, 3))
     local, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
     checks.chunk_size(chunk_size)
-    if inplace_backward and local.is_leaf and local.requires_grad:
-        raise ValueError(
-            "inplace_backward: the logits must be computed from something; got a leaf that needs its values"
-        )
+    checks.inplace(inplace_backward, local)
     task = make_task(
         local.shape[:-1], shard, labels=labels, divergence=divergence, beta=beta, temperature=temperature, tail=tail,
         kd_ratio=kd_ratio, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, combine, row_sum
+from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
 
 
 class LabelTerm:
-    """A label's logit and its normaliser, collected in a sweep over logits divided by T.
+    """A label's logit and its normaliser, collected in a sweep over logits divided by T; the cross-entropy is at T = 1.
 
     A label that no rank holds counts as a logit of 0: finite, and for the caller to mask.
     """
@@ -24,23 +24,62 @@ class LabelTerm:
         self.logit = like.new_empty(labels.shape[0])
         self.lse = like.new_empty(labels.shape[0])
 
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """Of the sums that the sweep must take for both softmaxes; the last is that of T = 1."""
+        return (1.0,) if self.temperature == 1 else (1.0, self.temperature)
+
     def collect(self, rows: slice, u: Tensor) -> None:
         columns = self.columns[rows, None]
         self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
-        """At T = 1, given the logsumexp of the undivided logits."""
+        """Given the logsumexp of the undivided logits."""
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
-
-    def probabilities(self, rows: slice, u: Tensor, out: Tensor) -> Tensor:
-        """softmax at T = 1 of a chunk of logits divided by T."""
-        torch.mul(u, self.temperature, out=out)
-        return out.sub_(self.lse[rows, None]).exp_()
 
     def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
         """gradient − weight at the label's column, in place."""
         return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
+
+
+class LabelGradient:
+    """The cross-entropy's part of a chunk's gradient, ce · (softmax − 1[label]).
+
+    At T = 1 its softmax is the one that KD works with, which it joins with the weight `shared` [n]. Otherwise it is
+    computed apart, before the chunk is overwritten.
+    """
+
+    def __init__(
+        self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch
+    ):
+        given = grads[1] if len(grads) > 1 else None
+        self.term, self.rows = term, rows
+        self.shared = u.new_zeros(u.shape[0])
+        self._weight: Tensor | None = None
+        self._apart: Tensor | None = None
+        if term is None or given is None:
+            return
+        self._weight = given.to(u.dtype)
+        if term.temperature == 1:
+            self.shared = self._weight
+        else:
+            logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
+            self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._weight[:, None])
+
+    def add_to(self, gradient: Tensor) -> Tensor:
+        """In place, what is not in `shared`."""
+        if self._apart is not None:
+            gradient.add_(self._apart)
+        if self.term is not None and self._weight is not None:
+            self.term.subtract(self.rows, gradient, self._weight)
+        return gradient
+
+
+def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
+    """The gradient of value `number` for the rows of chunk u, [n]; zeros where nobody asked for it."""
+    given = grads[number] if number < len(grads) else None
+    return u.new_zeros(u.shape[0]) if given is None else given.to(u.dtype)
 
 
 class LabelRows:
@@ -60,7 +99,7 @@ class LabelRows:
         self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
 
     @property
-    def sweeps(self):
+    def sweeps(self) -> list[Sweep]:
         return [(self._collect, self._complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -82,8 +121,7 @@ class LabelRows:
             self.values[1][rows] = self.entropy[rows]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        zero = u.new_zeros(u.shape[0])
-        label, entropy = ((zero if g is None else g.to(u.dtype) * self.scale) for g in (*grads, None)[:2])
+        label, entropy = (weight_of(grads, number, u) * self.scale for number in (0, 1))
         log_q = u.sub_(self.lse[rows, None])
         if self.with_entropy:
             q = torch.exp(log_q, out=scratch.buffer("work", u.shape[0]))

@@ -43,7 +43,11 @@ class KDLoss(nn.Module):
         softcap: float | None = None,
     ) -> KDOutput:
         """`student`: logits, or hidden states where `lm_head_weight` is given."""
-        batch = {"labels": labels, "token_weights": token_weights, "num_items_in_batch": num_items_in_batch}
+        batch: dict[str, Any] = {
+            "labels": labels,
+            "token_weights": token_weights,
+            "num_items_in_batch": num_items_in_batch,
+        }
         if lm_head_weight is None:
             if bias is not None or softcap is not None:
                 raise ValueError("bias, softcap: belong to lm_head_weight, which is None")

@@ -76,7 +76,7 @@ def kd_loss(
         return rows.sum() / max(float(valid.sum() if num_items_in_batch is None else num_items_in_batch), 1)
 
     kd_loss, ce_loss = reduced(kd, token_weights), None if ce is None else reduced(ce, token_weights)
-    loss = kd_loss if kd_ratio == 1 else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
+    loss = kd_loss if ce_loss is None else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
     return KDOutput(
         loss=loss,
         kd_loss=kd_loss.detach(),

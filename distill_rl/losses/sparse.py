@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.divergence import Distribution, Divergence
-from distill_rl.losses.labels import LabelTerm
+from distill_rl.losses.labels import LabelGradient, LabelTerm, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, combine, floor_of
+from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 Tail = Literal["bucket", "truncate", "renormalize"]
@@ -44,21 +44,21 @@ class TopKRows:
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
         self.temperature, self.scale = temperature, 1 / temperature
         self.balance = divergence.balance if tail == "bucket" else 0.0
-        self.at_one = label is not None and temperature != 1
         num_rows, k = teacher.ids.shape
-        self.rest = LogSums(num_rows, (1.0, temperature) if self.at_one else (1.0,), like)
-        self.top: Tensor | None = like.new_empty(num_rows, k)
+        self.rest = LogSums(num_rows, (1.0,) if label is None else label.powers, like)
+        self.top = like.new_empty(num_rows, k)
         # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
         self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
         self.masses = [like.new_empty(num_rows) for _ in range(2)]
 
     @property
-    def sweeps(self):
+    def sweeps(self) -> list[Sweep]:
         return [(self._collect, self._complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        values, masses, self.values, self.masses, self.top = tuple(self.values), tuple(self.masses), [], [], None
+        values, masses, self.values, self.masses = tuple(self.values), tuple(self.masses), [], []
+        self.top = self.top.new_empty(0)
         return values, masses
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
@@ -79,9 +79,7 @@ class TopKRows:
         self.lse[rows], self.rest_lse[rows] = lse, rest_lse
         self._compare(rows, top, lse, rest_lse)
         if self.label is not None:
-            at_one = lse
-            if self.at_one:
-                at_one = _logsumexp(top * self.temperature, self.rest.log(rows, 1))
+            at_one = lse if self.temperature == 1 else _logsumexp(top * self.temperature, self.rest.log(rows, -1))
             self.values[1][rows] = self.label.cross_entropy(rows, at_one)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
@@ -128,21 +126,15 @@ class TopKRows:
         return torch.where(mass >= FULL_MASS, floor_of(log_p.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        kd, ce = ((u.new_zeros(u.shape[0]) if g is None else g.to(u.dtype)) for g in (*grads, None)[:2])
-        kd = kd * self.temperature
-        at_one = None
-        if self.at_one and grads[1] is not None:
-            at_one = self.label.probabilities(rows, u, scratch.buffer("label", u.shape[0])).mul_(ce[:, None])
-        shared_ce = u.new_zeros(u.shape[0]) if self.at_one else ce
+        label = LabelGradient(self.label, rows, u, grads, scratch)
+        kd = weight_of(grads, 0, u) * self.temperature
         columns = self.shard.columns(self.teacher.ids[rows])
         top = u.gather(1, columns)
         rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
         gradient = u.sub_(self.rest_lse[rows, None]).exp_()
-        gradient.mul_((kd * self.rest_factor[rows] + shared_ce * rest_q)[:, None])
-        gradient.scatter_(1, columns, self._gradient_at_top(rows, top, kd, shared_ce))
-        if at_one is not None:
-            gradient.add_(at_one)
-        return gradient if self.label is None else self.label.subtract(rows, gradient, ce)
+        gradient.mul_((kd * self.rest_factor[rows] + label.shared * rest_q)[:, None])
+        gradient.scatter_(1, columns, self._gradient_at_top(rows, top, kd, label.shared))
+        return label.add_to(gradient)
 
     def _gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
         log_p = self._teacher_logprobs(rows, top.dtype)

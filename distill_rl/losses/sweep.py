@@ -34,7 +34,7 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def default_chunk(columns: int, device: torch.device) -> int:
-    """Rows per chunk: a chunk and its copies fit into a core's cache on a CPU (512 KiB of fp32), and keeps a GPU busy (128 MiB)."""
+    """Rows per chunk: on a CPU a chunk and its copies fit into a core's cache, on a GPU it is 128 MiB of fp32."""
     return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
 
 
@@ -141,18 +141,23 @@ def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra:
     shard.sum_(*[total[rows] for group in sums for _, total in group.parts()], *[tensor[rows] for tensor in extra])
 
 
+Sweep = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
+"""Collect the sums of a chunk; then, over any range of rows, combine them over the ranks."""
+
+
 class RowFunction(Protocol):
     """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
 
     u stands for a loaded chunk, [n, Vl + 1]. Collecting leaves it as it was, `gradient` may overwrite it.
     """
 
-    scale: float
-    """factor on the logits before anything else, 1/T"""
+    @property
+    def scale(self) -> float:
+        """Factor on the logits before anything else, 1/T."""
 
     @property
-    def sweeps(self) -> Sequence[tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]]:
-        """Pairs: collect a chunk's sums; then, over any range of rows, combine them over the ranks."""
+    def sweeps(self) -> list[Sweep]:
+        """One after the other; a later one needs what an earlier one combined."""
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The [N] values, differentiable and not. The object lets go of them: they will refer to it."""
@@ -164,7 +169,7 @@ class RowFunction(Protocol):
 class StreamedRows(torch.autograd.Function):
     """A row function of logits that exist: [N, Vl] → its values.
 
-    One of the two autograd functions of this package; the other is `fused.FusedRows`.
+    One of the two autograd functions of this package; the other is `linear.FusedRows`.
     """
 
     @staticmethod

@@ -138,11 +138,12 @@ def make_task(
     resolve(divergence, beta)
     if kd_ratio < 1 and labels is None:
         raise ValueError(f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {kd_ratio}")
-    flat, weights = checks.rows("labels", labels, leading), checks.rows("token_weights", token_weights, leading)
-    num_rows = leading.numel()
-    if flat is None:
+    weights = None if token_weights is None else checks.rows("token_weights", token_weights.detach(), leading)
+    num_rows, flat = leading.numel(), None
+    if labels is None:
         valid = torch.ones(num_rows, dtype=torch.bool, device=device)
     else:
+        flat = checks.rows("labels", labels, leading)
         valid = flat != ignore_index
         checks.labels("labels", flat, valid, shard.total, ignore_index, validate)
         flat = torch.where(valid, flat, -1)

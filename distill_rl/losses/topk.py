@@ -44,7 +44,7 @@ def vocab_parallel_topk(
     local, shard = split(logits, tp_group, dim=-1, name="logits")
     if not 1 <= k <= shard.total:
         raise ValueError(f"k: must lie in [1, {shard.total}], the vocabulary; got {k}")
-    flat_labels = checks.rows("labels", labels, local.shape[:-1])
+    flat_labels = None if labels is None else checks.rows("labels", labels, local.shape[:-1])
     flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
     chunk = chunk_size or default_chunk(shard.size, flat.device)
     ids, top, rest, label = _candidates(flat, shard, k, flat_labels, temperature, chunk)

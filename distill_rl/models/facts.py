@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -17,6 +18,8 @@ from distill_rl.models.hub import HubUnreachable, resolve
 
 HUB_TIMEOUT_S = 10.0
 """The hub must have answered within this time; after that it counts as unreachable."""
+_HASHED_WHOLE = 64 * 2**20
+_SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -132,6 +135,23 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     return [single] if single.is_file() else []
+
+
+def fingerprint_model(folder: Path) -> str:
+    """sha256, in hex, over the config and the weights: every byte of a file up to 64 MiB, of a larger one its size, its
+    header and 64 samples of 64 KiB, which no other training run leaves as they are."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            if size <= _HASHED_WHOLE:
+                digest.update(content.read())
+                continue
+            for sample in range(_SAMPLES):
+                content.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,6 +92,13 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
             f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"
         )
     return tokenizer
+
+
+def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that a model's settings name; the model's revision says nothing of another repository."""
+    if model.tokenizer is not None:
+        return read_tokenizer(model.tokenizer)
+    return read_tokenizer(model.model, model.revision)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.schema import Config
 from distill_rl.types import DocumentBatch
-from distill_rl.workers.rank import identify
+from distill_rl.workers.rank import Process, identify
 
 if TYPE_CHECKING:
     from distill_rl.data.collate import BatchPlan
@@ -16,16 +16,15 @@ class AlignerWorker:
     def __init__(self, rank: int, config: Config, data_format: str):
         self._config, self._data_format = config, data_format
 
-    def identify(self) -> tuple[int, str]:
+    def identify(self) -> Process:
         return identify()
 
     def start(self) -> None:
         from distill_rl.data.collate import Tokenization
-        from distill_rl.models.hub import read_tokenizer
+        from distill_rl.models.hub import tokenizer_of
 
-        student = self._config.student
         data = self._config.data
-        tokenizer = read_tokenizer(student.tokenizer or student.model, student.revision)
+        tokenizer = tokenizer_of(self._config.student)
         self._tokenization = Tokenization(
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )

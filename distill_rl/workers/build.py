@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 
+from distill_rl.config.derive import Facts, sizes
 from distill_rl.errors import DistillError
 from distill_rl.job import Job
 from distill_rl.observe.log import say
@@ -52,12 +55,15 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         f"starting  {', '.join([*student_names, *(name for names in teacher_names.values() for name in names), *aligner_names])}"
     )
     log.info("transport %s: %s", transport.name, transport.reason)
-    with ray_session(config.ray, num_cpus=num_actors):
-        signals.install_again()
+    with ray_session(
+        config.ray, num_cpus=num_actors, target_bytes=_target_bytes(job), started=signals.install_again
+    ) as ray_logs:
         plan = seat(config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
         threads = threads_per_worker(num_actors - len(aligner_names))
-        calls = Calls(signals.raise_if_interrupted)
-        with reserve(plan, timeout_s=config.ray.placement_timeout_s) as placement:
+        calls = Calls(signals.raise_if_stopping)
+        with reserve(
+            plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
+        ) as placement:
             aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, config, job.data_format)
             common = (job.vocabulary_size, transport.name, threads)
             teachers = {
@@ -71,10 +77,14 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
             groups = [aligners, *teachers.values(), student]
             try:
                 _start(job, aligners, teachers, student, calls)
+                calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
                 yield Crew(
                     Pipeline(config, aligners, teachers, calls, job.plan), StudentGroup(student, config, calls, timer)
                 )
                 _stop([*teachers.values(), student])
+            except DistillError:
+                _keep_logs(ray_logs, groups, job.paths.logs)
+                raise
             finally:
                 for group in groups:
                     group.kill()
@@ -82,7 +92,23 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
 
 def threads_per_worker(num_compute_actors: int) -> int:
     """Torch threads of each student and teacher rank: the machine's cores, shared out."""
-    return max(1, (os.cpu_count() or 1) // num_compute_actors)
+    return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
+
+
+def _target_bytes(job: Job) -> int:
+    """Targets alive at once: every teacher's ring, and one batch of validation beside it."""
+    depth = job.config.prefetch.depth
+    derived = sizes(job.config, Facts(vocabulary_size=job.vocabulary_size))
+    dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
+    return sum(teacher.ring_bytes * dp[teacher.name] * (depth + 2) // (depth + 1) for teacher in derived.teachers)
+
+
+def _keep_logs(ray_logs: Path | None, groups: list[WorkerGroup], folder: Path) -> None:
+    """Copies what the workers printed into the run's logs, by actor; Ray's own copy goes away with the session."""
+    for pid, name in (entry for group in groups for entry in group.pids.items()):
+        for file in ray_logs.glob(f"worker-*-{pid}.*") if ray_logs else ():
+            if file.stat().st_size:
+                shutil.copyfile(file, folder / f"{name.replace('/', '-')}{file.suffix}")
 
 
 def _start(
@@ -109,4 +135,4 @@ def _stop(groups: list[WorkerGroup]) -> None:
         try:
             group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
         except DistillError as error:
-            log.warning("%s", error)
+            log.info("%s", error)

@@ -24,11 +24,18 @@ _FIRST_CAUSE_S = 2.0
 class Calls:
     """Waits for calls of known actors.
 
-    `names` maps Ray actor ids (hex) to actor names. `interrupted` is asked at every poll and may raise.
+    `names` maps Ray actor ids (hex) to actor names, `actors` to handles. `interrupted` is asked at every poll and may
+    raise.
     """
 
     interrupted: Callable[[], None]
     names: dict[str, str] = field(default_factory=dict)
+    actors: dict[str, Any] = field(default_factory=dict)
+
+    def know(self, name: str, actor: Any) -> None:
+        """An actor that errors may be about; it has a method `identify`."""
+        actor_id = actor._actor_id.hex()
+        self.names[actor_id], self.actors[actor_id] = name, actor
 
     def gather(
         self, calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef], *, what: str, timeout_s: float
@@ -56,7 +63,7 @@ class Calls:
                     late,
                     f"{what} must end within {timeout_s:g} s",
                     "no answer",
-                    "raise the deadline (ray.*_timeout_s) or look at the worker's log",
+                    "raise its deadline (ray.*_timeout_s, aligner.deadline_s), or look into logs/",
                 )
         return ray.get(list(names), timeout=timeout_s)
 
@@ -66,9 +73,16 @@ class Calls:
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
         return _errors_of(done)
 
+    def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
+        """Errors of actors that are dead: who lost an object reports it, and not whoever owned it."""
+        asked = [actor.identify.remote() for actor in self.actors.values()]
+        return {ref: error for ref, error in self._late_errors(asked).items() if not _rank(error)}
+
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
     ) -> DistillError:
+        if all(_rank(error) for error in errors.values()):
+            errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
         actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
         return explain(error, actor, what)
@@ -77,9 +91,7 @@ class Calls:
 def explain(error: BaseException, actor: str, what: str) -> DistillError:
     """One line that names the actor, what it was doing, and the cause."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if (
-        isinstance(cause, DistillError) and cause.exit_code == 2
-    ):  # bad input is the user's to mend, wherever it was found
+    if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user's to mend, wherever it was found
         cause.add_note(_plain(error))
         return cause
     if isinstance(error, RayTaskError):
@@ -130,6 +142,8 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _death(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    causes = [line for line in lines if "exit" in line.lower() or "kill" in line.lower() or "cause" in line.lower()]
-    return (causes or lines or [""])[-1][:300]
+    """Ray's word on how the process ended, one sentence of it."""
+    found = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", str(error)) or re.search(
+        r"exit type: (\S+)", str(error)
+    )
+    return found.group(1).strip() if found else _first_line(error)

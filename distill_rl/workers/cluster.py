@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -19,22 +21,18 @@ import ray
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
+from distill_rl.signals import held_back
 
-_FORWARDED = (
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "HF_HUB_CACHE",
-    "TMPDIR",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_DEBUG",
-    "DISTILL_RL_LOG",
+_PASSED_ON = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
+    r"|CUDA_.*|NVIDIA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
+    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
 )
-"""The only variables of the driver that its actors see, besides those Ray itself sets."""
+"""The only variables of the driver that its actors see: none of these holds a secret (Ray's token travels as a file)."""
 
-_OBJECT_STORE_BYTES = 512 * 2**20
-_SMALLEST_OBJECT_STORE_BYTES = 80 * 2**20
-
+_LEAST_OBJECT_STORE = 80 * 2**20
+_SPARE_OBJECT_STORE = 256 * 2**20
+"""room for batches and results, beside the targets"""
 _CONNECT_TIMEOUT_S = 5.0
 _START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
@@ -47,55 +45,65 @@ def namespace() -> str:
 
 
 @contextmanager
-def ray_session(settings: RayConfig, *, num_cpus: int) -> Iterator[None]:
+def ray_session(
+    settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
+) -> Iterator[Path | None]:
     """Joins `ray.address`, or starts Ray here for `num_cpus` logical CPUs; ends what it started.
+
+    Args:
+        target_bytes: of teachers' targets that the object store of a Ray started here must hold at once.
+        started: called as soon as Ray runs, before any signal is let through to its handlers.
+
+    Yields:
+        The folder of the workers' logs, where it is on this machine and goes away with the session.
 
     Raises:
         ConfigError: no cluster at the address, or too little room in /dev/shm.
         WorkerError: Ray did not start.
     """
-    if settings.address is None:
-        with _local_ray(settings, num_cpus):
-            yield
-    else:
+    if settings.address is not None:
         with _joined_ray(settings.address):
-            yield
+            started()
+            yield None
+    else:
+        with _local_ray(settings, num_cpus, _object_store_bytes(target_bytes), started) as logs:
+            yield logs
 
 
 @contextmanager
-def _local_ray(settings: RayConfig, num_cpus: int) -> Iterator[None]:
+def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[Path]:
     directory = _private_directory() / secrets.token_hex(2)
     if os.environ["RAY_AUTH_MODE"] == "token":
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
     try:
-        try:
-            ray.init(
-                num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
-                object_store_memory=_object_store_bytes(),
-                include_dashboard=settings.dashboard,
-                dashboard_host="127.0.0.1",
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                namespace=namespace(),
-                runtime_env={"env_vars": _worker_environment()},
-                _temp_dir=str(directory),
-            )
-        except Exception as error:
-            raise WorkerError(
-                "Ray",
-                "must start on this machine",
-                f"{type(error).__name__}: {error}",
-                "see ray.* in the configuration",
-            ) from error
-        finally:
-            roots = set(psutil.Process().children()) - others
-        yield
+        with held_back(), _only_passed_on():
+            try:
+                ray.init(
+                    num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
+                    object_store_memory=store,
+                    include_dashboard=settings.dashboard,
+                    dashboard_host="127.0.0.1",
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    namespace=namespace(),
+                    runtime_env={"env_vars": _worker_environment()},
+                    _temp_dir=str(directory),
+                )
+            except Exception as error:
+                cause = f"{type(error).__name__}: {error}"
+                raise WorkerError(
+                    "Ray", "must start on this machine", cause, "see ray.* in the configuration"
+                ) from error
+            finally:
+                roots = set(psutil.Process().children()) - others
+                started()
+        yield directory / "session_latest" / "logs"
     finally:
-        started = _with_descendants(roots)
+        family = _with_descendants(roots)
         ray.shutdown()
-        _end(started)
+        _end(family)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -112,10 +120,7 @@ def _joined_ray(address: str) -> Iterator[None]:
         )
     except Exception as error:
         raise ConfigError(
-            "ray.address",
-            "must name a running Ray cluster",
-            f"{address} ({type(error).__name__})",
-            _START_ONE,
+            "ray.address", "must name a running Ray cluster", f"{address} ({type(error).__name__})", _START_ONE
         ) from error
     try:
         yield
@@ -142,13 +147,39 @@ def _require_answer(address: str) -> None:
 def _private_directory() -> Path:
     """This process's directory for Ray's files and token; only this user can enter it. Removed at exit.
 
-    Its name begins with the process id, so that a later process can sweep up after one that was killed. It
+    The lock in it says that its process lives, so that a later one can sweep up after one that was killed. It
     lies in /tmp whatever TMPDIR says, because Ray's socket paths must stay under 107 bytes.
     """
     _sweep()
     directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    _lock(directory)
     return directory
+
+
+_locks: list[int] = []
+"""open for the life of the process"""
+
+
+def _lock(directory: Path) -> None:
+    """Raises: OSError: another process holds it."""
+    descriptor = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    _locks.append(descriptor)
+
+
+def _sweep() -> None:
+    """Removes what processes of this user that are gone could not remove themselves."""
+    for directory in Path("/tmp").glob("drl-*-*"):
+        pid = directory.name.split("-")[1]
+        with suppress(OSError):  # somebody else's, or swept by another process just now
+            if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.getuid():
+                _lock(directory)
+                shutil.rmtree(directory)
 
 
 @cache
@@ -161,29 +192,43 @@ def _token_file() -> Path:
     return path
 
 
-def _sweep() -> None:
-    """Removes what processes of this user that are gone could not remove themselves."""
-    for directory in Path("/tmp").glob("drl-*-*"):
-        pid = directory.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.getuid():
-            shutil.rmtree(directory, ignore_errors=True)
+@contextmanager
+def _only_passed_on() -> Iterator[None]:
+    """Ray's processes inherit the environment of the moment in which they start."""
+    whole = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(_passed_on(whole))
+    try:
+        yield
+    finally:
+        os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
 
 
 def _worker_environment() -> dict[str, str]:
-    forwarded = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
-    return forwarded | {"TOKENIZERS_PARALLELISM": "false"}
+    """What a joined cluster's nodes cannot inherit and must agree on."""
+    agreed = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*")
+    settings = {name: value for name, value in _passed_on(os.environ).items() if agreed.fullmatch(name)}
+    return settings | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-def _object_store_bytes() -> int:
+def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if _PASSED_ON.fullmatch(name)}
+
+
+def _object_store_bytes(target_bytes: int) -> int:
+    """As much as the targets in flight need, as far as /dev/shm has it; beyond that Ray spills to disk."""
     free = shutil.disk_usage("/dev/shm").free
-    if free < _SMALLEST_OBJECT_STORE_BYTES:
+    if free < _LEAST_OBJECT_STORE:
         raise ConfigError(
             "/dev/shm",
-            f"Ray's object store needs {_SMALLEST_OBJECT_STORE_BYTES // 2**20} MiB of it",
+            f"Ray's object store needs {_LEAST_OBJECT_STORE // 2**20} MiB of it",
             f"{free // 2**20} MiB free",
             "free some, enlarge it (mount -o remount,size=2G /dev/shm), or give the container a larger --shm-size",
         )
-    return min(_OBJECT_STORE_BYTES, int(free * 0.8))
+    wanted = _SPARE_OBJECT_STORE + target_bytes
+    if wanted > 0.8 * free:
+        log.warning("targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20)
+    return max(_LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 
 def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -198,7 +243,7 @@ def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
     """Waits for processes to be gone; kills those that stay."""
     _, alive = psutil.wait_procs(processes, timeout=patience_s)
     for process in alive:
-        log.warning("killing %s, left over by Ray", process.pid)
+        log.info("killing %s, left over by Ray", process.pid)
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=patience_s)

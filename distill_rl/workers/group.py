@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.placement import SeatingPlan, options
+from distill_rl.workers.rank import Process
 
 
 class WorkerGroup:
@@ -30,12 +29,11 @@ class WorkerGroup:
         remote: Any = ray.remote(worker)
         self.names = list(names)
         self._calls = calls
-        self._pids: list[int] = []
-        self._node_ids: list[str] = []
+        self._processes: list[Process] = []
         self.actors: list[Any] = []
         for rank, name in enumerate(self.names):
             actor = remote.options(**options(plan.seats[name], placement)).remote(rank, *arguments)
-            calls.names[actor._actor_id.hex()] = name
+            calls.know(name, actor)
             self.actors.append(actor)
 
     def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
@@ -51,8 +49,12 @@ class WorkerGroup:
 
     def identify(self, timeout_s: float) -> None:
         """Learns the ranks' processes, so that `kill` can end a stopped one."""
-        facts = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
-        self._pids, self._node_ids = [pid for pid, _ in facts], [node for _, node in facts]
+        self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """Process id → actor name."""
+        return {process.pid: name for process, name in zip(self._processes, self.names)}
 
     def rendezvous(self, *, dp: int, tp: int, replicas: bool, timeout_s: float) -> list[tuple[str, int]]:
         """A store for each process group: one of all ranks, or one per data-parallel replica. One address per rank."""
@@ -66,11 +68,10 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Ends every rank at once: SIGKILL by pid where the process is on this node (ray.kill alone waits 5 s for a stopped one)."""
-        here = ray.get_runtime_context().get_node_id()
-        for pid, node in zip(self._pids, self._node_ids, strict=True):
-            if node == here:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
+                if process.node_id == ray.get_runtime_context().get_node_id():
+                    process.kill()
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)

@@ -49,7 +49,10 @@ class PendingBatch:
             self.release()
 
     def release(self) -> None:
-        self.info, self.student, self.targets, self.others, self.names = {}, [], [], {}, {}
+        for references in (self.student, *self.targets):
+            references.clear()
+        for named in (self.info, self.others, self.names):
+            named.clear()
 
 
 class Pipeline:
@@ -138,10 +141,10 @@ class StudentGroup:
         for rank in range(len(self._group.actors)):
             calls |= self._group.submit(method, batch.student[rank // tp], sizes, *published, ranks=[rank])
         with self._timer.part(parts[0]):
-            info = self._gather(batch.info, f"aligning batch {batch.index}", self._config.aligner.deadline_s)[0]
+            info = self._gather(batch.info, f"aligning the batch of {what}", self._config.aligner.deadline_s)[0]
         with self._timer.part(parts[1]):
             watched = {ref: batch.names[ref] for ref in (*published, *batch.others)}
-            taught = self._gather(watched, f"teaching batch {batch.index}", self._config.ray.step_timeout_s)
+            taught = self._gather(watched, f"teaching the batch of {what}", self._config.ray.step_timeout_s)
         with self._timer.part(parts[2]):
             trained = self._gather(calls, what, self._config.ray.step_timeout_s)
         batch.metrics = merge([_describe(info), *(result.metrics for result in taught)])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
+
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +79,18 @@ def seat(config: Config, *, gpus: bool) -> SeatingPlan:
 
 
 @contextmanager
-def reserve(plan: SeatingPlan, *, timeout_s: float) -> Iterator[PlacementGroup]:
-    """Reserves all bundles at once.
+def reserve(plan: SeatingPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
+    """Reserves all bundles at once; asks `interrupted`, which may raise, while it waits.
 
     Raises:
         ConfigError: the cluster cannot give them within `timeout_s`; names asked and available amounts.
     """
     group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK")
     try:
-        if not group.wait(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not (ready := group.wait(_POLL_S)) and time.monotonic() < deadline:
+            interrupted()
+        if not ready:
             raise ConfigError(
                 "placement",
                 f"the actors' resources must be free within ray.placement_timeout_s={timeout_s:g}",

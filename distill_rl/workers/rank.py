@@ -5,9 +5,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
@@ -19,9 +22,25 @@ if TYPE_CHECKING:
     from distill_rl.transport.base import Transport
 
 
-def identify() -> tuple[int, str]:
-    """This process's pid and Ray node id."""
-    return os.getpid(), ray.get_runtime_context().get_node_id()
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A worker's process, known well enough never to end another one that got its number."""
+
+    pid: int
+    created: float
+    node_id: str
+
+    def kill(self) -> None:
+        """SIGKILL, if it is still this process; on its own node only."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            if process.create_time() == self.created:
+                process.kill()
+
+
+def identify() -> Process:
+    """The process that calls this."""
+    return Process(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
 
 class RankWorker:
@@ -37,7 +56,7 @@ class RankWorker:
         self._config, self._transport_name, self._threads = config, transport, threads
         self._store: TCPStore | None = None
 
-    def identify(self) -> tuple[int, str]:
+    def identify(self) -> Process:
         return identify()
 
     def serve_store(self, world_size: int) -> tuple[str, int]:

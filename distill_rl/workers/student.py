@@ -58,10 +58,9 @@ class StudentWorker(RankWorker):
         self._engine.load(directory)
 
     def export(self, directory: str, card: str) -> None:
-        from distill_rl.models.hub import read_tokenizer
+        from distill_rl.models.hub import tokenizer_of
 
-        student = self._config.student
-        self._engine.export(directory, read_tokenizer(student.tokenizer or student.model, student.revision), card)
+        self._engine.export(directory, tokenizer_of(self._config.student), card)
 
 
 class _Targets:

@@ -99,6 +99,34 @@ def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_sam
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
 
 
+def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(material, tmp_path):
+    """Teachers equal to the one of the straight run, so that their weighted mean is its loss."""
+    losses = []
+    for overrides in (
+        [],
+        [f"teachers.1={{name: same, model: {material.root}/teacher, dtype: fp32, micro_batch_size: 1, weight: 3, parallel: {{dp: 2}}}}",
+         "student.parallel.dp=2", "prefetch.depth=2"],
+    ):  # fmt: skip
+        folder = tmp_path / str(len(losses))
+        ended = distill_rl("train", "-c", material.config(folder), "train.steps=null", "train.epochs=0.4", *overrides)
+        assert ended.code == 0, ended.err
+        losses.append(series(folder / "runs" / "tiny", "train/kl_loss"))
+    assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
+    torch.testing.assert_close([kl for _, kl in losses[0]], [kl for _, kl in losses[1]], rtol=2e-4, atol=1e-6)
+
+
+def test_a_resumed_run_must_find_the_same_teacher_order_and_data(straight, material):
+    config = straight.parent.parent / "tiny.yaml"
+    ended = distill_rl(
+        "train", "-c", config, "--resume", "train.steps=9", "run.seed=4", f"teachers.0.model={material.root}/student",
+        "data.validation.fraction=0.2",
+    )  # fmt: skip
+    assert ended.code == 2
+    assert len(ended.errors) == 3
+    for name in ("teacher big", "order of the data", "data of this run"):
+        assert any(name in line for line in ended.errors), ended.errors
+
+
 def test_without_distillation_weight_no_teacher_runs(material, tmp_path):
     config = material.config(tmp_path)
     ended = distill_rl("train", "-c", config, "loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16")
@@ -114,6 +142,12 @@ def test_any_checkpoint_can_be_exported_later(straight, tmp_path):
     ours, theirs = load_file(tmp_path / "again" / "model.safetensors"), weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert distill_rl("export", straight, "--checkpoint", "5", "--out", tmp_path / "no").code == 2
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
+    refused = distill_rl("export", straight, "--out", tmp_path / "thesis")
+    assert refused.code == 2
+    assert "--out" in refused.err
+    assert (tmp_path / "thesis" / "thesis.tex").exists()
 
 
 def test_a_run_directory_is_not_overwritten_and_check_changes_nothing(straight, material):

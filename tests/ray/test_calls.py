@@ -3,15 +3,20 @@
 import os
 import signal
 
+import psutil
 import pytest
 
 from distill_rl.errors import DataError, NumericsError, WorkerError
 from distill_rl.workers.calls import Calls
+from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
 
 
 class Worker:
+    def identify(self):
+        return os.getpid()
+
     def pid(self):
         return os.getpid()
 
@@ -34,7 +39,7 @@ def crew(ray_cluster):
     actors = []
     for name in ("student-dp0-tp0", "big/dp0-tp0"):
         actor = ray_cluster.remote(Worker).options(num_cpus=0).remote()
-        calls.names[actor._actor_id.hex()] = name
+        calls.know(name, actor)
         actors.append(actor)
     yield calls, *actors
     for actor in actors:
@@ -80,6 +85,15 @@ def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cl
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"^big/dp0-tp0: its process died during step 2"):
         calls.gather(named(calls, victim, lost), what="step 2", timeout_s=60)
+
+
+def test_a_dead_actor_is_named_and_not_the_one_that_misses_what_it_owned(crew, ray_cluster):
+    calls, student, teacher = crew
+    pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the death")
+    with pytest.raises(WorkerError, match=r"^big/dp0-tp0: its process died during step 3"):
+        calls.gather({student.fail.remote(KeyError("object lost")): "student-dp0-tp0"}, what="step 3", timeout_s=120)
 
 
 def test_a_wait_has_a_deadline_that_names_who_did_not_answer(crew):

@@ -27,6 +27,7 @@ with ray_session(RayConfig(), num_cpus=5):
         "mode": os.environ["RAY_AUTH_MODE"],
         "token_bits": oct(stat.S_IMODE(os.stat(token).st_mode)),
         "in_arguments": any(open(token).read() in part for p in psutil.Process().children(recursive=True) for part in p.cmdline()),
+        "secret_seen": ray.get(ray.remote(lambda: "MY_API_KEY" in os.environ).remote()),
         "cpus": ray.cluster_resources()["CPU"],
     }
 print(json.dumps(facts), flush=True)
@@ -37,7 +38,11 @@ if sys.argv[1:] == ["die"]:
 
 def session(*arguments: str) -> dict:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=120, env=environment()
+        [sys.executable, "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment() | {"MY_API_KEY": "hunter2"},
     )
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -51,6 +56,7 @@ def test_a_session_is_authenticated_and_leaves_no_process_and_no_file():
     assert facts["mode"] == "token"
     assert facts["token_bits"] == "0o600"
     assert not facts["in_arguments"]
+    assert not facts["secret_seen"]
     assert facts["cpus"] >= max(5, os.cpu_count() or 1)
     assert facts["started"]
     assert not any(psutil.pid_exists(pid) for pid in facts["started"])

@@ -63,7 +63,7 @@ def test_a_folder_left_by_a_killed_save_is_never_chosen_and_swept_by_the_next(tm
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("name", ["student/shard-0", "student/nested/shard-1", "state.json"])
+@pytest.mark.parametrize("name", ["student/shard-0", "student/nested/shard-1", "state.json", "MANIFEST.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, name, harm):
     store = store_in(tmp_path)
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
     if harm == "remove":
         file.unlink()
     elif harm == "cut":
-        file.write_bytes(content[:-1])
+        file.write_bytes(content[: len(content) // 2])
     else:
         content[0] ^= 1
         file.write_bytes(content)
@@ -82,6 +82,28 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
         checkpoints.read(tmp_path / "step-2")
     assert store.newest().state.train.step == 1
     assert name in caplog.text
+
+
+def test_no_flipped_bit_of_the_manifest_is_more_than_a_damaged_checkpoint(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 1)
+    save(store, 2)
+    manifest = tmp_path / "step-2" / "MANIFEST.json"
+    content = manifest.read_bytes()
+    for position in range(len(content)):
+        manifest.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        assert store.newest().state.train.step in (1, 2)
+
+
+def test_checkpoints_of_a_future_that_was_left_are_set_aside(tmp_path):
+    store = store_in(tmp_path, keep_last=1)
+    for step in (4, 8):
+        save(store_in(tmp_path, keep_last=9), step)
+    store.abandon_after(4)
+    assert store.newest().state.train.step == 4
+    save(store, 5)
+    assert steps_in(tmp_path) == [5]
+    assert [path.name[:17] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-8-"]
 
 
 def test_a_manifest_of_a_newer_format_is_refused(tmp_path):

@@ -241,6 +241,7 @@ def test_a_run_directory_in_use_is_refused_unless_it_is_resumed_or_cleaned(probl
     try:
         assert problems() == []
         (run / "config.yaml").touch()
+        (run / "metrics.jsonl").touch()
         line = only(problems())
         assert str(run) in line
         assert "--resume" in line

@@ -48,7 +48,20 @@ def test_clean_does_not_touch_what_is_no_run_directory(config):
     root = rundir.paths_of(config).root
     root.mkdir(parents=True)
     (root / "thesis.tex").write_text("years of work")
-    assert "config.yaml" in rundir.problems(config, clean=True)[0]
+    (root / "config.yaml").write_text("of another program")
+    assert "no run directory" in rundir.problems(config, clean=True)[0]
+
+
+def test_clean_and_resume_exclude_each_other_before_anything_is_deleted(config):
+    used(config)
+    config.checkpoint.resume = "latest"
+    assert "nothing to resume from" in rundir.problems(config, clean=True)[0]
+
+
+def test_the_recorded_configuration_can_be_run_again(config):
+    config.checkpoint.resume = "latest"
+    with rundir.occupy(config, clean=False) as paths:
+        assert "resume: null" in paths.config.read_text()
 
 
 def test_a_file_in_the_way_is_named(config, tmp_path):

@@ -2,10 +2,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from distill_rl.signals import Signals
+from distill_rl.signals import Preempted, Signals, held_back
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -25,6 +26,29 @@ def test_ctrl_c_interrupts_at_the_next_poll_and_is_no_preemption():
         assert not signals.preempted
         with pytest.raises(KeyboardInterrupt):
             signals.raise_if_interrupted()
+
+
+def test_at_once_a_signal_raises_where_it_arrives_or_on_entry():
+    with Signals() as signals:
+        with pytest.raises(Preempted), signals.at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Preempted), signals.at_once():
+            pass
+    with Signals() as signals, pytest.raises(KeyboardInterrupt), signals.at_once():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_is_held_back_is_heard_afterwards_and_never_by_children():
+    with Signals() as signals:
+        with held_back():
+            child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1)
+            assert child.stdout.readline() == b"up\n"
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            assert not signals.preempted
+        assert signals.preempted
+    child.terminate()
+    child.communicate(b"\n", timeout=60)
+    assert child.returncode == 0
 
 
 def test_handlers_are_given_back():

@@ -1,0 +1,123 @@
+"""The autograd function of the fused losses: hidden states in, values per row out, gradients of all inputs back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distill_rl.losses.head import Head, multiply
+from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
+
+
+class FusedRows(torch.autograd.Function):
+    """A row function of logits that are made on the way: hidden [n, H], weight [Vl, H], bias [Vl] → its values.
+
+    With `weights`, the derivative of the final number with respect to each value, the first output is Σ weights · values,
+    the only differentiable one, and gradients are made while the logits are at hand: 6·N·H·Vl operations. Without, every
+    value is differentiable and backward makes the logits again: 8·N·H·Vl.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        function: RowFunction,
+        shard: VocabularyShard,
+        chunk: int,
+        weights: Sequence[Tensor | None] | None,
+    ) -> tuple[Tensor, ...]:
+        needs = ctx.needs_input_grad[:3]
+        gradients = _Gradients(hidden, weight, bias, needs, shard) if weights is not None and any(needs) else None
+        head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
+        for rows in chunks(hidden.shape[0], chunk):
+            u = head.load("student", hidden[rows], scratch, function.scale)
+            for collect, complete in function.sweeps:
+                collect(rows, u, scratch)
+                complete(rows)
+            if gradients is not None and weights is not None:
+                gradients.add(rows, u, function, weights, head, scratch)
+        values, constants = function.outputs()
+        ctx.set_materialize_grads(False)
+        if weights is None:
+            ctx.save_for_backward(hidden, weight, bias)
+            ctx.rest = softcap, function, shard, chunk, len(values)
+            ctx.mark_non_differentiable(*constants)
+            return *values, *constants
+        ctx.rest = None
+        ctx.save_for_backward(*(gradients.finish() if gradients is not None else ()))
+        ctx.mark_non_differentiable(*values, *constants)
+        parts = [(value * share).sum() for value, share in zip(values, weights) if share is not None]
+        total = torch.stack(parts).sum()
+        return total, *values, *constants
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None):
+        if ctx.rest is None:
+            factor = grads[0]
+            assert factor is not None
+            made = (None if one is None else (one.to(factor.dtype) * factor).to(one.dtype) for one in ctx.saved_tensors)
+            return *made, *[None] * 5
+        hidden, weight, bias = ctx.saved_tensors
+        softcap, function, shard, chunk, count = ctx.rest
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard)
+        head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
+        for rows in chunks(hidden.shape[0], chunk):
+            u = head.load("student", hidden[rows], scratch, function.scale)
+            gradients.add(rows, u, function, grads[:count], head, scratch)
+        return *gradients.finish(), *[None] * 5
+
+
+class _Gradients:
+    """Sums of a chunk at a time, in fp32, of what the inputs need; the hidden states' is complete on every rank."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], shard: VocabularyShard
+    ):
+        self.inputs, self.shard = (hidden, weight, bias), shard
+        wide = accumulator(weight.dtype)
+        self.hidden = torch.empty_like(hidden, dtype=wide if shard.group else hidden.dtype) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+
+    def add(
+        self,
+        rows: slice,
+        u: Tensor,
+        function: RowFunction,
+        grads: Sequence[Tensor | None],
+        head: Head,
+        scratch: Scratch,
+    ) -> None:
+        cap_slope = head.cap_slope(u, function.scale, scratch)
+        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
+        if cap_slope is not None:
+            gradient.mul_(cap_slope)
+        gradient = gradient[:, : scratch.columns]
+        if self.hidden is not None:
+            self.hidden[rows] = head.hidden_gradient(gradient)
+        if self.weight is not None:
+            chunk = self.inputs[0][rows]
+            if self.weight.is_cuda:
+                self.weight.add_(multiply(gradient.T, chunk, chunk.dtype))
+            else:
+                self.weight.addmm_(gradient.T, chunk.to(self.weight.dtype))
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0))
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        if self.hidden is not None:
+            self.shard.sum_(self.hidden)
+        made = zip((self.hidden, self.weight, self.bias), self.inputs)
+        return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)
+
+
+def _scratch(hidden: Tensor, weight: Tensor, chunk: int) -> Scratch:
+    return Scratch(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)
