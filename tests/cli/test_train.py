@@ -99,6 +99,25 @@ def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_sam
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
 
 
+def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(material, tmp_path):
+    curves = []
+    for tp in (1, 2):
+        folder = tmp_path / str(tp)
+        ended = distill_rl(
+            "train",
+            "-c",
+            material.config(folder),
+            "optimizer.lr=0.001",
+            f"student.parallel.tp={tp}",
+            f"teachers.0.parallel.tp={tp}",
+        )
+        assert ended.code == 0, ended.err
+        curves.append([series(folder / "runs" / "tiny", f"train/{name}") for name in ("kl_loss", "nll_loss")])
+    for whole, split in zip(*curves, strict=True):
+        assert len(whole) == 8
+        torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
+
+
 def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(material, tmp_path):
     """Teachers equal to the one of the straight run, so that their weighted mean is its loss."""
     losses = []

@@ -1,16 +1,19 @@
 """A run on a Ray that somebody else started: it joins, takes its resources, and leaves the cluster as it found it."""
 
-import os
+import contextlib
 import re
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import distill_rl, environment, series
+from tests.helpers.command import distill_rl, environment, series, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 
@@ -21,22 +24,45 @@ RAY = Path(sys.executable).with_name("ray")
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Address of a head node with four logical CPUs and token authentication."""
+    """Address of a head node with four logical CPUs and token authentication; only its own processes are ended."""
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_urlsafe(32))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    folder = Path(f"/tmp/drl-test-{os.getpid()}")
-    start = [RAY, "start", "--head", "--port=0", "--num-cpus=4", "--include-dashboard=false", f"--temp-dir={folder}"]
-    started = subprocess.run(
-        [*start, "--object-store-memory=200000000"], capture_output=True, text=True, timeout=120, env=environment()
-    )
-    assert started.returncode == 0, started.stdout + started.stderr
-    yield re.search(r"--address='([^']+)'", started.stdout).group(1)
-    subprocess.run([RAY, "stop", "--force"], capture_output=True, timeout=60, env=environment())
-    subprocess.run(["rm", "-rf", folder], check=True)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    output = tmp_path / "ray.log"
+    start = [
+        RAY,
+        "start",
+        "--head",
+        "--block",
+        "--port=0",
+        "--num-cpus=4",
+        "--include-dashboard=false",
+        f"--temp-dir={folder}",
+    ]
+    with output.open("w") as log:
+        head = psutil.Popen(
+            [*start, "--object-store-memory=200000000"],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment(),
+        )
+    try:
+        until(lambda: re.search(r"--address='([^']+)'", output.read_text()) or head.poll() is not None, "ray start")
+        found = re.search(r"--address='([^']+)'", output.read_text())
+        assert found, output.read_text()
+        yield found.group(1)
+    finally:
+        family = [head, *head.children(recursive=True)] if head.is_running() else []
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def actors_alive(address: str) -> str:
