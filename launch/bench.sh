@@ -10,7 +10,7 @@ source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
-names=$(cd distill_rl/bench && ls -- *.py | sed -e 's/\.py$//' -e '/^__init__$/d' -e '/^record$/d' | paste -sd ' ')
+names=$(cd distill_rl/bench && ls -- *.py | sed -e 's/\.py$//' -e '/^_/d' -e '/^record$/d' | paste -sd ' ')
 if [[ -z $name || " $names " != *" $name "* ]]; then
     echo "bench: error: unknown benchmark '$name'; there are: $names" >&2
     exit 2

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
+_WIDE = 100
+"""columns of a terminal that hold the bar, the steps and everything said of them"""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
 
 
@@ -209,6 +212,7 @@ class ProgressSink:
         self._written = 0.0
         self._first: tuple[int, float] | None = None
         """the first step seen and its time; it compiles and warms up, so it does not count towards the speed"""
+        self._wide = not self._console.is_terminal or self._console.width >= _WIDE
         self._progress, self._task = _bar(self._console, total_steps, start_step)
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
@@ -232,7 +236,7 @@ class ProgressSink:
 
     def _facts(self, step: int, record: Mapping[str, float], now: float, first: tuple[int, float]) -> str:
         facts = []
-        for label, name in (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss")):
+        for label, name in _LOSSES if self._wide else _LOSSES[:1]:
             if name in record:
                 facts.append(f"{label} {record[name]:.4f}")
         if RATE in record:
