@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError
@@ -137,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(check)
     check.set_defaults(command=_check)
 
+    _add_other_commands(commands)
+    return parser
+
+
+def _add_other_commands(commands: Any) -> None:
     evaluation = commands.add_parser(
         "eval",
         help="score a model on evaluation suites",
@@ -168,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", type=Path, help="run directory")
     report.set_defaults(command=_report)
-    return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
