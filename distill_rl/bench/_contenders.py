@@ -47,8 +47,9 @@ class Sides:
     teacher: tuple[Tensor, Tensor]
 
     @classmethod
-    def draw(cls, rows: int, hidden: int, columns: int, device: str) -> Sides:
-        """Random, with logits of standard deviation 2."""
+    def draw(cls, sizes: Sequence[int], device: str) -> Sides:
+        """Random, of N, H and V, with logits of standard deviation 2."""
+        rows, hidden, columns = sizes
         generator = torch.Generator(device).manual_seed(0)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
 

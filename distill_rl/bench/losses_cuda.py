@@ -104,7 +104,7 @@ def _milliseconds(run: Callable[[], Tensor], cuda: bool) -> float:
 def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     """All cases on the same draw."""
     measured: list[Figures] = []
-    for inputs, group in cases(Sides.draw(*sizes, device)):
+    for inputs, group in cases(Sides.draw(sizes, device)):
         measured += (measure(case, inputs, repeats) for case in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
     return [replace(line, ratio=_over(line.milliseconds, base[line.inputs, line.divergence])) for line in measured]

@@ -1,5 +1,6 @@
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -36,7 +37,7 @@ def test_top_k_from_hidden_states_and_from_logits_agree_and_differ_from_dense(tm
 
 
 def test_gradients_agree_too():
-    sides = losses_cuda.Sides.draw(8, 12, TOP_K, "cpu")
+    sides = losses_cuda.Sides.draw((8, 12, TOP_K), "cpu")
     for inputs, group in losses_cuda.cases(sides):
         found: dict[str, list[torch.Tensor]] = {}
         for case in group:
@@ -74,6 +75,7 @@ def test_liger_is_called_by_its_interface_and_what_it_raises_is_recorded(tmp_pat
     chunked = ModuleType("liger_kernel.chunked_loss")
     chunked.LigerFusedLinearJSDLoss = LigerFusedLinearJSDLoss
     for module in (ModuleType("liger_kernel"), chunked, ModuleType("liger_kernel.transformers")):
+        module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     lines = {(line["by"], line["divergence"]): line for line in results(tmp_path, 32) if line["by"].startswith(LIGER)}
     assert lines["liger LigerFusedLinearJSDLoss", "forward_kl"]["status"] == "ok"
