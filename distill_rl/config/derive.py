@@ -17,8 +17,9 @@ GIB = 2**30
 PROCESS_BASE = 400 * 2**20
 """Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
 TEACHER_CHUNK_TOKENS = 1024
+"""A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
-"""A teacher makes fp32 logits of at most this many tokens and bytes at a time (teacher/targets.py)."""
+"""Bound on one rank's fp32 logits of such a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

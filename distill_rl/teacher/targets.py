@@ -7,13 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from distill_rl.config.derive import TEACHER_CHUNK_BYTES as CHUNK_BYTES
+from distill_rl.config.derive import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.losses import TopKLogprobs, vocab_parallel_topk
 from distill_rl.parallel.vocabulary import mask_padded_columns
-
-CHUNK_BYTES = 256 * 2**20
-"""Bound on one rank's fp32 logits of a chunk."""
-CHUNK_TOKENS = 1024
-"""Bound on the tokens of a chunk, beyond which a larger matrix product is no faster."""
 
 
 def chunk_tokens(columns: int) -> int:
