@@ -18,6 +18,9 @@ a first run (bash launch/quickstart.sh makes its models and data, and does all o
   distill-rl train -c configs/quickstart.yaml --resume   go on after a stop
   distill-rl report runs/quickstart                      curves as one HTML file
 
+a teacher with another tokenizer (bash launch/quickstart.sh --cross):
+  distill-rl align --student S --teacher T --data D      how well the two match on your text
+
 any setting can be given after the file, with list indices:
   distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
 
@@ -99,6 +102,17 @@ def _export(options: argparse.Namespace) -> int:
     return export(options.run, checkpoint=options.checkpoint, out=options.out)
 
 
+def _align(options: argparse.Namespace) -> int:
+    from distill_rl.commands.align import align
+    from distill_rl.config.schema import DataConfig
+
+    given = {"text_key": options.text_key, "messages_key": options.messages_key, "split": options.split}
+    data = DataConfig(path=options.data, **{key: value for key, value in given.items() if value is not None})
+    return align(
+        options.student, options.teacher, data, limit=options.limit, json_file=options.json, verify=options.verify
+    )
+
+
 def _report(options: argparse.Namespace) -> int:
     from distill_rl.commands.report import report
 
@@ -155,6 +169,8 @@ def _add_other_commands(commands: Any) -> None:
     evaluation.add_argument("--limit", type=int, metavar="N", help="only the first N items")
     evaluation.set_defaults(command=_eval)
 
+    _add_align(commands)
+
     export = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face model",
@@ -174,6 +190,29 @@ def _add_other_commands(commands: Any) -> None:
     )
     report.add_argument("run", metavar="RUN", type=Path, help="run directory")
     report.set_defaults(command=_report)
+
+
+def _add_align(commands: Any) -> None:
+    align = commands.add_parser(
+        "align",
+        help="how well the tokens of two models match on your text",
+        description="Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
+        "Reads the tokenizers alone. Exits with 2 where nothing could be learnt across them.",
+    )
+    align.add_argument("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
+    align.add_argument("--teacher", required=True, metavar="DIR", help="the same of the other side")
+    align.add_argument("--data", required=True, metavar="PATH", help="text or chats, in any form that data.path takes")
+    align.add_argument("--text-key", metavar="COLUMN", help="column of the text; text")
+    align.add_argument("--messages-key", metavar="COLUMN", help="column of the chats; messages")
+    align.add_argument("--split", metavar="NAME", help="split to read where the data has splits; train")
+    align.add_argument(
+        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; %(default)s"
+    )
+    align.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    align.add_argument(
+        "--verify", action="store_true", help="check alignment and losses on this pair and these rows; 1 if one fails"
+    )
+    align.set_defaults(command=_align)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from distill_rl.config.derive import running_teachers
-from distill_rl.config.schema import Config
+from distill_rl.config.derive import crossing, running_teachers
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
 from distill_rl.files import sha256
 from distill_rl.models.facts import fingerprint_model
-from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of, vocabulary_size
-from distill_rl.types import RunPaths
+from distill_rl.models.hub import read_config, resolve, tokenizer_hash, tokenizer_of, vocabulary_size
+from distill_rl.types import Crossing, RunPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,11 @@ class Job:
     validation: Source | None
     plan: BatchPlan
     vocabulary_size: int
+    """ids of the student's tokenizer"""
+    crossings: tuple[Crossing | None, ...]
+    """per running teacher, None for one that has the student's tokenizer"""
+    teacher_vocabularies: tuple[int, ...]
+    """ids of each running teacher's tokenizer"""
     fingerprints: dict[str, str]
     """What a resumed run must find unchanged: name → hash."""
 
@@ -32,24 +40,53 @@ class Job:
 
 
 def prepare(config: Config, paths: RunPaths) -> Job:
-    """Opens the data of a configuration that preflight found good."""
+    """Opens the data of a configuration that preflight found good; builds the projections that are not there yet."""
     source = open_source(config.data)
     train, validation = split_validation(source, config.data, config.run.seed)
     tokenizer = tokenizer_of(config.student)
+    running = running_teachers(config)
+    tokenizers = [tokenizer_of(teacher) for teacher in running]
+    models = _models(config)
+    crossings = tuple(_crossing(config, teacher, tokenizer, its) for teacher, its in zip(running, tokenizers))
     return Job(
         config,
         paths,
         train,
         validation,
-        BatchPlan.from_config(config, pad_id(tokenizer)),
+        BatchPlan.from_config(config, pad_id(tokenizer), crossing=any(crossings)),
         vocabulary_size=vocabulary_size(tokenizer),
+        crossings=crossings,
+        teacher_vocabularies=tuple(vocabulary_size(its) for its in tokenizers),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
             "tokenizer": tokenizer_hash(tokenizer),
-            **_models(config),
+            **models,
+            **{
+                f"tokenizer of teacher {teacher.name}": f"{tokenizer_hash(its)}, loss {found.method}"
+                for teacher, its, found in zip(running, tokenizers, crossings)
+                if found is not None
+            },
         },
     )
+
+
+def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> Crossing | None:
+    method = crossing(config, teacher, same=tokenizer_hash(ours) == tokenizer_hash(theirs))
+    if method is None:
+        return None
+    if config.projection.path is not None:
+        return Crossing(method, os.fspath(Path(config.projection.path).expanduser().absolute()))
+    from distill_rl.align.projection import cached_projection
+
+    path = cached_projection(
+        Path(config.run.dir).expanduser().absolute() / ".projections",
+        ours,
+        theirs,
+        student_columns=read_config(config.student.model, config.student.revision).vocab_size,
+        teacher_columns=read_config(teacher.model, teacher.revision).vocab_size,
+    )
+    return Crossing(method, os.fspath(path))
 
 
 def _models(config: Config) -> dict[str, str]:

@@ -78,8 +78,29 @@ class TokenRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """What a student and a teacher of another tokenizer compare: stretches of text, each some tokens of either side.
+
+    A number stands where a *prediction* is made: position p of a row belongs to the chunk of the token at p + 1. Chunks
+    are numbered from 0 in each row; -1 belongs to none. Every chunk has a position on both sides.
+    """
+
+    student: np.ndarray
+    """int32 [R, S]"""
+    teacher: np.ndarray
+    """int32 [R, St], for the teacher's rows of the same documents"""
+    num_chunks: int
+    """over the *global* batch: the denominator of this teacher's KD"""
+    num_covered: int
+    """labelled student tokens inside a chunk, over the global batch"""
+
+    def __getitem__(self, rows: slice) -> ChunkRows:
+        return ChunkRows(self.student[rows], self.teacher[rows], self.num_chunks, self.num_covered)
+
+
+@dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One data-parallel rank's contiguous part of a global batch.
+    """One data-parallel rank's contiguous part of a global batch, as a student or a teacher reads it.
 
     `first_row` is the place of the part's first row in the global batch. The number of rows is a
     multiple of the rank's micro-batch size; rows added to make it so have only ignored labels.
@@ -90,6 +111,40 @@ class RankBatch:
     first_row: int
     rows: TokenRows
     num_labels: int
+    chunks: tuple[ChunkRows | None, ...] = ()
+    """the student's only: per running teacher, None for one that reads the student's own rows"""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How a student learns from a teacher of another tokenizer: by which loss, over which vocabulary projection."""
+
+    method: str
+    projection: str
+    """path of the projection's file, which every worker can read"""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignmentInfo:
+    """How well one batch's rows of a student and of one teacher match; counts over the global batch."""
+
+    teacher: str
+    num_chunks: int
+    num_one_to_one: int
+    num_covered: int
+    """labelled student tokens inside a chunk"""
+    num_exact: int
+    """documents whose two tokenizations spell the same bytes"""
+    methods: Mapping[str, int]
+    """documents by the method that aligned them; `dp` with the engine that ran, as `dp/numba`"""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A document that no aligner could work on: its row in the data, and why."""
+
+    row: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +161,10 @@ class BatchInfo:
     num_truncated: int
     """documents cut at data.max_length"""
     seconds: float
+    alignments: tuple[AlignmentInfo, ...] = ()
+    """one per teacher of another tokenizer"""
+    bad_rows: tuple[BadRow, ...] = ()
+    """documents left out"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +192,11 @@ class RunPaths:
     @property
     def export(self) -> Path:
         return self.root / "export"
+
+    @property
+    def bad_rows(self) -> Path:
+        """Documents that were left out, one JSON object per line; absent where there are none."""
+        return self.root / "bad_rows.jsonl"
 
     @property
     def report(self) -> Path:

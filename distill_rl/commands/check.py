@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from distill_rl.config.derive import GIB, DerivedSizes, Facts, sizes
+from distill_rl.config.derive import GIB, DerivedSizes, Facts, running_teachers, sizes
 from distill_rl.config.load import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes
@@ -43,9 +43,14 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {transport.name}: {transport.reason}",
     ]
+    for method, running in zip(facts.crossings, running_teachers(config)):
+        if method is not None:
+            lines.append(
+                f"crossing   {running.name}: another tokenizer, loss {method} over chunks of text; rows are padded, not packed"
+            )
     for teacher in derived.teachers:
         lines.append(
-            f"targets    {teacher.name}: {teacher.entries} entries, {teacher.bytes_per_token} bytes per token, "
+            f"targets    {teacher.name}: {teacher.entries:,} entries, {teacher.bytes_per_token} bytes per token, "
             f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} per ring"
         )
     for worker in derived.memory:

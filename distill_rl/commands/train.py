@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill_rl import rundir
+from distill_rl.config.derive import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
@@ -50,6 +51,9 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
     with signals.at_once():
         job = prepare(config, paths)
+    for teacher, crossing in zip(running_teachers(config), job.crossings):
+        if crossing is not None:
+            say(f"crossing  {teacher.name} has another tokenizer: loss {crossing.method} over chunks of text")
     with Driver.open(job, signals) as driver:
         code = driver.run()
     if code == 0:

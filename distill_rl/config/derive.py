@@ -10,9 +10,20 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import ConfigError
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 GIB = 2**30
+
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "hybrid": ("topk", "logits"),
+    "alm": ("topk", "logits"),
+    "xtoken": ("logits",),
+    "gold": ("logits",),
+    "uld": ("logits",),
+    "strict": ("logits",),
+}
+"""Loss across tokenizers → what a teacher may export for it."""
 
 PROCESS_BASE = 400 * 2**20
 """Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
@@ -61,6 +72,12 @@ class Facts:
     """in the order of the config"""
     gpus: int = 0
     """GPUs visible on this machine"""
+    cpus: int = 1
+    """cores of this machine that this process may use"""
+    crossings: tuple[str | None, ...] = ()
+    """per running teacher: the loss across tokenizers, None where the tokenizer is the student's"""
+    teacher_vocabularies: tuple[int | None, ...] = ()
+    """ids of each running teacher's tokenizer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +169,10 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     """All derived sizes; memory of a model is left out where its facts are not known."""
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
-    teachers = tuple(_teacher_sizes(config, teacher, facts) for teacher in running_teachers(config))
-    world, processes = _world(config)
+    teachers = tuple(
+        _teacher_sizes(config, teacher, facts, number) for number, teacher in enumerate(running_teachers(config))
+    )
+    world, processes = _world(config, facts.gpus, facts.cpus)
     return DerivedSizes(
         documents_per_step=batch,
         max_tokens_per_step=batch * config.data.max_length,
@@ -168,12 +187,19 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     )
 
 
-def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts) -> TeacherSizes:
+def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, number: int) -> TeacherSizes:
     rows = teacher.micro_batch_size or config.train.micro_batch_size
     micro_batches = ceil(config.train.global_batch_size / (teacher.parallel.dp * rows))
-    entries = min(config.loss.top_k, facts.vocabulary_size or config.loss.top_k)
-    # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
-    per_token = entries * (4 + _wire_size(teacher, facts)) + 8
+    vocabularies = facts.teacher_vocabularies
+    ids = (vocabularies[number] if number < len(vocabularies) else None) or facts.vocabulary_size
+    if teacher.export == "logits":
+        model = facts.teachers[number] if number < len(facts.teachers) else None
+        entries = model.vocabulary_columns if model else ids or 0
+        per_token = entries * _wire_size(teacher, facts) + 4  # and the label's log-prob
+    else:
+        entries = min(config.loss.top_k, ids or config.loss.top_k)
+        # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
+        per_token = entries * (4 + _wire_size(teacher, facts)) + 8
     slot = rows * config.data.max_length * per_token
     ring = (config.prefetch.depth + 1) * micro_batches * slot
     return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, ring)
@@ -186,17 +212,57 @@ def _wire_size(teacher: TeacherConfig, facts: Facts) -> int:
     return ITEM_SIZE[name]
 
 
-def _world(config: Config) -> tuple[dict[str, str], int]:
+def crossing(config: Config, teacher: TeacherConfig, *, same: bool) -> str | None:
+    """The loss across tokenizers that a teacher takes, None for one that is compared token by token.
+
+    Args:
+        same: its tokenizer is the student's.
+
+    Raises:
+        ConfigError: the settings ask for the student's tokenizer, and it has another.
+    """
+    if teacher.loss not in (None, "same"):
+        return teacher.loss
+    if same:
+        return None
+    if teacher.loss == "same" or config.loss.cross_tokenizer is None:
+        asked = "loss: same" if teacher.loss == "same" else "loss.cross_tokenizer: null"
+        remedy = "take a teacher with the student's tokenizer, or set loss.cross_tokenizer=hybrid"
+        rule = f"must have the student's vocabulary ({asked}); the tokenizers differ"
+        raise ConfigError(f"teacher {teacher.name}", rule, None, remedy)
+    return config.loss.cross_tokenizer
+
+
+def compute_actors(config: Config) -> int:
+    """Ranks of the student and of all running teachers."""
+    groups = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
+    return sum(group.dp * group.tp for group in groups)
+
+
+def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
+    """Aligner actors on a machine or cluster of this size: as configured, or half the GPUs that the job uses, at least
+    one, at most the cores that its other actors leave free."""
+    if config.aligner.workers is not None:
+        return config.aligner.workers
+    groups = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
+    used = min(max(group.dp * group.tp for group in groups), gpus)
+    return int(max(1, min(used // 2, cpus - compute_actors(config))))
+
+
+def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
     roles = {"student": config.student.parallel}
     roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
     world = {}
-    processes = config.aligner.workers
+    aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
+    processes = aligners
     for name, parallel in roles.items():
         count = parallel.dp * parallel.tp
         processes += count
         plural = "process" if count == 1 else "processes"
         world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {count} {plural}"
-    world["aligner"] = f"{config.aligner.workers} process" + ("es" if config.aligner.workers > 1 else "")
+    chosen = "as configured" if config.aligner.workers is not None else "half the GPUs, at least 1"
+    plural = "process" if aligners == 1 else "processes"
+    world["aligner"] = f"{aligners} {plural} ({chosen})" if aligners else "none: the driver aligns"
     return world, processes
 
 

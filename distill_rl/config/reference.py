@@ -43,7 +43,8 @@ environment variable out of {environment}. Nothing else is evaluated. `$\\{{` is
 _FOREIGN_INTRODUCTION = """\
 ## Coming from NeMo-RL
 
-Every key of the cross-tokenizer off-policy distillation of NeMo-RL (pull request #2245), and what it is here.
+Every key of the cross-tokenizer off-policy distillation of NeMo-RL (pull request #2245, and what its merged successor #2508
+and multi-teacher follow-up #2797 call otherwise or add), and what it is here.
 Keys of sections that repeat (`teacher.*` like `policy.*`, evaluation and logging back ends) are listed once.
 
 | there | here | remark |

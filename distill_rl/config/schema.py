@@ -14,6 +14,11 @@ from omegaconf import MISSING
 # ruff: noqa: UP045
 
 
+CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "uld", "alm", "strict"]
+"""Losses over chunks of text, for a teacher with another tokenizer than the student's."""
+TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "uld", "alm", "strict"]
+
+
 @dataclass
 class RunConfig:
     name: str = ""
@@ -66,9 +71,9 @@ class TeacherConfig:
     weight: float = 1.0
     """Share of this teacher in the KD loss, relative to the sum over teachers."""
     score: Literal["static", "ce", "entropy"] = "static"
-    """How teachers are weighed against each other: by `weight`, or by their CE or entropy on the batch."""
-    loss: Optional[str] = None
-    """Loss of this teacher where it differs from loss.*; null: the common one."""
+    """How teachers are weighed against each other: by `weight` alone, or times the softmax of their negative CE or entropy on the batch; one way for all teachers."""
+    loss: Optional[TeacherLoss] = None
+    """null: token by token where the tokenizer is the student's, else loss.cross_tokenizer. `same`: the tokenizer must be the student's. A method of loss.cross_tokenizer: by that one, over chunks, whatever the tokenizers."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: Optional[int] = None
     """Rows per forward; null: train.micro_batch_size."""
@@ -77,7 +82,7 @@ class TeacherConfig:
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the teacher."""
     export: Literal["topk", "hidden", "logits"] = "topk"
-    """What the teacher hands to the student."""
+    """What the teacher hands to the student: its top_k log-probs, or all logits, which some losses across tokenizers need."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Dtype in which log-probs travel; auto: fp16 on GPUs, fp32 on CPUs. Rest and label log-probs are always fp32."""
 
@@ -109,7 +114,7 @@ class DataConfig:
     max_length: int = 1024
     """Positions per row; a longer document is cut and counted."""
     packing: bool = True
-    """Put several documents into one row (first fit); attention never crosses from one to another."""
+    """Put several documents into one row (first fit); attention never crosses from one to another. With a teacher of another tokenizer rows are padded instead."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
 
@@ -132,25 +137,25 @@ class LossConfig:
     ce_weight: float = 0.0
     """Weight of the cross-entropy with the data."""
     dynamic_scale: Literal["off", "on", "exact"] = "off"
-    """Scale KD to the size of CE by the previous step's ratio (on), or by this step's (exact)."""
-    cross_tokenizer: Optional[str] = None
-    """Loss for a teacher with another tokenizer; null: teacher and student must share one."""
+    """Minimise r KD + CE instead of the weighted sum, r = CE / KD of the previous step (on), or of this step by a second sweep (exact)."""
+    cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
+    """Loss for a teacher with another tokenizer; null: all must share the student's."""
     chunk_average: Literal["mean", "chain"] = "mean"
-    """How token probabilities become a chunk's probability across tokenizers."""
+    """How the predictions of a chunk's tokens become one, in xtoken, gold and uld: their mean, or the first one's times the chance of the chunk's other tokens."""
     uncommon_top_k: int = 8192
-    """Columns of the sorted part of `gold` across tokenizers."""
+    """Columns of the sorted parts of `gold` and `uld`."""
     gold_relaxed: bool = False
-    """Admit inexact vocabulary matches in `gold`."""
+    """Admit vocabulary matches of weight 0.6 and more in `gold`."""
     alm_tau: float = 1.0
-    """Temperature of the chunk likelihoods of `alm`."""
+    """Temperature of the chunk likelihoods of `alm` and of the longer chunks of `hybrid`: they are raised to 1 / alm_tau."""
 
 
 @dataclass
 class ProjectionConfig:
     path: Optional[str] = None
-    """Vocabulary projection of a cross-tokenizer pair; null: built and cached."""
+    """File of the vocabulary projection of the one teacher with another tokenizer; null: built, and kept in run.dir/.projections."""
     learnable: bool = False
-    """Train the projection's values on their fixed support."""
+    """Train the projection's values on their fixed support (xtoken)."""
 
 
 @dataclass
@@ -196,7 +201,7 @@ class TrainConfig:
 @dataclass
 class DPConfig:
     backend: Literal["numba", "numpy", "cuda"] = "numba"
-    """Engine of the dynamic-programming fallback."""
+    """Engine of the dynamic-programming fallback; cuda needs aligner.num_gpus."""
     band: int = 64
     """Half-width of the band it searches."""
 
@@ -204,13 +209,17 @@ class DPConfig:
 @dataclass
 class AlignerConfig:
     method: Literal["auto", "bytes", "offsets", "dp"] = "auto"
-    """How two tokenizations are matched."""
-    workers: int = 1
-    """CPU actors that tokenise, align and pack."""
+    """How two tokenizations are matched; auto: the first of bytes, offsets and dp that is exact."""
+    workers: Optional[int] = None
+    """Actors that tokenise, align and pack; null: half the job's GPUs, at least 1, at most the free cores; 0: none, the driver does it."""
+    num_gpus: float = 0.0
+    """Share of a GPU that each of them gets, for dp.backend cuda."""
     deadline_s: float = 120.0
-    """Seconds that one batch may take."""
+    """Seconds that one batch may take, and one row of a batch that failed twice."""
+    max_bad_rows: int = 10
+    """Rows that a run may leave out because an aligner fails or hangs on them; they are listed in bad_rows.jsonl."""
     fast_ids: bool = True
-    """Use precomputed tables of canonical ids."""
+    """Use precomputed tables of canonical ids in dp."""
     dp: DPConfig = field(default_factory=DPConfig)
 
 

@@ -11,23 +11,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
-    ("teachers[].score", "static"),
-    ("teachers[].loss", None),
     ("teachers[].backend", "hf"),
-    ("teachers[].export", "topk"),
-    ("loss.dynamic_scale", "off"),
-    ("loss.cross_tokenizer", None),
-    ("loss.chunk_average", "mean"),
-    ("loss.uncommon_top_k", 8192),
-    ("loss.gold_relaxed", False),
-    ("loss.alm_tau", 1.0),
-    ("projection.path", None),
-    ("projection.learnable", False),
-    ("aligner.method", "auto"),
-    ("aligner.workers", 1),
-    ("aligner.fast_ids", True),
-    ("aligner.dp.backend", "numba"),
-    ("aligner.dp.band", 64),
     ("evaluate.backend", "hf"),
     ("observe.wandb", False),
     ("observe.mlflow", False),
@@ -53,6 +37,9 @@ POSITIVE = (
     "train.global_batch_size",
     "train.micro_batch_size",
     "aligner.deadline_s",
+    "aligner.dp.band",
+    "loss.uncommon_top_k",
+    "loss.alm_tau",
     "checkpoint.keep_last",
     "observe.every",
     "ray.num_cpus",
@@ -69,6 +56,9 @@ NOT_NEGATIVE = (
     "schedule.warmup_steps",
     "train.max_grad_norm",
     "prefetch.depth",
+    "aligner.workers",
+    "aligner.num_gpus",
+    "aligner.max_bad_rows",
     "checkpoint.every",
     "checkpoint.keep_best",
     "evaluate.every",
@@ -92,6 +82,8 @@ def problems(config: Config) -> list[str]:
         *_length(config),
         *_batch(config),
         *_losses(config),
+        *_teachers(config),
+        *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
         *_transport(config),
@@ -205,6 +197,37 @@ def _losses(config: Config) -> Iterator[str]:
     weights = [teacher.weight for teacher in config.teachers]
     if loss.kd_weight > 0 and weights and min(weights) >= 0 and sum(weights) == 0:
         yield _line("teachers", "at least one weight must be greater than 0", weights)
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    scores = {teacher.score for teacher in config.teachers}
+    if len(scores) > 1:
+        yield _line("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
+    for key, export in values(config, "teachers[].export"):
+        if export == "hidden":
+            yield _line(key, "only topk or logits is available in this version", export)
+    if config.projection.learnable and "xtoken" not in _losses_named(config):
+        rule = "trains the projection that loss.cross_tokenizer=xtoken compares through; no teacher uses that loss"
+        yield _line(
+            "projection.learnable", rule, "true", "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
+        )
+
+
+def _losses_named(config: Config) -> set[str]:
+    """The losses across tokenizers that some teacher may turn out to need."""
+    return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
+
+
+def _aligner(config: Config) -> Iterator[str]:
+    aligner = config.aligner
+    if aligner.num_gpus > 1 and aligner.num_gpus % 1:
+        rule = "must be a share below 1, or a whole number"
+        yield _line("aligner.num_gpus", rule, aligner.num_gpus, "for example 0.1")
+    if aligner.dp.backend == "cuda" and aligner.num_gpus == 0:
+        rule = "needs aligners that hold a share of a GPU"
+        yield _line("aligner.dp.backend", rule, "cuda", "set aligner.num_gpus=0.1, or aligner.dp.backend=numba")
+    if aligner.dp.backend == "cuda" and aligner.workers == 0:
+        yield _line("aligner.workers", "must not be 0 with aligner.dp.backend=cuda", 0, "set aligner.workers=1")
 
 
 def _optimizer(config: Config) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
 from distill_rl.errors import DataError
-from distill_rl.types import IGNORE_INDEX, BatchInfo, DocumentBatch, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, BatchInfo, ChunkRows, DocumentBatch, RankBatch, TokenRows
 
 _ROW_MULTIPLE = 8
 """Rows are as long as a multiple of this, which matrix multiplications on tensor cores ask for."""
@@ -32,6 +32,11 @@ class Encoded:
     label_mask: np.ndarray
     """bool [n]"""
     truncated: bool
+
+    def cut(self, length: int) -> Encoded:
+        """The first `length` tokens."""
+        truncated = self.truncated or len(self.input_ids) > length
+        return Encoded(self.input_ids[:length], self.label_mask[:length], truncated)
 
 
 class Tokenization:
@@ -54,51 +59,63 @@ class Tokenization:
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), whose tokens know their place in the text"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
-        self._tokenizer, self._assistant_only, self._max_length = tokenizer, loss_on == "assistant", max_length
+        self.tokenizer, self.max_length, self._assistant_only = tokenizer, max_length, loss_on == "assistant"
         if format == "text" and self._assistant_only:
             raise self._no_assistant("rows of text")
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Tokens of one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
-        return self._encode_chat(document) if "messages" in document else self._encode_text(document)
-
-    def _encode_text(self, document: Mapping[str, Any]) -> Encoded:
-        if self._assistant_only:
-            raise self._no_assistant(f"text in row {document['row']}")
-        ids = self._tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
-        end = self._tokenizer.eos_token_id
+        if "messages" in document:
+            return self.encode_chat(document)[0].cut(self.max_length)
+        self.require_text_is_learnt(document)
+        ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
-        return self._cut(ids, np.ones(len(ids), dtype=bool))
+        return _encoded(ids).cut(self.max_length)
 
-    def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
+    def encode_chat(self, document: Mapping[str, Any]) -> tuple[Encoded, str]:
+        """All tokens of a chat, not cut, and the text they spell."""
         text, spans = render_document(
-            self._tokenizer, document["messages"], document["row"], find_assistant=self._assistant_only
+            self.tokenizer, document["messages"], document["row"], find_assistant=self._assistant_only
         )
-        encoded = self._tokenizer(
+        encoded = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
             return_offsets_mapping=self._assistant_only,
             verbose=False,
         )
-        mask = np.ones(len(encoded["input_ids"]), dtype=bool)
-        if self._assistant_only:
-            starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-            mask[:] = False
-            for first, stop in spans:
-                mask |= (starts >= first) & (starts < stop)
-        return self._cut(encoded["input_ids"], mask)
+        if not self._assistant_only:
+            return _encoded(encoded["input_ids"]), text
+        mask = np.zeros(len(encoded["input_ids"]), dtype=bool)
+        starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        for first, stop in spans:
+            mask |= (starts >= first) & (starts < stop)
+        return _encoded(encoded["input_ids"], mask), text
 
-    def _cut(self, ids: Sequence[int], mask: np.ndarray) -> Encoded:
-        kept = np.asarray(ids[: self._max_length], dtype=np.int32)
-        return Encoded(kept, mask[: self._max_length], truncated=len(ids) > self._max_length)
+    def require_text_is_learnt(self, document: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            DataError: only what an assistant says is to be learnt, and this is no chat.
+        """
+        if self._assistant_only:
+            raise self._no_assistant(f"text in row {document['row']}")
 
     @staticmethod
     def _no_assistant(found: str) -> DataError:
         return DataError(
             "data.loss_on=assistant", "chat messages", found, "use data.loss_on=all or data.format=messages"
         )
+
+
+def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
+    kept = np.asarray(ids, dtype=np.int32)
+    return Encoded(kept, np.ones(len(kept), dtype=bool) if mask is None else mask, truncated=False)
+
+
+NOTHING = _encoded([])
+"""A document without a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +142,14 @@ class BatchPlan:
     pad_id: int
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int) -> BatchPlan:
+    def from_config(cls, config: Config, pad_id: int, *, crossing: bool = False) -> BatchPlan:
+        """`crossing`: some teacher has another tokenizer, so that every document has a row of its own."""
         common = config.train.micro_batch_size
         return cls(
             student=Share(config.student.parallel.dp, common),
             teachers=tuple(Share(t.parallel.dp, t.micro_batch_size or common) for t in config.teachers),
             max_length=config.data.max_length,
-            packing=config.data.packing,
+            packing=config.data.packing and not crossing,
             pad_id=pad_id,
         )
 
@@ -148,9 +166,12 @@ def pad_id(tokenizer: Any) -> int:
 
 
 def build_batch(
-    batch: DocumentBatch, tokenization: Tokenization, plan: BatchPlan
+    batch: DocumentBatch, tokenization: Tokenization, plan: BatchPlan, skip: Collection[int] = ()
 ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
     """Tokenise, pack or pad, and divide one global batch; deterministic.
+
+    Args:
+        skip: rows of the data that count as documents without a token.
 
     Returns:
         what the driver needs to know; the student's part for each of its data-parallel ranks; for each teacher the
@@ -160,7 +181,7 @@ def build_batch(
         DataError: a document that cannot be tokenised, by its row.
     """
     began = time.perf_counter()
-    encoded = [tokenization.encode(document) for document in batch.documents]
+    encoded = [NOTHING if document["row"] in skip else tokenization.encode(document) for document in batch.documents]
     rows = lay_out(encoded, plan)
     num_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
     info = BatchInfo(
@@ -173,22 +194,25 @@ def build_batch(
         num_truncated=sum(document.truncated for document in encoded),
         seconds=time.perf_counter() - began,
     )
-    student, *teachers = (_divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
+    student, *teachers = (divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
     return info, student, teachers
 
 
-def lay_out(encoded: Sequence[Encoded], plan: BatchPlan) -> TokenRows:
+def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
     """Documents → rows [R, S]: several to a row when packing (first fit), else one.
 
     S is the longest row rounded up to a multiple of 8, at most `plan.max_length`; R a multiple of
     `plan.row_multiple`. What no document fills is padding: a document of its own with positions from 0, no labels.
+
+    Args:
+        pad_id: where it is not that of the plan, which is the student's.
     """
     lengths = [len(document.input_ids) for document in encoded]
     members = first_fit(lengths, plan.max_length) if plan.packing else [[number] for number in range(len(encoded))]
     longest = max((sum(lengths[number] for number in row) for row in members), default=0)
     length = min(-(-max(longest, 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE, plan.max_length)
     shape = (-(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple, length)
-    input_ids = np.full(shape, plan.pad_id, dtype=np.int32)
+    input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
     position_ids = np.tile(np.arange(length, dtype=np.int32), (shape[0], 1))
     for row, documents in enumerate(members):
@@ -205,6 +229,12 @@ def lay_out(encoded: Sequence[Encoded], plan: BatchPlan) -> TokenRows:
     return TokenRows(input_ids, labels, position_ids)
 
 
-def _divide(rows: TokenRows, dp: int, index: int, num_labels: int) -> list[RankBatch]:
+def divide(
+    rows: TokenRows, dp: int, index: int, num_labels: int, chunks: Sequence[ChunkRows | None] = ()
+) -> list[RankBatch]:
+    """Contiguous parts of equal size, one per data-parallel rank."""
     size = rows.shape[0] // dp
-    return [RankBatch(index, first, rows[first : first + size], num_labels) for first in range(0, dp * size, size)]
+    return [
+        RankBatch(index, part.start, rows[part], num_labels, tuple(each and each[part] for each in chunks))
+        for part in (slice(first, first + size) for first in range(0, dp * size, size))
+    ]

@@ -3,25 +3,35 @@
 A library of its own: it needs torch and nothing else of this package. See docs/losses.md.
 """
 
-from distill_rl.losses import reference
+from distill_rl.losses import reference, reference_chunks
+from distill_rl.losses.chunks import METHODS, ChunkOutput, Chunks
+from distill_rl.losses.cross_tokenizer import chunk_kd_loss
 from distill_rl.losses.fused import fused_linear_kd_loss, fused_linear_logprobs
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
 from distill_rl.losses.module import KDLoss
+from distill_rl.losses.projection import Bridge, LearnableProjection
 from distill_rl.losses.targets import DenseLogits, TeacherHidden, TopKLogprobs
 from distill_rl.losses.task import KDOutput
 from distill_rl.losses.topk import vocab_parallel_topk
 
 __all__ = [
+    "METHODS",
+    "Bridge",
+    "ChunkOutput",
+    "Chunks",
     "DenseLogits",
     "KDLoss",
     "KDOutput",
+    "LearnableProjection",
     "TeacherHidden",
     "TopKLogprobs",
+    "chunk_kd_loss",
     "fused_linear_kd_loss",
     "fused_linear_logprobs",
     "kd_loss",
     "reference",
+    "reference_chunks",
     "vocab_parallel_logprobs",
     "vocab_parallel_topk",
 ]

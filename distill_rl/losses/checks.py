@@ -28,9 +28,14 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name}: must be positive and finite; got {value!r}")
 
 
+def at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}: must be at least 1; got {value!r}")
+
+
 def chunk_size(value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"chunk_size: must be at least 1; got {value!r}")
+    if value is not None:
+        at_least_one("chunk_size", value)
 
 
 def inplace(inplace_backward: bool, logits: Tensor) -> None:

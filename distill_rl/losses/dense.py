@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.divergence import Distribution, Divergence
-from distill_rl.losses.labels import LabelGradient, LabelTerm, weight_of
+from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
 
@@ -124,7 +124,7 @@ class DenseRows:
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label = LabelGradient(self.label, rows, u, grads, scratch)
+        label = LabelGradient(self.label, rows, u, given(grads, 1), scratch)
         kd = weight_of(grads, 0, u) * self.temperature
         p, q = self._distributions(rows, u, scratch, out=u)
         gradient = self.divergence.slope(p, q).mul_(kd[:, None])

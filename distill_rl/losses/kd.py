@@ -9,7 +9,7 @@ from distill_rl.losses import checks
 from distill_rl.losses.reduce import ReductionName
 from distill_rl.losses.shards import split
 from distill_rl.losses.sparse import Tail
-from distill_rl.losses.sweep import StreamedRows, accumulator, default_chunk
+from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
 from distill_rl.losses.targets import Teacher
 from distill_rl.losses.task import KDOutput, local_teacher, make_task
 
@@ -75,5 +75,5 @@ def kd_loss(
     flat = local.reshape(task.num_rows, shard.size)
     like = flat.new_empty(0, dtype=accumulator(flat.dtype))
     rows = task.rows(local_teacher(teacher, task, validate), like)
-    chunk = chunk_size or default_chunk(shard.size, flat.device)
-    return task.output(StreamedRows.apply(flat, rows, chunk, inplace_backward), teacher is not None)
+    plan = RowPlan.all_rows(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
+    return task.output(StreamedRows.apply(flat, rows, plan, inplace_backward), teacher is not None)

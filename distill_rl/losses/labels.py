@@ -38,34 +38,49 @@ class LabelTerm:
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
 
+    def realised(self, rows: slice, lse: Tensor) -> Tensor:
+        """The label's log-probability at the temperature of the sweep, given the logsumexp of its logits."""
+        return self.logit[rows] - lse
+
     def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
         """gradient − weight at the label's column, in place."""
         return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
 
 
 class LabelGradient:
-    """The cross-entropy's part of a chunk's gradient, ce · (softmax − 1[label]).
+    """The label's part of a chunk's gradient: of the cross-entropy, ce · (softmax − 1[label]) at T = 1, and of the label's
+    log-probability at T, realised · (1[label] − softmax) / T.
 
-    At T = 1 its softmax is the one that KD works with, which it joins with the weight `shared` [n]. Otherwise it is
-    computed apart, before the chunk is overwritten.
+    What goes with the softmax that KD works with is the weight `shared` [n]. A cross-entropy at another temperature has a
+    softmax of its own, computed before the chunk is overwritten.
     """
 
     def __init__(
-        self, term: LabelTerm | None, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch
+        self,
+        term: LabelTerm | None,
+        rows: slice,
+        u: Tensor,
+        ce: Tensor | None,
+        scratch: Scratch,
+        realised: Tensor | None = None,
     ):
-        given = grads[1] if len(grads) > 1 else None
         self.term, self.rows = term, rows
         self.shared = u.new_zeros(u.shape[0])
         self._weight: Tensor | None = None
         self._apart: Tensor | None = None
-        if term is None or given is None:
+        if term is None or (ce is None and realised is None):
             return
-        self._weight = given.to(u.dtype)
-        if term.temperature == 1:
-            self.shared = self._weight
-        else:
-            logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
-            self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._weight[:, None])
+        if realised is not None:
+            self.shared = realised.to(u.dtype) * (-1 / term.temperature)
+        self._weight = self.shared
+        if ce is not None:
+            weight = ce.to(u.dtype)
+            self._weight = self.shared + weight
+            if term.temperature == 1:
+                self.shared = self._weight
+            else:
+                logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
+                self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(weight[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
         """In place, what is not in `shared`."""
@@ -76,10 +91,15 @@ class LabelGradient:
         return gradient
 
 
+def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
+    """The gradient of value `number`, None where nobody asked for it."""
+    return grads[number] if number < len(grads) else None
+
+
 def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
     """The gradient of value `number` for the rows of chunk u, [n]; zeros where nobody asked for it."""
-    given = grads[number] if number < len(grads) else None
-    return u.new_zeros(u.shape[0]) if given is None else given.to(u.dtype)
+    grad = given(grads, number)
+    return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
 
 
 class LabelRows:

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses import checks
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.shards import split
-from distill_rl.losses.sweep import StreamedRows, accumulator, default_chunk
+from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
 
 
 def vocab_parallel_logprobs(
@@ -47,7 +47,7 @@ def vocab_parallel_logprobs(
     flat = local.reshape(local.shape[:-1].numel(), shard.size)
     like = flat.new_empty(0, dtype=accumulator(flat.dtype))
     function = LabelRows(targets, shard, like, temperature, return_entropy)
-    chunk = chunk_size or default_chunk(shard.size, flat.device)
-    values = StreamedRows.apply(flat, function, chunk, inplace_backward)
+    plan = RowPlan.all_rows(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
+    values = StreamedRows.apply(flat, function, plan, inplace_backward)
     values = [value.view(target_ids.shape) for value in values]
     return (values[0], values[1]) if return_entropy else values[0]

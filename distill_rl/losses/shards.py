@@ -21,6 +21,11 @@ class VocabularyShard:
     total: int
     group: ProcessGroup | None = None
 
+    @property
+    def rank(self) -> int:
+        """This rank's place in the order of `gather`."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
     def columns(self, ids: Tensor) -> Tensor:
         """Local columns of global ids, int64; ids held by another rank, or by none, become `size`, a dummy column."""
         local = ids.long() - self.offset

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.divergence import Distribution, Divergence
-from distill_rl.losses.labels import LabelGradient, LabelTerm, weight_of
+from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, floor_of
 from distill_rl.losses.targets import TopKLogprobs
@@ -22,7 +22,10 @@ FULL_MASS = 1 - 1e-6
 
 
 class TopKRows:
-    """(T²·D, cross-entropy) per row; also the mass of teacher and student in the teacher's k columns.
+    """(T²·D, cross-entropy, the label's log-probability at T) per row, the last two where there are labels, the last only on
+    request; also the mass of teacher and student in the teacher's k columns.
+
+    An id of −1 is an absent entry: neither side has mass there.
 
     S are the teacher's columns, R the others. log q_R is the logsumexp over R, never log(1 − q_S). What R's columns share:
     ∂D/∂u_v = exp(u_v − lse_R)·(slope_R − q_R·H) for v in R.
@@ -40,6 +43,7 @@ class TopKRows:
         tail: Tail,
         label: LabelTerm | None,
         like: Tensor,
+        realised: bool = False,
     ):
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
         self.temperature, self.scale = temperature, 1 / temperature
@@ -49,7 +53,7 @@ class TopKRows:
         self.top = like.new_empty(num_rows, k)
         # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
         self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
-        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
+        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + realised))]
         self.masses = [like.new_empty(num_rows) for _ in range(2)]
 
     @property
@@ -71,8 +75,8 @@ class TopKRows:
         u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
-        top = self.top[rows]
         combine(self.shard, rows, [self.rest], [self.top] + ([self.label.logit] if self.label else []))
+        top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
         # Where R is empty or masked everywhere its sums count columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
         lse = _logsumexp(top, rest_lse)
@@ -81,6 +85,8 @@ class TopKRows:
         if self.label is not None:
             at_one = lse if self.temperature == 1 else _logsumexp(top * self.temperature, self.rest.log(rows, -1))
             self.values[1][rows] = self.label.cross_entropy(rows, at_one)
+            if len(self.values) > 2:
+                self.values[2][rows] = self.label.realised(rows, lse)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
         """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""
@@ -120,13 +126,12 @@ class TopKRows:
 
     def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:
         """log p_R, the floor where it is 0."""
-        if self.teacher.rest_logprob is not None:
-            return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
-        mass = log_p.exp().sum(1)
-        return torch.where(mass >= FULL_MASS, floor_of(log_p.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
+        if self.teacher.rest_logprob is None:
+            return rest_of(log_p)
+        return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label = LabelGradient(self.label, rows, u, grads, scratch)
+        label = LabelGradient(self.label, rows, u, given(grads, 1), scratch, given(grads, 2))
         kd = weight_of(grads, 0, u) * self.temperature
         columns = self.shard.columns(self.teacher.ids[rows])
         top = u.gather(1, columns)
@@ -144,6 +149,12 @@ class TopKRows:
         _, slope = self._terms(Distribution(log_p), q)
         gradient = (slope - q.prob * self.slope[rows, None]) * kd[:, None]
         return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
+
+
+def rest_of(logprobs: Tensor) -> Tensor:
+    """[n, k] → [n], log of what is missing in a row, the floor where nothing is."""
+    mass = logprobs.exp().sum(1)
+    return torch.where(mass >= FULL_MASS, floor_of(mass.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
 
 
 def _logsumexp(top: Tensor, rest: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ derivative with respect to its own columns. A collective inside the graph would 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -42,6 +43,40 @@ def chunks(num_rows: int, size: int) -> Iterator[slice]:
     """Consecutive slices of `size` rows that tile `num_rows`; the last may be shorter."""
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows are swept, in which order and in which pieces. A row that is left out has no value and no gradient."""
+
+    pieces: tuple[slice, ...]
+    """positions in the order of the sweep; they tile it"""
+    order: Tensor | None = None
+    """int64 [M], distinct row numbers; None: all rows as they stand"""
+
+    @classmethod
+    def all_rows(cls, num_rows: int, size: int) -> RowPlan:
+        """Every row, `size` at once."""
+        return cls(tuple(chunks(num_rows, size)))
+
+    @property
+    def length(self) -> int:
+        """M, the rows swept."""
+        return self.pieces[-1].stop if self.pieces else 0
+
+    @property
+    def largest(self) -> int:
+        return max((rows.stop - rows.start for rows in self.pieces), default=0)
+
+    def take(self, logits: Tensor, rows: slice) -> Tensor:
+        """[n, Vl]"""
+        return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
+
+    def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
+        if self.order is None:
+            out[rows].copy_(gradient)
+        else:
+            out.index_copy_(0, self.order[rows], gradient.to(out.dtype))
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -89,14 +124,17 @@ class LogSums:
     """Σ_v exp(power · (x_v − m)) · y_v per row, with m the row's maximum: first over this rank's columns, then over all.
 
     One total per power, with y = 1: power 1 is the normaliser, power T that of logits divided by T at temperature 1.
-    With `weighted` there is one more, of power 1, for the caller to fill.
+    With `weighted` there is one more, of power 1, for the caller to fill; with `columns` many more of that kind.
     """
 
-    def __init__(self, num_rows: int, powers: Sequence[float], like: Tensor, weighted: bool = False):
+    def __init__(
+        self, num_rows: int, powers: Sequence[float], like: Tensor, weighted: bool = False, columns: int | None = None
+    ):
         self.powers = tuple(powers)
         self.max = like.new_empty(num_rows)
         self.totals = [like.new_empty(num_rows) for _ in powers]
         self.weighted = like.new_empty(num_rows) if weighted else None
+        self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sums of exponentials of a chunk x; returns exp(x − m), which lies in `work`."""
@@ -120,8 +158,8 @@ class LogSums:
 
     def parts(self) -> list[tuple[float, Tensor]]:
         """Every sum with its power."""
-        weighted = [] if self.weighted is None else [(1.0, self.weighted)]
-        return [*zip(self.powers, self.totals), *weighted]
+        more = [(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]
+        return [*zip(self.powers, self.totals), *more]
 
 
 def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra: Sequence[Tensor]) -> None:
@@ -137,7 +175,8 @@ def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra:
     for group, local in zip(sums, before):
         shift = local - group.max[rows]
         for power, total in group.parts():
-            total[rows].mul_((shift * power).exp())
+            factor = (shift * power).exp()
+            total[rows].mul_(factor if total.ndim == 1 else factor[:, None])
     shard.sum_(*[total[rows] for group in sums for _, total in group.parts()], *[tensor[rows] for tensor in extra])
 
 
@@ -166,21 +205,32 @@ class RowFunction(Protocol):
         """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, Vl + 1]."""
 
 
+class LearningFunction(RowFunction, Protocol):
+    """One that has parameters of its own."""
+
+    def parameter_gradients(self) -> tuple[Tensor, ...]:
+        """Added up over the calls of `gradient`, and forgotten."""
+
+
 class StreamedRows(torch.autograd.Function):
     """A row function of logits that exist: [N, Vl] → its values.
 
-    One of the two autograd functions of this package; the other is `linear.FusedRows`.
+    One of the two autograd functions of this package that see logits; the other is `linear.FusedRows`.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, function: RowFunction, chunk: int, inplace: bool) -> tuple[Tensor, ...]:
-        scratch = _scratch_for(logits, chunk)
+    def forward(
+        ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """parameters: tensors that the function knows already, a `LearningFunction` then; named to be given gradients."""
+        scratch = _scratch_for(logits, plan)
         for collect, complete in function.sweeps:
-            for rows in chunks(logits.shape[0], chunk):
-                collect(rows, scratch.load("student", logits[rows], function.scale), scratch)
-            complete(slice(0, logits.shape[0]))
+            for rows in plan.pieces:
+                collect(rows, scratch.load("student", plan.take(logits, rows), function.scale), scratch)
+            complete(slice(0, plan.length))
         ctx.save_for_backward(logits)
-        ctx.function, ctx.chunk, ctx.inplace, ctx.spent = function, chunk, inplace, False
+        ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
+        ctx.num_parameters = len(parameters)
         ctx.set_materialize_grads(False)
         values, constants = function.outputs()
         ctx.mark_non_differentiable(*constants)
@@ -194,18 +244,22 @@ class StreamedRows(torch.autograd.Function):
             raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
         (logits,) = ctx.saved_tensors
         ctx.spent = ctx.inplace
-        out = logits.detach() if ctx.inplace else torch.empty_like(logits)
-        scratch = _scratch_for(logits, ctx.chunk)
-        for rows in chunks(logits.shape[0], ctx.chunk):
-            u = scratch.load("student", logits[rows], ctx.function.scale)
+        plan: RowPlan = ctx.plan
+        if ctx.inplace:
+            out = logits.detach()
+        else:
+            out = torch.empty_like(logits) if plan.length == logits.shape[0] else torch.zeros_like(logits)
+        scratch = _scratch_for(logits, plan)
+        for rows in plan.pieces:
+            u = scratch.load("student", plan.take(logits, rows), ctx.function.scale)
             gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
-            out[rows].copy_(gradient[:, : scratch.columns])
-        return out, None, None, None
+            plan.put(out, rows, gradient[:, : scratch.columns])
+        parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()  # those of a LearningFunction
+        return out, None, None, None, *parameters
 
 
-def _scratch_for(logits: Tensor, chunk: int) -> Scratch:
-    rows = min(chunk, logits.shape[0])
-    return Scratch(rows, logits.shape[1], accumulator(logits.dtype), logits.device)
+def _scratch_for(logits: Tensor, plan: RowPlan) -> Scratch:
+    return Scratch(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
 
 
 def part(grad: Tensor | None, rows: slice) -> Tensor | None:

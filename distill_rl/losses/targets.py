@@ -21,6 +21,13 @@ class DenseLogits:
     label_logprob: Tensor | None = None
     """[N], the teacher's log-probability of the actual next token"""
 
+    def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
+        """logits in `wire_dtype` [N, V], label_logprob fp32 [N] where present."""
+        tensors = {"logits": self.logits.to(wire_dtype)}
+        if self.label_logprob is not None:
+            tensors["label_logprob"] = self.label_logprob.float()
+        return tensors
+
 
 @dataclass(frozen=True, slots=True)
 class TopKLogprobs:
@@ -100,3 +107,10 @@ class TeacherHidden:
 
 
 Teacher = DenseLogits | TopKLogprobs | TeacherHidden
+
+
+def target_of(tensors: Mapping[str, Tensor], temperature: float) -> DenseLogits | TopKLogprobs:
+    """The target that these tensors are the wire form of. They are kept, not copied, and never written to."""
+    if "logits" in tensors:
+        return DenseLogits(tensors["logits"], tensors.get("label_logprob"))
+    return TopKLogprobs.from_tensors(tensors, temperature)

@@ -47,9 +47,9 @@ def vocab_parallel_topk(
     flat_labels = None if labels is None else checks.rows("labels", labels, local.shape[:-1])
     flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
     chunk = chunk_size or default_chunk(shard.size, flat.device)
-    ids, top, rest, label = _candidates(flat, shard, k, flat_labels, temperature, chunk)
+    ids, top, rest, label = candidates(flat, shard, k, flat_labels, temperature, chunk)
     if shard.group is not None:
-        ids, top, rest, label = _best_of_all(shard, k, ids, top, rest, label)
+        ids, top, rest, label = best_of_all(shard, k, ids, top, rest, label)
     lse = torch.cat([top, rest[:, None]], 1).logsumexp(1)
     return TopKLogprobs(
         ids=ids,
@@ -60,7 +60,7 @@ def vocab_parallel_topk(
     )
 
 
-def _candidates(
+def candidates(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """This rank's best k (ids, logits/T), the logsumexp of its other columns, and the label's logit where it has it.
@@ -87,7 +87,7 @@ def _candidates(
     return ids, top, torch.where(rest.max > floor, rest.log(everything), floor), label
 
 
-def _best_of_all(
+def best_of_all(
     shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best k of every rank's best k; candidates that lose join the rest. Two collectives."""

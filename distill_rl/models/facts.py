@@ -227,3 +227,12 @@ def _header(file: Path) -> dict[str, Any]:
 
 def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
     return str(ConfigError(key, rule, value, remedy))
+
+
+def visible_gpus() -> int:
+    """GPUs that this process may use; 0 without asking torch where the machine has no NVIDIA device."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

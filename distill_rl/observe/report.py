@@ -180,6 +180,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     add("KD, validation", run.last("validation/kl_loss"))
     add("CE, validation", run.last("validation/nll_loss"))
     add("KD, train", run.last("train/kl_loss"))
+    add("tokens compared", run.last("align/coverage"), "{:.1%}".format)
     tokens = [value for _, value in run.points(TOKENS) if math.isfinite(value)]
     add("tokens", sum(tokens) if tokens else None, lambda value: f"{value:,.0f}")
     rates = [value for _, value in run.points(RATE) if math.isfinite(value)]
@@ -195,6 +196,7 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
     main = [
         _loss_chart("Distillation loss (KD)", "kl_loss", run, others),
         _loss_chart("Cross-entropy with the data (CE)", "nll_loss", run, others),
+        charts.line_chart("Alignment across tokenizers", _shares(run), linear=True),
         charts.line_chart("Learning rate", [Series("learning rate", run.points("train/lr"), 3)], linear=True),
         charts.line_chart(
             "Gradient norm before clipping", [Series("norm", run.points("train/grad_norm"), 4, noisy=True)]
@@ -203,7 +205,8 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
         _time_chart(run),
     ]
     timed = _timing_parts(run)
-    seen = {"step", "time", RATE, SECONDS, *NAMED, *timed}
+    shares = [f"align/{series.label}" for series in _shares(run)]
+    seen = {"step", "time", RATE, SECONDS, *NAMED, *timed, *shares}
     named = {name for record in run.records for name in record if not name.startswith("eval/")}
     rest = sorted(named - seen)
     others_drawn = [charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in rest]
@@ -221,6 +224,14 @@ def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Cha
         points = points or other.points(f"train/{metric}")
         series.append(Series(f"{split}, {other.name}", points, 2 + index, noisy=split == "train", dashed=True))
     return charts.line_chart(title, series)
+
+
+def _shares(run: Run) -> list[Series]:
+    """How much of the student's tokens is compared with a teacher of another tokenizer, and how much of it one to one."""
+    named = {
+        name for record in run.records for name in record if name.startswith(("align/coverage", "align/one_to_one"))
+    }
+    return [Series(name.removeprefix("align/"), run.points(name), index) for index, name in enumerate(sorted(named))]
 
 
 def _timing_parts(run: Run) -> list[str]:

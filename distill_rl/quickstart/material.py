@@ -26,17 +26,13 @@ class Material:
     root: Path
 
     @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
     def teacher(self) -> Path:
-        """A model that has learnt the tasks, with the tokenizer."""
+        """A model that has learnt the tasks, with its tokenizer."""
         return self.root / "teacher"
 
     @property
     def student(self) -> Path:
-        """A smaller model with random weights, with the tokenizer."""
+        """A smaller model with random weights, with its tokenizer."""
         return self.root / "student"
 
     @property
@@ -70,13 +66,14 @@ class Rows:
 
 
 def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Material:
-    """Returns `<root>/seed-<seed>-<hash>`, which appears only when it is complete; made if it is not there yet.
+    """Returns `<root>/<recipe.folder>-<seed>-<hash>`, which appears only when it is complete; made if it is not there yet.
 
-    `<root>/seed-<seed>`, the path that configs/quickstart.yaml names, is pointed at it. The hash covers the
+    `<root>/<recipe.folder>-<seed>`, the path that the configuration names, is pointed at it. The hash covers the
     recipe and its program. Two processes at once are safe: the second waits for the first.
     """
     root = Path(root)
-    name = f"seed-{seed}-{recipe.fingerprint()[:12]}"
+    stable = f"{recipe.folder}-{seed}"
+    name = f"{stable}-{recipe.fingerprint()[:12]}"
     root.mkdir(parents=True, exist_ok=True)
     with _lock(root):
         if not (root / name).is_dir():
@@ -89,7 +86,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
         link = root / f"{PARTIAL}link"
         link.unlink(missing_ok=True)
         link.symlink_to(name)
-        link.replace(root / f"seed-{seed}")
+        link.replace(root / stable)
         sync_directory(root)
     return Material(root / name)
 
@@ -120,14 +117,14 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     _write_rows(material.train, map(training_row, rows.train))
     _write_rows(material.validation, map(training_row, rows.validation))
     _write_rows(material.test, map(question_row, rows.test))
-    tokenizer = make_tokenizer(recipe.positions)
+    theirs = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
+    ours = make_tokenizer(recipe.positions, recipe.student_tokenizer)
     # Two seeds for two models, so that neither's weights are a cut of the other's.
-    teacher = new_model(recipe.teacher, recipe, tokenizer, seed=2 * seed)
-    student = new_model(recipe.student, recipe, tokenizer, seed=2 * seed + 1)
-    train_teacher(teacher, tokenizer, teacher_problems(seed, rows), recipe)
+    teacher = new_model(recipe.teacher, recipe, theirs, seed=2 * seed)
+    student = new_model(recipe.student, recipe, ours, seed=2 * seed + 1)
+    train_teacher(teacher, theirs, teacher_problems(seed, rows), recipe)
     logging.disable_progress_bar()  # a bar per file written says nothing
-    tokenizer.save_pretrained(material.tokenizer)
-    for model, folder in ((teacher, material.teacher), (student, material.student)):
+    for model, tokenizer, folder in ((teacher, theirs, material.teacher), (student, ours, material.student)):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,13 @@ class Shape:
 class Recipe:
     """What the material is made by. Two recipes that differ in anything make different folders."""
 
+    folder: str = "seed"
+    """what a folder of material is called, before its seed"""
     teacher: Shape = Shape(hidden=96, intermediate=288, layers=2, heads=4)
     student: Shape = Shape(hidden=48, intermediate=144, layers=2, heads=4)
+    teacher_tokenizer: str = "words"
+    student_tokenizer: str = "words"
+    """kinds of tokenizer.py; two kinds are two vocabularies and two chat templates over the same chats"""
     positions: int = 256
     """longest input of either model, in tokens"""
     initializer_range: float = 0.05
@@ -47,3 +54,8 @@ class Recipe:
 
 
 RECIPE = Recipe()
+CROSS = replace(RECIPE, folder="cross-seed", teacher_tokenizer="pieces", student_tokenizer="lines")
+"""The same tasks, but the teacher spells most words in two or three tokens of its own."""
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({"quickstart": RECIPE, "quickstart-cross": CROSS})
+"""By the name of the run, which is that of its configuration."""

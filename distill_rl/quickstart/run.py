@@ -7,8 +7,8 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import distill_rl
@@ -19,15 +19,19 @@ from distill_rl.observe.report import write_report
 from distill_rl.observe.sinks import SECONDS, TOKENS, read_records
 from distill_rl.quickstart.child import run_cli
 from distill_rl.quickstart.material import Material, make_material
+from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
 from distill_rl.types import RunPaths
 
-NAME, CONTROL = "quickstart", "quickstart-ce"
+NAME, CROSS_NAME = RECIPES
+CONTROL_SUFFIX = "-ce"
 SUITE = "exact_match"
+CONFIGS = Path(distill_rl.__file__).parents[1] / "configs"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
 
 # The same data, order, steps and seed as the run it is compared with; only what is learnt from differs.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
+ALIGNED = {"one_to_one_share": "align/one_to_one_share", "coverage": "align/coverage"}
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 
@@ -53,13 +57,15 @@ def quickstart(options: argparse.Namespace) -> int:
         ConfigError: a run directory in use without --clean, or an override that a flag stands for.
     """
     start = time.perf_counter()
-    paths, control = RunPaths(options.runs / NAME), RunPaths(options.runs / CONTROL)
-    _refuse(options, paths, control)
+    run = CROSS_NAME if options.cross else NAME
+    config = options.config or CONFIGS / f"{run}.yaml"
+    paths, control = RunPaths(options.runs / run), RunPaths(options.runs / f"{run}{CONTROL_SUFFIX}")
+    _refuse(options, config, paths, control)
     say(f"material  seed {options.seed} in {options.material}")
-    material = make_material(options.material, options.seed)
-    common = ["train", "-c", str(options.config), *(["--clean"] if options.clean else [])]
+    material = make_material(options.material, options.seed, RECIPES[run])
+    common = ["train", "-c", str(config), *(["--clean"] if options.clean else [])]
     settings = [*_settings(options, material), *options.overrides]
-    for name, different in ((NAME, ()), (CONTROL, CONTROL_OVERRIDES)):
+    for name, different in ((run, ()), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
         say(f"train     {name}")
         code = run_cli([*common, *settings, f"run.name={name}", *different])
         if code:
@@ -102,7 +108,8 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
 
 
 def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:
-    """What summary.json holds: exact match (0 to 1) by model, its 95 % intervals and tasks, speed, time, seed."""
+    """What summary.json holds: exact match (0 to 1) by model, its 95 % intervals and tasks, speed, time, seed; with two
+    tokenizers also the mean of what the steps say of their match."""
     return {
         **{name: scores[name]["score"] for name in MODELS},
         "intervals": {name: scores[name]["interval"] for name in MODELS},
@@ -113,7 +120,18 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
         "tokens_per_second": round(tokens_per_second(metrics), 1),
         "seconds": round(seconds, 1),
         "seed": seed,
+        **alignment(metrics),
     }
+
+
+def alignment(metrics: Path) -> dict[str, float]:
+    """Means over a run's records of the shares (0 to 1) that metrics.jsonl has under ALIGNED; empty where it has none."""
+    found: dict[str, list[float]] = {}
+    for record in read_records(metrics):
+        for name, metric in ALIGNED.items():
+            if metric in record:
+                found.setdefault(name, []).append(record[metric])
+    return {name: round(fmean(values), 4) for name, values in found.items()}
 
 
 def tokens_per_second(metrics: Path) -> float:
@@ -140,7 +158,7 @@ def _settings(options: argparse.Namespace, material: Material) -> list[str]:
     ]
 
 
-def _refuse(options: argparse.Namespace, *runs: RunPaths) -> None:
+def _refuse(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
     """What `train` would refuse only after minutes of other work."""
     problems = [
         str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
@@ -153,19 +171,10 @@ def _refuse(options: argparse.Namespace, *runs: RunPaths) -> None:
             for paths in runs
             if paths.config.exists()
         ]
-    if not options.config.is_file():
-        problems.append(
-            str(ConfigError(str(options.config), "must be a file", remedy="run it from a clone, or give -c"))
-        )
+    if not config.is_file():
+        problems.append(str(ConfigError(str(config), "must be a file", remedy="run it from a clone, or give -c")))
     if problems:
         raise ConfigError.many(problems)
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    config: Path = Path(distill_rl.__file__).parents[1] / "configs" / "quickstart.yaml"
-    runs: Path = Path("runs")
-    material: Path = Path(".cache/quickstart")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,12 +183,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Distil a small student that sorts, train the same student on the same noisy answers without its "
         "teacher, and compare. Needs no GPU and no download; about two minutes of computing.",
     )
-    defaults = _Defaults()
-    parser.add_argument("-c", "--config", type=Path, default=defaults.config, metavar="FILE", help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides data, models and order; 0")
-    parser.add_argument("--runs", type=Path, default=defaults.runs, metavar="DIR", help="where the runs go; runs")
     parser.add_argument(
-        "--material", type=Path, default=defaults.material, metavar="DIR", help="models and data; .cache/quickstart"
+        "--cross", action="store_true", help="the teacher has another tokenizer than the student; runs/quickstart-cross"
+    )
+    parser.add_argument(
+        "-c", "--config", type=Path, metavar="FILE", help="configs/quickstart.yaml, or configs/quickstart-cross.yaml"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides data, models and order; 0")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where the runs go; runs")
+    parser.add_argument(
+        "--material",
+        type=Path,
+        default=Path(".cache/quickstart"),
+        metavar="DIR",
+        help="models and data; .cache/quickstart",
     )
     parser.add_argument("--clean", action="store_true", help="delete what an earlier quickstart left in the runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for both runs: train.steps=300")

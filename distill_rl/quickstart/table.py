@@ -13,6 +13,10 @@ ROWS = {
     "student_after": "student, distilled",
     "ce_only": "control, no teacher",
 }
+CROSS_NOTE = """\
+The teacher has another tokenizer: of the stretches of text that both can tell
+apart, {share:.0%} are one token on either side, the others are several. They were
+compared by hybrid and cover {coverage:.0%} of the tokens that are learnt."""
 NOTE = """\
 Student and control start from the same weights and see the same rows in the
 same order, {wrong:.0%} of them with a wrong answer. The control imitates the rows
@@ -21,7 +25,7 @@ distillation wins. Without wrong answers the two would tie."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Prints exact match with its 95 % interval per model, and per task."""
+    """Prints exact match with its 95 % interval per model, and per task; with two tokenizers also how well they matched."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -45,5 +49,7 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     console.print()
     console.print(table)
     console.print(NOTE.format(wrong=RECIPE.wrong_share))
+    if "one_to_one_share" in summary:
+        console.print("\n" + CROSS_NOTE.format(share=summary["one_to_one_share"], coverage=summary["coverage"]))
     speed = f"{summary['tokens_per_second']:,.0f} answer tokens per second"
     console.print(f"\n{summary['seconds']:.0f} s in all; {speed} while distilling.\n")

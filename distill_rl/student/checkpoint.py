@@ -37,39 +37,43 @@ class StudentState:
     dp: int
     tp: int
     extra: Mapping[str, Any]
+    kd_scale: float = 1.0
+    """CE / KD of the last step, which the next one scales its KD by under `loss.dynamic_scale`"""
     format: int = FORMAT
 
 
 def save(
     directory: str | Path,
     *,
-    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     world: World,
     step: int,
     extra: Mapping[str, Any],
+    kd_scale: float = 1.0,
 ) -> None:
     """Writes the student into `directory`, which is made if missing and must be on storage that all ranks share.
 
     Collective. Everything is flushed to disk on return. A failure of one rank is raised on all of them.
 
     Args:
+        parameters: everything that is trained, by name; a tied parameter once.
         extra: anything JSON can hold; `load` gives it back.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     directory = Path(directory)
-    state = StudentState(step, world.dp, world.tp, dict(extra))
+    state = StudentState(step, world.dp, world.tp, dict(extra), kd_scale)
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(state)), f"checkpoint {directory}")
-    tensors = _tensors(model, optimizer) | _random_state(world)
+    tensors = _tensors(parameters, optimizer) | _random_state(world)
     _together(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory)), f"checkpoint {directory}")
 
 
 def load(
-    directory: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+    directory: str | Path, *, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
 ) -> tuple[StudentState, bool]:
-    """Reads what `save` wrote into a model and its optimizer, in place, whatever mesh wrote it.
+    """Reads what `save` wrote into parameters and their optimizer, in place, whatever mesh wrote it.
 
     Collective.
 
@@ -83,7 +87,7 @@ def load(
     state = read_state(directory)
     reader = dcp.FileSystemReader(directory)
     saved = _saved_shapes(reader, directory)
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(parameters, optimizer)
     _check_shapes(directory, saved, tensors)
     random_state = _random_state(world)
     same_layout = (state.dp, state.tp) == (world.dp, world.tp) and random_state.keys() <= saved.keys()
@@ -112,10 +116,10 @@ def read_state(directory: str | Path) -> StudentState:
         raise CheckpointError(f"checkpoint {path}", "must be a readable student state", _one_line(error)) from error
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every parameter and its optimizer state, by name; a tied parameter appears once."""
+def _tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every parameter and its optimizer state, by name."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = value
@@ -146,7 +150,9 @@ def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tu
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
-    unwanted = [name for name in saved if not name.startswith("random.") and name not in wanted]
+    # Whoever only exports a student does not ask for what was trained beside it.
+    beside = ("random.", "model.objective.", "optimizer.objective.")
+    unwanted = [name for name in saved if not name.startswith(beside) and name not in wanted]
     differing = [name for name, tensor in wanted.items() if saved.get(name) != tuple(tensor.shape)]
     if unwanted or differing:
         name = (differing + unwanted)[0]

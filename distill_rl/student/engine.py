@@ -10,18 +10,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import NumericsError
-from distill_rl.losses import TopKLogprobs
+from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.models import families
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, to_device
@@ -30,14 +31,15 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.objective import LossSums, Objective
+from distill_rl.student.bridges import complete_gradient, open_bridges
+from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
-from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TargetSource = Callable[[int, int], AbstractContextManager[list[TopKLogprobs]]]
+TargetSource = Callable[[int, int], AbstractContextManager[list[Target]]]
 """`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
 the config, each flattened to [num_rows·S, …], on any device, never written to; valid inside the block. An empty list
 where there is no teacher."""
@@ -51,9 +53,18 @@ class StudentEngine:
         world: this rank's place; the student's mesh.
         vocabulary_size: ids of the tokenizer; wider embedding tables are padding that never gets probability.
         total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
+        crossings: per teacher, how the student learns from it where it has another tokenizer; empty where none has.
     """
 
-    def __init__(self, config: Config, world: World, *, vocabulary_size: int, total_steps: int):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        vocabulary_size: int,
+        total_steps: int,
+        crossings: Sequence[Crossing | None] = (),
+    ):
         student = config.student
         _be_deterministic(config, world.device)
         self.config = config
@@ -71,34 +82,57 @@ class StudentEngine:
             revision=student.revision,
             packing=config.data.packing,
         )
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
+        self.objective = Objective(config.loss, config.teachers, bridges)
+        self.kd_scale = 1.0
+        """r of `loss.dynamic_scale`: CE / KD of the step before"""
+        self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
+        self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.trained, config.optimizer)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
-        self.objective = Objective(config.loss, config.teachers)
         self._seed()
 
-    def train_step(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+    def train_step(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
         """One optimizer step on this rank's part of a global batch.
+
+        Args:
+            scores: per teacher what its share of the KD falls with, the same on all ranks; empty: shares are fixed.
 
         Returns:
             On the first tensor-parallel rank: `train/kl_loss` (weighted over teachers, T² included), `train/nll_loss`,
             `train/teacher_mass`, means over this rank's labelled tokens and weighted by them, so that their merge
             over ranks is the mean of the global batch; `train/loss`, their weighted sum; `train/tokens` (labelled);
-            `train/grad_norm` before clipping and `train/lr`. `{}` on the others.
+            `train/grad_norm` before clipping and `train/lr`, `train/kd_scale` under `loss.dynamic_scale`. `{}` on the
+            others. The KD of chunks is a mean over chunks.
 
         Raises:
             NumericsError: on all ranks alike, before any weight has changed, if a gradient is NaN or Inf.
         """
-        metrics = self.forward_backward(batch, targets)
+        metrics = self.forward_backward(batch, targets, scores)
         return metrics | self.optim_step()
 
-    def forward_backward(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+    def forward_backward(
+        self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()
+    ) -> dict[str, Metric]:
         """Adds the gradient of `batch` to the parameters' `.grad`, micro-batch by micro-batch."""
-        return self._run(batch, targets, "train", backward=True)
+        dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
+        if dynamic == "exact":
+            with torch.no_grad():
+                self.kd_scale = self._ratio(self._sweep(batch, targets, self.objective.blend(scores), backward=False))
+        blend = self.objective.blend(scores, self.kd_scale)
+        sums = self._sweep(batch, targets, blend, backward=True)
+        if dynamic == "on":
+            self.kd_scale = self._ratio(sums)
+        metrics = self._metrics("train", batch, sums, blend)
+        if metrics and dynamic != "off":
+            metrics["train/kd_scale"] = Metric(blend.kd, "last")
+        return metrics
 
     def optim_step(self) -> dict[str, Metric]:
         """Clips, updates the weights with this step's learning rate, and clears the gradients."""
         step = self.step + 1
+        for parameter in self.objective.parameters():
+            complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -115,13 +149,15 @@ class StudentEngine:
         return {"train/grad_norm": Metric(norm, "last"), "train/lr": Metric(lr, "last")}
 
     @torch.no_grad()
-    def evaluate(self, batch: RankBatch, targets: TargetSource) -> dict[str, Metric]:
+    def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
         """`validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, to be merged like the training metrics."""
+        blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
         try:
-            report = self._run(batch, targets, "validation", backward=False)
+            sums = self._sweep(batch, targets, blend, backward=False)
         finally:
             self.model.train()
+        report = self._metrics("validation", batch, sums, blend)
         return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
 
     def save(self, directory: str | Path, state_extra: Mapping[str, Any]) -> None:
@@ -131,7 +167,13 @@ class StudentEngine:
             CheckpointError: on all ranks alike, if any of them cannot write.
         """
         checkpoint.save(
-            directory, model=self.model, optimizer=self.optimizer, world=self.world, step=self.step, extra=state_extra
+            directory,
+            parameters=self._named_parameters(),
+            optimizer=self.optimizer,
+            world=self.world,
+            step=self.step,
+            kd_scale=self.kd_scale,
+            extra=state_extra,
         )
 
     def load(self, directory: str | Path) -> dict[str, Any]:
@@ -144,9 +186,9 @@ class StudentEngine:
             CheckpointError: missing, damaged, or of another model.
         """
         state, random_restored = checkpoint.load(
-            directory, model=self.model, optimizer=self.optimizer, world=self.world
+            directory, parameters=self._named_parameters(), optimizer=self.optimizer, world=self.world
         )
-        self.step = state.step
+        self.step, self.kd_scale = state.step, state.kd_scale
         if not random_restored:
             self._seed()
         return dict(state.extra)
@@ -162,20 +204,38 @@ class StudentEngine:
             revision=self.config.student.revision,
         )
 
-    def _run(self, batch: RankBatch, targets: TargetSource, prefix: str, *, backward: bool) -> dict[str, Metric]:
+    def _sweep(self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool) -> LossSums:
         """All micro-batches, also those without a label: the other ranks wait for their collectives."""
         sums = LossSums(len(self.objective.teachers), self.world.device)
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
             labels = to_device(rows.labels, self.world.device)
+            start = first_row - batch.first_row
+            chunks = [each and each[start : start + rows.shape[0]] for each in batch.chunks]
             with targets(first_row, rows.shape[0]) as found:
                 teachers = [_on_device(target, self.world.device) for target in found]
-                output = self.objective(self._logits(rows), labels, teachers, batch.num_labels)
+                output = self.objective(self._logits(rows), labels, teachers, batch.num_labels, chunks, blend)
                 if backward:
                     output.loss.backward()
             sums.add(output)
+        return sums
+
+    def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
         if self.world.tp_rank:
             return {}
-        return sums.metrics(prefix, self.objective, int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX)))
+        num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
+        return sums.metrics(prefix, self.objective, blend, num_labels)
+
+    def _ratio(self, sums: LossSums) -> float:
+        """CE / KD of the global batch, the same on every rank; 1 where there is no KD to scale. Collective."""
+        total = sums.kd_and_ce.clone()
+        dist.all_reduce(total, group=self.world.dp_group)
+        kd, ce = total.tolist()
+        return ce / kd if kd > 0 else 1.0
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the model by their names, and what else is trained, under `objective.`."""
+        named = dict(self.model.named_parameters())
+        return named | {f"objective.{name}": parameter for name, parameter in self.objective.named_parameters()}
 
     def _logits(self, rows: TokenRows) -> Tensor:
         device = self.world.device
@@ -195,6 +255,9 @@ def _be_deterministic(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _on_device(target: TopKLogprobs, device: torch.device) -> TopKLogprobs:
-    tensors = target.to_tensors(target.logprobs.dtype)
-    return TopKLogprobs.from_tensors({name: tensor.to(device) for name, tensor in tensors.items()}, target.temperature)
+def _on_device(target: Target, device: torch.device) -> Target:
+    if isinstance(target, TopKLogprobs):
+        tensors = target.to_tensors(target.logprobs.dtype)
+        return TopKLogprobs.from_tensors({name: each.to(device) for name, each in tensors.items()}, target.temperature)
+    tensors = target.to_tensors(target.logits.dtype)
+    return DenseLogits(**{name: each.to(device) for name, each in tensors.items()})

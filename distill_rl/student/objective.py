@@ -1,20 +1,27 @@
 """What the student minimises: kd_weight · Σᵢ wᵢ·KDᵢ + ce_weight · CE over one or several teachers.
 
+A teacher with the student's tokenizer is compared token by token, one with another tokenizer chunk by chunk.
 Shapes as in `distill_rl.types`; N = R·S tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import KDOutput, TopKLogprobs, kd_loss
+from distill_rl.losses import Bridge, Chunks, DenseLogits, LearnableProjection, TopKLogprobs, chunk_kd_loss, kd_loss
+from distill_rl.losses.shards import split
 from distill_rl.observe.metrics import Metric
+from distill_rl.types import ChunkRows
+
+Target = TopKLogprobs | DenseLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,8 @@ class ObjectiveOutput:
     loss: Tensor
     """scalar: the micro-batch's share of the mean over the global batch"""
     kd: Tensor
-    """scalar: summed KD, teachers weighed by their share, T² included"""
+    """scalar: summed KD, teachers weighed by their share, T² included; KD of chunks counts as labels / chunks of the
+    global batch, so that dividing by labels gives the mean over chunks"""
     ce: Tensor
     """scalar: summed cross-entropy with the labels, at T = 1"""
     kd_per_teacher: tuple[Tensor, ...]
@@ -33,31 +41,78 @@ class ObjectiveOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Blend:
+    """How a step weighs its terms; the same for all of its micro-batches."""
+
+    kd: float
+    ce: float
+    shares: tuple[float, ...]
+    """per teacher; they sum to one"""
+
+
+@dataclass(frozen=True, slots=True)
 class _Term:
-    """One sweep over the student's logits: `factor · (kd_ratio·KD + (1 − kd_ratio)·CE)`."""
+    """One teacher's part of a micro-batch; sums, detached but for the loss."""
 
-    factor: float
-    kd_ratio: float
-    share: float
+    loss: Tensor
+    kd: Tensor
+    ce: Tensor
+    teacher_mass: Tensor
 
 
-class Objective:
-    """The loss of a student with these settings; holds no tensor.
+class Objective(nn.Module):
+    """The loss of a student with these settings.
 
     Teachers' weights are divided by their sum. Cross-entropy comes out of the first teacher's sweep, so that n
     teachers cost n sweeps; without a teacher it is taken alone.
+
+    Args:
+        config: `loss.*`.
+        teachers: in the order of their targets; none are used where `loss.kd_weight` is 0.
+        crossings: per teacher its loss across tokenizers and the bridge between the vocabularies (one to be learnt is
+            a parameter of this module), None for one that has the student's tokenizer; empty where all have.
 
     Raises:
         ConfigError: no term has a positive weight, or a weight is negative.
     """
 
-    def __init__(self, config: LossConfig, teachers: Sequence[TeacherConfig]):
+    def __init__(
+        self,
+        config: LossConfig,
+        teachers: Sequence[TeacherConfig],
+        crossings: Sequence[tuple[str, Bridge | LearnableProjection] | None] = (),
+    ):
+        super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
-        self.terms = _terms(config, [teacher.weight for teacher in self.teachers])
+        self.crossings = tuple(crossings) or (None,) * len(self.teachers)
+        learnt = {str(n): way[1] for n, way in enumerate(self.crossings) if way and isinstance(way[1], nn.Module)}
+        self.projections = nn.ModuleDict(learnt)
+        _check_weights(config, [teacher.weight for teacher in self.teachers])
 
-    def __call__(
-        self, logits: Tensor, labels: Tensor, targets: Sequence[TopKLogprobs], num_labels: int
+    def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
+        """The weights of a step.
+
+        Args:
+            scores: per teacher, what its share falls with: its mean CE or entropy on the batch (`teachers[].score`).
+            kd_scale: r of `loss.dynamic_scale`, which takes the place of both weights.
+        """
+        weights = [teacher.weight for teacher in self.teachers]
+        if scores:
+            weights = [weight * math.exp(min(scores) - score) for weight, score in zip(weights, scores)]
+        shares = tuple(weight / sum(weights) for weight in weights)
+        if self.config.dynamic_scale == "off" or not shares:
+            return Blend(self.config.kd_weight, self.config.ce_weight, shares)
+        return Blend(kd_scale, 1.0, shares)
+
+    def forward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        targets: Sequence[Target],
+        num_labels: int,
+        chunks: Sequence[ChunkRows | None] = (),
+        blend: Blend | None = None,
     ) -> ObjectiveOutput:
         """The loss of one micro-batch.
 
@@ -66,26 +121,44 @@ class Objective:
             labels: int64 [R, S], shifted, IGNORE_INDEX where nothing is learnt.
             targets: one per teacher, rows flattened to [N, …].
             num_labels: labelled tokens of the global batch; the loss is divided by it, here and nowhere else.
+            chunks: of these rows, per teacher; for those with another tokenizer.
+            blend: of this step; None: the settings' weights.
 
         Raises:
             ValueError: the number of targets is not that of the teachers.
         """
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
+        blend = blend or self.blend()
         denominator = max(num_labels, 1)
-        outputs = [self._sweep(logits, labels, *pair) for pair in zip(targets or (None,), self.terms)]
-        kd_per_teacher, ce = tuple(output.kd_loss for output in outputs), outputs[0].ce_loss
-        assert ce is not None, "labels were given"
+        terms = [
+            self._crossing_term(logits, labels, target, shared, crossing, blend.kd * share, ce, denominator)
+            if crossing is not None and shared is not None and target is not None
+            else self._term(logits, labels, target, blend.kd * share, ce, denominator)
+            for target, shared, crossing, share, ce in zip(
+                targets or (None,),
+                tuple(chunks) or (None,) * max(len(targets), 1),
+                self.crossings or (None,),
+                blend.shares or (0.0,),
+                [blend.ce] + [0.0] * len(targets),
+            )
+        ]
         return ObjectiveOutput(
-            loss=_sum(output.loss * (term.factor / denominator) for output, term in zip(outputs, self.terms)),
-            kd=_sum(kd * term.share for kd, term in zip(kd_per_teacher, self.terms)),
-            ce=ce,
-            kd_per_teacher=kd_per_teacher[: len(self.teachers)],
-            teacher_mass=outputs[0].teacher_mass,
+            loss=_sum(term.loss for term in terms),
+            kd=_sum(term.kd * share for term, share in zip(terms, blend.shares or (0.0,))),
+            ce=terms[0].ce,
+            kd_per_teacher=tuple(term.kd for term in terms)[: len(self.teachers)],
+            teacher_mass=terms[0].teacher_mass,
         )
 
-    def _sweep(self, logits: Tensor, labels: Tensor, target: TopKLogprobs | None, term: _Term) -> KDOutput:
-        return kd_loss(
+    def _term(
+        self, logits: Tensor, labels: Tensor, target: Target | None, kd: float, ce: float, denominator: int
+    ) -> _Term:
+        """Token by token; `kd` and `ce` are the weights of the two."""
+        factor = kd + ce
+        if isinstance(target, DenseLogits):
+            target = _with_columns_of(logits, target)
+        output = kd_loss(
             logits,
             target,
             labels=labels,
@@ -93,16 +166,74 @@ class Objective:
             beta=self.config.beta,
             temperature=self.config.temperature,
             tail=self.config.tail,
-            kd_ratio=term.kd_ratio,
+            kd_ratio=0.0 if target is None else kd / factor if factor > 0 else 1.0,
             reduction="sum",
         )
+        assert output.ce_loss is not None, "labels were given"
+        return _Term(output.loss * (factor / denominator), output.kd_loss, output.ce_loss, output.teacher_mass)
+
+    def _crossing_term(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        target: Target,
+        shared: ChunkRows,
+        crossing: tuple[str, Bridge | LearnableProjection],
+        kd: float,
+        ce: float,
+        denominator: int,
+    ) -> _Term:
+        """Chunk by chunk: KD is a mean over the chunks of the global batch, CE over its labels."""
+        method, way = crossing
+        output = chunk_kd_loss(
+            logits,
+            target,
+            flat_chunks(shared, labels.device),
+            way() if isinstance(way, nn.Module) else way,
+            method=method,
+            labels=labels,
+            divergence=self.config.divergence,
+            beta=self.config.beta,
+            temperature=self.config.temperature,
+            tail=self.config.tail,
+            top_k=self.config.top_k,
+            chunk_average=self.config.chunk_average,
+            uncommon_top_k=self.config.uncommon_top_k,
+            relaxed=self.config.gold_relaxed,
+            tau=self.config.alm_tau,
+        )
+        per_label = denominator / max(shared.num_chunks, 1)
+        loss = output.kd * (kd * per_label / denominator) + output.ce * (ce / denominator)
+        return _Term(loss, output.kd.detach() * per_label, output.ce.detach(), output.teacher_mass)
+
+
+def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
+    """Chunks of a micro-batch numbered through, over its flattened rows."""
+    counts = rows.student.max(axis=1, initial=-1) + 1
+    first = np.cumsum(counts) - counts
+
+    def flattened(side: np.ndarray) -> Tensor:
+        return torch.tensor(np.where(side >= 0, side + first[:, None], -1).ravel(), dtype=torch.int64, device=device)
+
+    return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
+
+
+def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
+    """A teacher's whole logits cut, or filled up with −inf, to this rank's columns of the student's.
+
+    Both models know the same tokens; their output layers may be padded differently.
+    """
+    _, shard = split(logits, None, dim=-1, name="logits")
+    missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
+    theirs = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
+    return DenseLogits(theirs[:, shard.offset : shard.offset + shard.size], target.label_logprob)
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(tensors)).sum()
 
 
-def _terms(config: LossConfig, weights: Sequence[float]) -> tuple[_Term, ...]:
+def _check_weights(config: LossConfig, weights: Sequence[float]) -> None:
     if min([config.kd_weight, config.ce_weight, *weights]) < 0:
         raise ConfigError(
             "loss weights",
@@ -115,15 +246,6 @@ def _terms(config: LossConfig, weights: Sequence[float]) -> tuple[_Term, ...]:
             "some term must have a positive weight",
             f"kd {config.kd_weight}, ce {config.ce_weight}, {len(weights)} teachers",
         )
-    if not weights:
-        return (_Term(factor=config.ce_weight, kd_ratio=0.0, share=0.0),)
-    terms = []
-    for position, weight in enumerate(weights):
-        share = weight / sum(weights)
-        kd = config.kd_weight * share
-        ce = config.ce_weight if position == 0 else 0.0
-        terms.append(_Term(factor=kd + ce, kd_ratio=kd / (kd + ce) if kd + ce > 0 else 1.0, share=share))
-    return tuple(terms)
 
 
 class LossSums:
@@ -136,13 +258,19 @@ class LossSums:
     def add(self, output: ObjectiveOutput) -> None:
         self._sums += torch.stack([output.kd, output.ce, output.teacher_mass, *output.kd_per_teacher]).to(torch.float64)
 
-    def metrics(self, prefix: str, objective: Objective, num_labels: int) -> dict[str, Metric]:
+    @property
+    def kd_and_ce(self) -> Tensor:
+        """fp64 [2], this rank's sums."""
+        return self._sums[:2]
+
+    def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
         """Means over this rank's `num_labels` labelled tokens, and weighted by them; `{prefix}/tokens` is their number."""
         kd, ce, mass, *kd_per_teacher = (self._sums / max(num_labels, 1)).tolist()
-        weights = objective.config
-        means = {"loss": weights.kd_weight * kd + weights.ce_weight * ce, "nll_loss": ce}
+        means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
         if self._num_teachers:
-            means |= {"kl_loss": kd, "teacher_mass": mass}
+            means["kl_loss"] = kd
+            if objective.crossings[0] is None:
+                means["teacher_mass"] = mass
         if self._num_teachers > 1:
             means |= {f"kl_loss/{t.name}": value for t, value in zip(objective.teachers, kd_per_teacher)}
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
+from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.models import families
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
-from distill_rl.teacher.targets import chunk_tokens, topk_targets
+from distill_rl.teacher.targets import chunk_tokens, entropy, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
-from distill_rl.types import RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -35,10 +37,10 @@ class TeacherEngine:
     """
 
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if (teacher.backend, teacher.export) != ("hf", "topk"):
-            wanted = "must be backend hf with export topk"
+        if teacher.backend != "hf" or teacher.export not in ("topk", "logits"):
+            wanted = "must be backend hf with export topk or logits"
             raise ConfigError(f"teacher {teacher.name}", wanted, f"{teacher.backend} with {teacher.export}")
-        self.config = config
+        self.config, self.teacher = config, teacher
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.micro_batch_size = teacher.micro_batch_size or config.train.micro_batch_size
@@ -53,6 +55,8 @@ class TeacherEngine:
             packing=config.data.packing,
         )
         self.chunk = chunk_tokens(-(-self.model.config.vocab_size // world.tp))
+        self.score = 0.0
+        """what the last `forward` that ran to its end summed up: −log p of the labels, or the entropy where they stand"""
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """The targets of this rank's part of a global batch, one micro-batch at a time, computed as they are asked for.
@@ -60,27 +64,39 @@ class TeacherEngine:
         Rows that only fill the batch up are computed like any other, so that every slot has one shape.
 
         Yields:
-            The rows covered, and `TopKLogprobs.to_tensors` of their tokens in the wire dtype, on this rank's device;
-            the same on every tensor-parallel rank.
+            The rows covered, and `to_tensors` of their tokens' TopKLogprobs or DenseLogits in the wire dtype, on this
+            rank's device; the same on every tensor-parallel rank.
         """
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
             num_rows, tokens = rows.shape
-            yield Layout(first_row, num_rows, tokens), self._targets(rows)
+            labels = to_device(rows.labels, self.world.device).flatten()
+            target = self._target(rows, labels)
+            total += self._score(target, labels)
+            yield Layout(first_row, num_rows, tokens), target.to_tensors(self.wire_dtype)
+        self.score = total.item() if self.teacher.score != "static" else 0.0
 
     @torch.no_grad()
-    def _targets(self, rows: TokenRows) -> dict[str, Tensor]:
-        device = self.world.device
+    def _target(self, rows: TokenRows, labels: Tensor) -> TopKLogprobs | DenseLogits:
+        device, loss = self.world.device, self.config.loss
         hidden = families.body(self.model, to_device(rows.input_ids, device), to_device(rows.position_ids, device))
-        targets = topk_targets(
-            hidden.flatten(0, 1),
-            partial(families.head, self.model),
-            to_device(rows.labels, device).flatten(),
-            k=self.config.loss.top_k,
-            temperature=self.config.loss.temperature,
-            vocabulary_size=self.vocabulary_size,
-            chunk=self.chunk,
-        )
-        return targets.to_tensors(self.wire_dtype)
+        flat, head = hidden.flatten(0, 1), partial(families.head, self.model)
+        common: dict[str, Any] = {
+            "temperature": loss.temperature,
+            "vocabulary_size": self.vocabulary_size,
+            "chunk": self.chunk,
+        }
+        if self.teacher.export == "logits":
+            return logits_targets(flat, head, labels, wire_dtype=self.wire_dtype, **common)
+        return topk_targets(flat, head, labels, k=loss.top_k, **common)
+
+    @torch.no_grad()
+    def _score(self, target: TopKLogprobs | DenseLogits, labels: Tensor) -> Tensor | float:
+        if self.teacher.score == "static":
+            return 0.0
+        assert target.label_logprob is not None
+        values = -target.label_logprob if self.teacher.score == "ce" else entropy(target)
+        return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 
 def wire_dtype(name: str, device: torch.device) -> torch.dtype:

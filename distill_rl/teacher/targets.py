@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distill_rl.config.derive import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.derive import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
-from distill_rl.losses import TopKLogprobs, vocab_parallel_topk
+from distill_rl.losses import DenseLogits, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
 from distill_rl.parallel.vocabulary import mask_padded_columns
 
 
@@ -56,3 +57,41 @@ def topk_targets(
     return TopKLogprobs.from_tensors(
         {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, temperature
     )
+
+
+def logits_targets(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    *,
+    temperature: float,
+    vocabulary_size: int,
+    chunk: int,
+    wire_dtype: torch.dtype,
+) -> DenseLogits:
+    """All logits in `wire_dtype`, and the label's log-probability at `temperature`; arguments as of `topk_targets`.
+
+    Returns:
+        Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every
+        tensor-parallel rank.
+    """
+    parts, label_logprobs = [], []
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+        found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature)
+        assert isinstance(found, Tensor)
+        label_logprobs.append(found.float())
+        parts.append((logits.full_tensor() if isinstance(logits, DTensor) else logits).to(wire_dtype))
+        del logits
+    return DenseLogits(torch.cat(parts), torch.cat(label_logprobs))
+
+
+def entropy(target: TopKLogprobs | DenseLogits) -> Tensor:
+    """Per row, in nats, fp32 [N]; of top-k targets with everything outside the k as one more outcome."""
+    if isinstance(target, DenseLogits):
+        logprobs = target.logits.float().log_softmax(1)
+    else:
+        assert target.rest_logprob is not None
+        logprobs = torch.cat([target.logprobs.float(), target.rest_logprob.float()[:, None]], 1)
+    return -torch.where(logprobs == -torch.inf, 0, logprobs.exp() * logprobs).sum(1)

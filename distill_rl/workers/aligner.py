@@ -1,37 +1,56 @@
-"""The aligner actor: documents in, packed token rows for every rank out. CPU only."""
+"""The aligner actor: documents in, token rows for every rank out."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from distill_rl.config.derive import running_teachers
 from distill_rl.config.schema import Config
+from distill_rl.data.collate import BatchPlan
 from distill_rl.types import DocumentBatch
 from distill_rl.workers.rank import Process, identify
 
-if TYPE_CHECKING:
-    from distill_rl.data.collate import BatchPlan
-
 
 class AlignerWorker:
-    def __init__(self, rank: int, config: Config, data_format: str):
-        self._config, self._data_format = config, data_format
+    """Tokenises, aligns and lays out; holds nothing but tokenizers, so that any of its kind does the same.
+
+    Args:
+        config: the run's settings.
+        data_format: `text` or `messages`.
+        plan: how rows are laid out and divided.
+        crossing: per running teacher whether it has rows of its own.
+    """
+
+    def __init__(self, rank: int, config: Config, data_format: str, plan: BatchPlan, crossing: tuple[bool, ...] = ()):
+        self._config, self._data_format, self._plan, self._crossing = config, data_format, plan, crossing
 
     def identify(self) -> Process:
         return identify()
 
     def start(self) -> None:
         from distill_rl.data.collate import Tokenization
+        from distill_rl.data.pairing import BatchBuilder, Partner
         from distill_rl.models.hub import tokenizer_of
 
         data = self._config.data
         tokenizer = tokenizer_of(self._config.student)
-        self._tokenization = Tokenization(
+        tokenization = Tokenization(
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )
+        partners = [
+            Partner.of(teacher.name, tokenizer, tokenizer_of(teacher), self._config.aligner) if crosses else None
+            for teacher, crosses in zip(running_teachers(self._config), self._crossing)
+        ]
+        self._builder = BatchBuilder(tokenization, self._plan, partners)
 
-    def build(self, batch: DocumentBatch, plan: BatchPlan) -> tuple[Any, ...]:
+    def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
         """BatchInfo, then one RankBatch per student DP rank, then one per DP rank of each teacher in turn."""
-        from distill_rl.data.collate import build_batch
-
-        info, student, teachers = build_batch(batch, self._tokenization, plan)
+        info, student, teachers = self._builder.build(batch, skip)
         return info, *student, *(part for teacher in teachers for part in teacher)
+
+    def try_row(self, document: Mapping[str, Any]) -> None:
+        """Whatever `build` does with one document; fails, dies or hangs where that would."""
+        from distill_rl.types import Cursor
+
+        self._builder.build(DocumentBatch(0, (document,), Cursor()))

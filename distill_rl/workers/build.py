@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from distill_rl.config.derive import Facts, sizes
+from distill_rl.config.derive import Facts, aligner_workers, compute_actors, running_teachers, sizes
 from distill_rl.errors import DistillError
 from distill_rl.job import Job
+from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.signals import Signals
@@ -25,6 +27,7 @@ from distill_rl.workers.cluster import ray_session
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pipeline import Pipeline, StudentGroup
 from distill_rl.workers.placement import actor_names, reserve, seat
+from distill_rl.workers.pool import AlignerPool, BadRows
 from distill_rl.workers.student import StudentWorker
 from distill_rl.workers.teacher import TeacherWorker
 
@@ -48,39 +51,43 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         WorkerError: an actor failed to start.
     """
     config = job.config
-    student_names, teacher_names, aligner_names = actor_names(config)
-    num_actors = len(student_names) + sum(map(len, teacher_names.values())) + len(aligner_names)
+    num_compute = compute_actors(config)
+    here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     transport = choose(config.transport)
-    say(
-        f"starting  {', '.join([*student_names, *(name for names in teacher_names.values() for name in names), *aligner_names])}"
-    )
     log.info("transport %s: %s", transport.name, transport.reason)
     with ray_session(
-        config.ray, num_cpus=num_actors, target_bytes=_target_bytes(job), started=signals.install_again
+        config.ray, num_cpus=num_compute + here, target_bytes=_target_bytes(job), started=signals.install_again
     ) as ray_logs:
-        plan = seat(config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        threads = threads_per_worker(num_actors - len(aligner_names))
+        cluster = ray.cluster_resources()
+        gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
+        num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
+        student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
+        ranks = [*student_names, *(name for names in teacher_names.values() for name in names)]
+        say(f"starting  {', '.join([*ranks, *aligner_names])}")
+        plan = seat(config, num_aligners, gpus=gpus > 0)
+        threads = threads_per_worker(num_compute)
         calls = Calls(signals.raise_if_stopping)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, config, job.data_format)
-            common = (job.vocabulary_size, transport.name, threads)
+            crosses = tuple(crossing is not None for crossing in job.crossings)
+            align = (config, job.data_format, job.plan, crosses)
+            aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, *align)
+            common = (transport.name, threads)
             teachers = {
                 teacher.name: WorkerGroup(
-                    TeacherWorker, teacher_names[teacher.name], plan, placement, calls, config, teacher, *common
+                    TeacherWorker, teacher_names[teacher.name], plan, placement, calls, config, teacher, size, *common
                 )
-                for teacher in config.teachers
-                if teacher.name in teacher_names
+                for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
             }
-            student = WorkerGroup(StudentWorker, student_names, plan, placement, calls, config, total_steps, *common)
+            learn = (config, total_steps, job.crossings, job.vocabulary_size, *common)
+            student = WorkerGroup(StudentWorker, student_names, plan, placement, calls, *learn)
             groups = [aligners, *teachers.values(), student]
             try:
                 _start(job, aligners, teachers, student, calls)
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
-                yield Crew(
-                    Pipeline(config, aligners, teachers, calls, job.plan), StudentGroup(student, config, calls, timer)
-                )
+                pipeline = Pipeline(config, _pool(job, aligners, calls, align), teachers, job.plan)
+                yield Crew(pipeline, StudentGroup(student, config, calls, timer, pipeline.settle))
                 _stop([*teachers.values(), student])
             except DistillError:
                 _keep_logs(ray_logs, groups, job.paths.logs)
@@ -88,6 +95,23 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
             finally:
                 for group in groups:
                     group.kill()
+
+
+def _pool(job: Job, group: WorkerGroup, calls: Calls, arguments: tuple[Any, ...]) -> AlignerPool:
+    """Over the aligner actors, or over an aligner in this process where there are none."""
+    local = None
+    if not group.actors:
+        local = AlignerWorker(0, *arguments)
+        local.start()
+    return AlignerPool(
+        group,
+        calls,
+        local=local,
+        num_parts=job.plan.student.dp + sum(share.dp for share in job.plan.teachers),
+        deadline_s=job.config.aligner.deadline_s,
+        start_timeout_s=job.config.ray.start_timeout_s,
+        bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
+    )
 
 
 def threads_per_worker(num_compute_actors: int) -> int:
@@ -98,7 +122,8 @@ def threads_per_worker(num_compute_actors: int) -> int:
 def _target_bytes(job: Job) -> int:
     """Targets alive at once: every teacher's ring, and one batch of validation beside it."""
     depth = job.config.prefetch.depth
-    derived = sizes(job.config, Facts(vocabulary_size=job.vocabulary_size))
+    facts = Facts(vocabulary_size=job.vocabulary_size, teacher_vocabularies=job.teacher_vocabularies)
+    derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
     return sum(teacher.ring_bytes * dp[teacher.name] * (depth + 2) // (depth + 1) for teacher in derived.teachers)
 

@@ -37,6 +37,12 @@ class Calls:
         actor_id = actor._actor_id.hex()
         self.names[actor_id], self.actors[actor_id] = name, actor
 
+    def forget(self, actor: Any) -> None:
+        """An actor that was ended on purpose, and is to blame for nothing."""
+        actor_id = actor._actor_id.hex()
+        self.names.pop(actor_id, None)
+        self.actors.pop(actor_id, None)
+
     def gather(
         self, calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef], *, what: str, timeout_s: float
     ) -> list[Any]:

@@ -26,15 +26,20 @@ class WorkerGroup:
         calls: Calls,
         *arguments: Any,
     ):
-        remote: Any = ray.remote(worker)
+        self._remote: Any = ray.remote(worker)
+        self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)
         self._calls = calls
         self._processes: list[Process] = []
-        self.actors: list[Any] = []
-        for rank, name in enumerate(self.names):
-            actor = remote.options(**options(plan.seats[name], placement)).remote(rank, *arguments)
-            calls.know(name, actor)
-            self.actors.append(actor)
+        self._replacements = 0
+        self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
+
+    def _make(self, rank: int, suffix: str = "") -> Any:
+        name = self.names[rank]
+        placed = options(self._plan.seats[name], self._placement)
+        actor = self._remote.options(**{**placed, "name": name + suffix}).remote(rank, *self._arguments)
+        self._calls.know(name, actor)
+        return actor
 
     def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
         """Calls a method with the same arguments on all ranks (or these); references with actor names, in rank order."""
@@ -50,6 +55,22 @@ class WorkerGroup:
     def identify(self, timeout_s: float) -> None:
         """Learns the ranks' processes, so that `kill` can end a stopped one."""
         self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+
+    def replace(self, rank: int, timeout_s: float) -> None:
+        """Ends one rank and starts another in its seat, which has run `start`. For ranks without a process group.
+
+        What was submitted to the old one and is not done fails.
+        """
+        self._calls.forget(self.actors[rank])
+        self._end(rank)
+        self._replacements += 1
+        # Ray frees a dead actor's name some time later.
+        self.actors[rank] = self._make(rank, suffix=f".{self._replacements}")
+        what = f"starting {self.names[rank]} again"
+        self._processes[rank] = self._calls.gather(
+            self.submit("identify", ranks=[rank]), what=what, timeout_s=timeout_s
+        )[0]
+        self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
 
     @property
     def pids(self) -> dict[int, str]:
@@ -67,11 +88,15 @@ class WorkerGroup:
         return [address for address in addresses for _ in range(size)]
 
     def kill(self) -> None:
-        """Ends every rank at once: SIGKILL by pid where the process is on this node (ray.kill alone waits 5 s for a stopped one)."""
-        for process in self._processes:
-            with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
-                if process.node_id == ray.get_runtime_context().get_node_id():
-                    process.kill()
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
+        """Ends every rank at once."""
+        for rank in range(len(self.actors)):
+            self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        """SIGKILL by pid where the process is on this node: ray.kill alone waits 5 s for a stopped one."""
+        with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
+            process = self._processes[rank]
+            if process.node_id == ray.get_runtime_context().get_node_id():
+                process.kill()
+        with contextlib.suppress(Exception):
+            ray.kill(self.actors[rank], no_restart=True)

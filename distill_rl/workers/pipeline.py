@@ -8,7 +8,7 @@ student still trains on an earlier one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,9 +18,10 @@ from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
-from distill_rl.types import BatchInfo, Cursor, DocumentBatch
+from distill_rl.types import AlignmentInfo, BatchInfo, Cursor, DocumentBatch
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
+from distill_rl.workers.pool import AlignerPool, Pending
 
 Refs = dict[ray.ObjectRef, str]
 
@@ -31,7 +32,9 @@ class PendingBatch:
 
     index: int
     cursor: Cursor
-    info: Refs
+    place: int
+    """in the teachers' rings"""
+    aligned: Pending
     student: list[ray.ObjectRef]
     targets: list[list[ray.ObjectRef]]
     """per teacher, one per data-parallel replica"""
@@ -49,9 +52,9 @@ class PendingBatch:
             self.release()
 
     def release(self) -> None:
-        for references in (self.student, *self.targets):
+        for references in (self.student, self.aligned.parts, *self.targets):
             references.clear()
-        for named in (self.info, self.others, self.names):
+        for named in (self.others, self.names):
             named.clear()
 
 
@@ -63,9 +66,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, config: Config, aligners: WorkerGroup, teachers: dict[str, WorkerGroup], calls: Calls, plan: BatchPlan
+        self,
+        config: Config,
+        aligners: AlignerPool,
+        teachers: dict[str, WorkerGroup],
+        plan: BatchPlan,
     ):
-        self._config, self._aligners, self._teachers, self._calls, self._plan = config, aligners, teachers, calls, plan
+        self._config, self._aligners, self._teachers, self._plan = config, aligners, teachers, plan
         self._running = [teacher for teacher in config.teachers if teacher.name in teachers]
         self._submitted = 0
 
@@ -75,20 +82,32 @@ class Pipeline:
     def validate(self, batch: DocumentBatch) -> PendingBatch:
         return self._submit(batch, place=self._config.prefetch.depth + 1)
 
+    def settle(self, pending: PendingBatch) -> BatchInfo:
+        """Waits for a batch's alignment; where that took a second try, the teachers are called again."""
+        info, replaced = self._aligners.settle(pending.aligned)
+        if replaced:
+            self._chain(pending)
+        return info
+
     def _submit(self, batch: DocumentBatch, *, place: int) -> PendingBatch:
+        aligned = self._aligners.submit(batch)
+        pending = PendingBatch(batch.index, batch.cursor, place, aligned, [], [], {}, {})
+        self._chain(pending)
+        return pending
+
+    def _chain(self, pending: PendingBatch) -> None:
+        """Calls the teachers on what the aligner will return."""
         self._submitted += 1
         generation = 2 * self._submitted
-        aligner = batch.index % len(self._aligners.actors)
-        dp = self._plan.student.dp
-        num_returns = 1 + dp + sum(share.dp for share in self._plan.teachers)
-        info, *parts = self._aligners.actors[aligner].build.options(num_returns=num_returns).remote(batch, self._plan)
+        parts, dp = pending.aligned.parts, self._plan.student.dp
+        pending.student[:] = parts[:dp]
         teacher_parts = iter(parts[dp:])
-        targets: list[list[ray.ObjectRef]] = []
-        names: Refs = {info: self._aligners.names[aligner]}
-        others: Refs = {}
+        pending.targets.clear()
+        pending.others.clear()
+        pending.names.clear()
         for teacher in self._running:
             group, tp = self._teachers[teacher.name], teacher.parallel.tp
-            first_slot = place * slots_per_batch(self._config, self._plan, teacher.name)
+            first_slot = pending.place * slots_per_batch(self._config, self._plan, teacher.name)
             published = []
             for replica in range(teacher.parallel.dp):
                 calls = group.submit(
@@ -100,17 +119,23 @@ class Pipeline:
                 )
                 leader, *followers = calls
                 published.append(leader)
-                names |= calls
-                others |= {follower: calls[follower] for follower in followers}
-            targets.append(published)
-        return PendingBatch(batch.index, batch.cursor, {info: names[info]}, parts[:dp], targets, others, names)
+                pending.names |= calls
+                pending.others |= {follower: calls[follower] for follower in followers}
+            pending.targets.append(published)
 
 
 class StudentGroup:
     """The student's ranks, called as one."""
 
-    def __init__(self, group: WorkerGroup, config: Config, calls: Calls, timer: StepTimer):
-        self._group, self._config, self._calls, self._timer = group, config, calls, timer
+    def __init__(
+        self,
+        group: WorkerGroup,
+        config: Config,
+        calls: Calls,
+        timer: StepTimer,
+        settle: Callable[[PendingBatch], BatchInfo],
+    ):
+        self._group, self._config, self._calls, self._timer, self._settle = group, config, calls, timer, settle
 
     def train_step(self, batch: PendingBatch, targets: list[list[ray.ObjectRef]]) -> dict[str, Metric]:
         """forward_backward and optim_step, submitted together."""
@@ -133,15 +158,17 @@ class StudentGroup:
         what: str,
         parts: tuple[str, str, str],
     ) -> dict[str, Metric]:
-        """Submits to all ranks, then waits for each stage in turn; `parts` are the names under which the waits are timed."""
+        """Waits for the alignment, submits to all ranks, then waits for each stage in turn; `parts` are the names under
+        which the waits are timed. The student is called only with a batch that exists, so that no fault before it can
+        reach its state."""
         tp = self._config.student.parallel.tp
+        with self._timer.part(parts[0]):
+            info = self._settle(batch)
         sizes = [len(teacher) for teacher in targets]
         published = [ref for teacher in targets for ref in teacher]
         calls: Refs = {}
         for rank in range(len(self._group.actors)):
             calls |= self._group.submit(method, batch.student[rank // tp], sizes, *published, ranks=[rank])
-        with self._timer.part(parts[0]):
-            info = self._gather(batch.info, f"aligning the batch of {what}", self._config.aligner.deadline_s)[0]
         with self._timer.part(parts[1]):
             watched = {ref: batch.names[ref] for ref in (*published, *batch.others)}
             taught = self._gather(watched, f"teaching the batch of {what}", self._config.ray.step_timeout_s)
@@ -155,12 +182,28 @@ class StudentGroup:
 
 
 def _describe(info: BatchInfo) -> dict[str, Metric]:
-    return {
+    metrics = {
         "align/documents": Metric(info.num_documents, "sum"),
         "align/truncated": Metric(info.num_truncated, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
         "timing/aligner/align": Metric(info.seconds, "max"),
+    }
+    for found in info.alignments:
+        metrics |= _describe_alignment(found, info, f"/{found.teacher}" if len(info.alignments) > 1 else "")
+    return metrics
+
+
+def _describe_alignment(found: AlignmentInfo, info: BatchInfo, suffix: str) -> dict[str, Metric]:
+    chunks, labels = found.num_chunks, info.num_labels
+    metrics = {
+        f"align/chunks{suffix}": Metric(chunks, "sum"),
+        f"align/one_to_one{suffix}": Metric(found.num_one_to_one / max(chunks, 1), "mean", chunks),
+        f"align/coverage{suffix}": Metric(found.num_covered / max(labels, 1), "mean", labels),
+        f"align/exact{suffix}": Metric(found.num_exact / max(info.num_documents, 1), "mean", info.num_documents),
+    }
+    return metrics | {
+        f"align/method/{method}{suffix}": Metric(count, "sum") for method, count in sorted(found.methods.items())
     }
 
 

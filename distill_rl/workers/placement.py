@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from distill_rl.config.derive import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
@@ -46,35 +47,41 @@ def aligner_name(index: int) -> str:
     return f"aligner-{index}"
 
 
-def actor_names(config: Config) -> tuple[list[str], dict[str, list[str]], list[str]]:
+def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """Names of the student's ranks, of each running teacher's ranks, and of the aligners; ranks are dp-major."""
     student = [student_name(d, t) for d in range(config.student.parallel.dp) for t in range(config.student.parallel.tp)]
     teachers = {
         teacher.name: [
             teacher_name(teacher.name, d, t) for d in range(teacher.parallel.dp) for t in range(teacher.parallel.tp)
         ]
-        for teacher in (config.teachers if config.loss.kd_weight > 0 else [])
+        for teacher in running_teachers(config)
     }
-    return student, teachers, [aligner_name(i) for i in range(config.aligner.workers)]
+    return student, teachers, [aligner_name(i) for i in range(num_aligners)]
 
 
-def seat(config: Config, *, gpus: bool) -> SeatingPlan:
+def seat(config: Config, num_aligners: int = 1, *, gpus: bool) -> SeatingPlan:
     """Colocates: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
 
-    Each actor has one logical CPU. Aligners have a bundle of their own and never a GPU.
+    Each actor has one logical CPU. Aligners have a bundle of their own and no GPU; where `aligner.num_gpus` gives them a
+    share of one, they sit with the ranks, in turn.
     """
-    student, teachers, aligners = actor_names(config)
+    student, teachers, aligners = actor_names(config, num_aligners)
     groups = [student, *teachers.values()]
+    share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
     seats: dict[str, Seat] = {}
-    for index in range(max(map(len, groups))):
+    for index in range(size := max(map(len, groups))):
         together = [group[index] for group in groups if index < len(group)]
-        bundles.append({"CPU": float(len(together))} | ({"GPU": 1.0} if gpus else {}))
+        guests = aligners[index::size] if share else []
+        bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         for name in together:
-            seats[name] = Seat(name, index, 1.0, 1.0 / len(together) if gpus else 0.0)
-    bundles.append({"CPU": float(len(aligners))})
-    for name in aligners:
-        seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
+            seats[name] = Seat(name, index, 1.0, (1.0 - share * len(guests)) / len(together) if gpus else 0.0)
+        for name in guests:
+            seats[name] = Seat(name, index, 1.0, share)
+    if aligners and not share:
+        bundles.append({"CPU": float(len(aligners))})
+        for name in aligners:
+            seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
     return SeatingPlan(tuple(bundles), seats)
 
 

@@ -11,18 +11,28 @@ from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.assemble import fetch_rows
 from distill_rl.transport.base import Handle, Transport
-from distill_rl.types import RankBatch
+from distill_rl.types import Crossing, RankBatch
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.teacher import Published
 
 if TYPE_CHECKING:
-    from distill_rl.losses import TopKLogprobs
+    from distill_rl.student.objective import Target
 
 
 class StudentWorker(RankWorker):
-    def __init__(self, rank: int, config: Config, total_steps: int, vocabulary_size: int, transport: str, threads: int):
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        total_steps: int,
+        crossings: Sequence[Crossing | None],
+        vocabulary_size: int,
+        transport: str,
+        threads: int,
+    ):
         super().__init__(config, transport, threads)
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
+        self._crossings = crossings
 
     def start(self, host: str, port: int) -> None:
         """Loads the model."""
@@ -30,14 +40,18 @@ class StudentWorker(RankWorker):
 
         world = self._join(self._rank, self._config.student.parallel, host, port)
         self._engine = StudentEngine(
-            self._config, world, vocabulary_size=self._vocabulary_size, total_steps=self._total_steps
+            self._config,
+            world,
+            vocabulary_size=self._vocabulary_size,
+            total_steps=self._total_steps,
+            crossings=self._crossings,
         )
 
     def train_step(self, batch: RankBatch, teacher_sizes: Sequence[int], *published: Published) -> dict[str, Metric]:
         """One optimizer step; `published` holds every teacher's results, `teacher_sizes` how many belong to each."""
         start = time.perf_counter()
         targets = _Targets(self._transport, self._config.loss.temperature, teacher_sizes, published)
-        metrics = self._engine.train_step(batch, targets)
+        metrics = self._engine.train_step(batch, targets, self._scores(batch, teacher_sizes, published))
         if not metrics:
             return {}
         return metrics | {
@@ -48,8 +62,23 @@ class StudentWorker(RankWorker):
     def evaluate(self, batch: RankBatch, teacher_sizes: Sequence[int], *published: Published) -> dict[str, Metric]:
         """KD and CE of a batch, without a gradient."""
         return self._engine.evaluate(
-            batch, _Targets(self._transport, self._config.loss.temperature, teacher_sizes, published)
+            batch,
+            _Targets(self._transport, self._config.loss.temperature, teacher_sizes, published),
+            self._scores(batch, teacher_sizes, published),
         )
+
+    def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
+        """Per teacher its CE or entropy per student token that it speaks of; empty where shares are fixed.
+
+        Every rank has what all replicas published, so no two ranks can differ.
+        """
+        if all(teacher.score == "static" for teacher in self._config.teachers):
+            return []
+        remaining = iter(published)
+        sums = [sum(next(remaining).score for _ in range(size)) for size in teacher_sizes]
+        shared = batch.chunks or (None,) * len(sums)
+        tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in shared]
+        return [total / max(count, 1) for total, count in zip(sums, tokens)]
 
     def save(self, directory: str) -> None:
         self._engine.save(directory, {})
@@ -77,8 +106,8 @@ class _Targets:
         ]
 
     @contextmanager
-    def __call__(self, first_row: int, num_rows: int) -> Iterator[list[TopKLogprobs]]:
-        from distill_rl.losses import TopKLogprobs
+    def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Target]]:
+        from distill_rl.losses.targets import target_of
 
         start = time.perf_counter()
         with ExitStack() as stack:
@@ -86,6 +115,6 @@ class _Targets:
                 stack.enter_context(fetch_rows(self._transport, handles, first_row, num_rows))
                 for handles in self._handles
             ]
-            targets = [TopKLogprobs.from_tensors(tensors, self._temperature) for tensors in parts]
+            targets = [target_of(tensors, self._temperature) for tensors in parts]
             self.seconds += time.perf_counter() - start
             yield targets

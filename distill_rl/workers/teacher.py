@@ -18,6 +18,8 @@ class Published:
 
     handles: tuple[Handle, ...]
     metrics: dict[str, Metric]
+    score: float = 0.0
+    """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
 
 
 class TeacherWorker(RankWorker):
@@ -49,5 +51,7 @@ class TeacherWorker(RankWorker):
         seconds = Metric(time.perf_counter() - start, "max")
         num_bytes = Metric(float(sum(handle.num_bytes for handle in handles)), "sum")
         return Published(
-            tuple(handles), {f"timing/{self._teacher.name}/forward": seconds, "transport/bytes": num_bytes}
+            tuple(handles),
+            {f"timing/{self._teacher.name}/forward": seconds, "transport/bytes": num_bytes},
+            self._engine.score,
         )

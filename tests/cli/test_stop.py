@@ -58,7 +58,7 @@ def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
 
 @pytest.mark.parametrize(
     ("worker", "role"),
-    [("StudentWorker", "student-dp0-tp0"), ("TeacherWorker", "big/dp0-tp0"), ("AlignerWorker", "aligner-0")],
+    [("StudentWorker", "student-dp0-tp0"), ("TeacherWorker", "big/dp0-tp0")],
 )
 def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp_path, worker, role):
     with training(material, tmp_path) as (process, _, log):

@@ -88,3 +88,19 @@ def assert_same_targets(found: dict[str, torch.Tensor], wanted: dict[str, torch.
     torch.testing.assert_close(
         found["label_logprob"][labelled].double(), wanted["label_logprob"][labelled].double(), rtol=1e-5, atol=2e-5
     )
+
+
+def logits_on(tp: int, path: Path) -> dict[str, torch.Tensor]:
+    world = open_world(rank=ranks.rank(), dp=1, tp=tp)
+    config = engine_config("unused", [path])
+    config.teachers[0].export = "logits"
+    engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    return engine_targets(engine, rank_batch(rows_of_two_documents()))
+
+
+def test_logits_of_a_split_teacher_are_whole_on_every_rank(teachers):
+    (whole,) = ranks.run_ranks(1, logits_on, 1, teachers["qwen3-uneven"])
+    one, other = ranks.run_ranks(2, logits_on, 2, teachers["qwen3-uneven"])
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["logits"].shape[1] == 337
+    torch.testing.assert_close(one["logits"], whole["logits"], rtol=1e-5, atol=2e-5)

@@ -74,12 +74,12 @@ def fixed_targets(
     teachers: Sequence[dict[str, Tensor]], width: int, *, first_row: int = 0, temperature: float = 1.0
 ) -> Any:
     """A target source over tensors [rows·S, …] that begin at global row `first_row`, one dict per teacher."""
-    from distill_rl.losses import TopKLogprobs
+    from distill_rl.losses.targets import target_of
 
     @contextmanager
-    def source(row: int, num_rows: int) -> Iterator[list[TopKLogprobs]]:
+    def source(row: int, num_rows: int) -> Iterator[list[Any]]:
         part = slice((row - first_row) * width, (row - first_row + num_rows) * width)
-        yield [TopKLogprobs.from_tensors({n: t[part] for n, t in one.items()}, temperature) for one in teachers]
+        yield [target_of({n: t[part] for n, t in one.items()}, temperature) for one in teachers]
 
     return source
 

@@ -16,7 +16,7 @@ import distill_rl
 PACKAGE = Path(distill_rl.__file__).parent
 
 BASE = {"errors", "types", "files"}
-LIBRARY = BASE | {"config", "losses", "models", "parallel", "observe", "data", "transport"}
+LIBRARY = BASE | {"align", "config", "losses", "models", "parallel", "observe", "data", "transport"}
 ENGINES = LIBRARY | {"student", "teacher"}
 RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "rundir", "preflight", "job", "evals"}
 
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "align": set(),
     "config": {"errors", "files"},
     "observe": BASE | {"config"},
-    "data": BASE | {"config"},
+    "data": BASE | {"config", "align"},
     "transport": BASE,
     "models": BASE | {"config", "parallel"},
     "parallel": BASE | {"models"},
@@ -39,12 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "student": LIBRARY,
     "checkpoints": BASE | {"config"},
     "rundir": BASE | {"config"},
-    "preflight": BASE | {"config", "data", "models", "rundir"},
-    "job": BASE | {"config", "data", "models", "preflight"},
+    "preflight": BASE | {"config", "data", "models", "rundir", "align"},
+    "job": BASE | {"config", "data", "models", "align"},
     "workers": ENGINES | {"job", "signals", "prefetch"},
     "evals": BASE | {"data", "models"},
     "driver": RUN,
-    "commands": RUN | {"driver"},
+    "verify": {"align", "losses"},
+    "commands": RUN | {"driver", "verify"},
     "cli": {"errors", "commands", "observe", "signals"},
     "quickstart": BASE | {"observe", "evals"},
     "bench": ENGINES,

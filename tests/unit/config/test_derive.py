@@ -2,7 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.derive import Facts, ModelFacts, sizes, student_memory, teacher_memory, total_steps
+from distill_rl.config.derive import (
+    Facts,
+    ModelFacts,
+    aligner_workers,
+    sizes,
+    student_memory,
+    teacher_memory,
+    total_steps,
+)
 from distill_rl.config.load import load_config
 from distill_rl.data.loader import Loader
 from distill_rl.types import TrainState
@@ -67,7 +75,7 @@ def test_batches_and_processes_follow_the_layout(load):
     assert derived.world == {
         "student": "dp 2 x tp 2 = 4 processes",
         "big": "dp 1 x tp 2 = 2 processes",
-        "aligner": "1 process",
+        "aligner": "1 process (half the GPUs, at least 1)",
     }
 
 
@@ -146,3 +154,20 @@ def test_longer_rows_and_larger_micro_batches_cost_memory(load):
         for overrides in ([], ["data.max_length=256"], ["train.micro_batch_size=4"])
     )
     assert small < long == wide
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "cpus", "expected"),
+    [
+        (None, 0, 2, 1),
+        (None, 8, 64, 2),
+        (None, 2, 64, 1),
+        (None, 8, 7, 1),
+        (0, 8, 64, 0),
+        (5, 0, 1, 5),
+    ],
+)
+def test_the_pool_has_half_the_jobs_gpus_and_no_more_than_the_free_cores(load, workers, gpus, cpus, expected):
+    given = [] if workers is None else [f"aligner.workers={workers}"]
+    config = load("student.parallel.dp=4", "teachers.0.parallel.tp=2", *given)
+    assert aligner_workers(config, gpus=gpus, cpus=cpus) == expected

@@ -41,6 +41,7 @@ def test_the_keys_that_a_user_of_nemo_rl_will_look_for_are_there():
         "use_ipc topk_logits_k use_char_offset use_align_fast use_cuda_dp cross_tokenizer_num_workers force_dp_only "
         "dp_chunk_size max_comb_len projection_matrix_path learnable vocab_topk reverse_kl gold_loss xtoken_loss "
         "dynamic_loss_scaling ce_loss_scale num_prompts_per_step max_num_steps max_num_epochs exact_token_match_only "
-        "project_teacher_to_student projection_matrix_multiplier use_sparse_format val_period val_at_start seed"
+        "project_teacher_to_student projection_matrix_multiplier use_sparse_format val_period val_at_start seed "
+        "uncommon_topk kl_loss_weight kd_loss_mode sum_weights_metric kl_chunk_shift prefix_bidir_v3_pure_alm data_files"
     )
     assert [key for key in asked.split() if f".{key}`" not in page] == []

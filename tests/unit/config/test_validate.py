@@ -93,10 +93,32 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["transport=shared_memory"],
             "transport: only auto or object_store is available in this version; got shared_mem",
         ),
-        (["loss.cross_tokenizer=hybrid"], "loss.cross_tokenizer: only null is available in this version; got hybrid"),
-        (["aligner.workers=2"], "aligner.workers: only 1 is available in this version; got 2"),
+        (["aligner.workers=-1"], "aligner.workers: must be 0 or more; got -1"),
+        (["aligner.dp.band=0"], "aligner.dp.band: must be 1 or more; got 0"),
+        (["aligner.num_gpus=1.5"], "aligner.num_gpus: must be a share below 1, or a whole number; got 1.5"),
+        (
+            ["aligner.dp.backend=cuda"],
+            "aligner.dp.backend: needs aligners that hold a share of a GPU; got cuda; set aligner.num_gpus=0.1",
+        ),
+        (
+            ["aligner.dp.backend=cuda", "aligner.num_gpus=0.1", "aligner.workers=0"],
+            "aligner.workers: must not be 0 with aligner.dp.backend=cuda; got 0",
+        ),
+        (["loss.alm_tau=0"], "loss.alm_tau: must be greater than 0; got 0.0"),
+        (["loss.uncommon_top_k=0"], "loss.uncommon_top_k: must be 1 or more; got 0"),
+        (
+            ["projection.learnable=true"],
+            "projection.learnable: trains the projection that loss.cross_tokenizer=xtoken compares through; no teacher",
+        ),
+        (
+            ["teachers.0.score=ce", "teachers.1.name=b", "teachers.1.model=m"],
+            "teachers: must all have the same score; got ce, static",
+        ),
         (["observe.wandb=true"], "observe.wandb: only false is available in this version; got true"),
-        (["teachers.0.export=hidden"], "teachers.0.export: only topk is available in this version; got hidden"),
+        (
+            ["teachers.0.export=hidden"],
+            "teachers.0.export: only topk or logits is available in this version; got hidden",
+        ),
         (["ray.placement=disaggregated"], "ray.placement: only colocated is available in this version; got disagg"),
     ],
 )
@@ -126,8 +148,8 @@ def test_teachers_that_are_not_started_need_not_split_the_batch(load):
 
 
 def test_all_rules_are_reported_at_once(load):
-    lines = problems(load("train.steps=0", "loss.top_k=0", "transport=local", "aligner.workers=3"))
-    assert [line.partition(":")[0] for line in lines] == ["loss.top_k", "train.steps", "transport", "aligner.workers"]
+    lines = problems(load("train.steps=0", "loss.top_k=0", "transport=local", "aligner.workers=-3"))
+    assert [line.partition(":")[0] for line in lines] == ["loss.top_k", "train.steps", "aligner.workers", "transport"]
 
 
 def test_a_resume_can_be_a_step_folder(load):

@@ -5,23 +5,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill_rl.quickstart.material import Material, draw_rows, make_material, teacher_problems
-from distill_rl.quickstart.recipe import RECIPE, Shape
+from distill_rl.quickstart.recipe import CROSS, RECIPE, Shape
 
-TINY = replace(
-    RECIPE,
-    teacher=Shape(16, 32, 1, 2),
-    student=Shape(8, 16, 1, 2),
-    positions=64,
-    training_rows=30,
-    validation_rows=6,
-    test_rows=9,
-    teacher_steps=2,
-    teacher_batch=4,
-)
+SMALL: dict[str, Any] = {
+    "teacher": Shape(16, 32, 1, 2),
+    "student": Shape(8, 16, 1, 2),
+    "positions": 64,
+    "training_rows": 30,
+    "validation_rows": 6,
+    "test_rows": 9,
+    "teacher_steps": 2,
+    "teacher_batch": 4,
+}
+TINY, TINY_CROSS = replace(RECIPE, **SMALL), replace(CROSS, **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,24 @@ def test_another_recipe_gets_a_folder_of_its_own_and_takes_the_stable_name(mater
         make_material(root, 4, TINY)
 
 
+def test_across_tokenizers_the_rows_are_the_same_and_each_model_has_its_own_tokenizer(
+    material: Material, root: Path
+) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    cross = make_material(root, 4, TINY_CROSS)
+    assert (root / "cross-seed-4").resolve() == cross.root.resolve()
+    assert (root / "seed-4").resolve() == material.root.resolve()
+    for path in ("train", "validation", "test"):
+        assert getattr(cross, path).read_bytes() == getattr(material, path).read_bytes()
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (cross.student, cross.teacher)]
+    assert [tokenizer.eos_token for tokenizer in tokenizers] == ["<eos>", "<|end|>"]
+    for folder, tokenizer in zip((cross.student, cross.teacher), tokenizers):
+        config = AutoConfig.from_pretrained(folder)
+        assert config.vocab_size == len(tokenizer)
+        assert (config.bos_token_id, config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
 def test_what_a_killed_making_left_is_swept_and_never_taken_for_material(tmp_path: Path) -> None:
     partial = tmp_path / f".partial-seed-4-{TINY.fingerprint()[:12]}"
     partial.mkdir()
@@ -133,5 +152,6 @@ def test_the_fingerprint_covers_every_number_of_the_recipe() -> None:
         replace(RECIPE, wrong_share=0.2),
         replace(RECIPE, teacher_lr=1e-3),
         replace(RECIPE, test_rows=601),
+        CROSS,
     ]
-    assert len({recipe.fingerprint() for recipe in [RECIPE, *changed]}) == 5
+    assert len({recipe.fingerprint() for recipe in [RECIPE, *changed]}) == 6

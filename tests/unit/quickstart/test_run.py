@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from distill_rl.config.load import load_config
 from distill_rl.config.validate import problems
 from distill_rl.quickstart import run
+from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
 
 
@@ -30,18 +32,30 @@ def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, capsys.readouterr().err.splitlines()
 
 
-def test_the_shipped_configuration_is_valid_and_its_paths_follow_the_seed() -> None:
-    config = load_config(run._Defaults().config, ["run.seed=7"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_shipped_configurations_are_valid_and_their_paths_follow_the_seed(name: str) -> None:
+    config = load_config(run.CONFIGS / f"{name}.yaml", ["run.seed=7"])
     assert problems(config) == []
-    assert config.student.model == ".cache/quickstart/seed-7/student"
-    assert config.evaluate.data == ".cache/quickstart/seed-7/test.jsonl"
-    assert config.run.name == run.NAME
+    folder = f".cache/quickstart/{RECIPES[name].folder}-7"
+    assert (config.student.model, config.teachers[0].model) == (f"{folder}/student", f"{folder}/teacher")
+    assert (config.data.path, config.data.validation.path) == (f"{folder}/train.jsonl", f"{folder}/validation.jsonl")
+    assert config.evaluate.data == f"{folder}/test.jsonl"
+    assert config.run.name == name
 
 
-def test_the_control_differs_from_the_run_in_what_is_learnt_from_and_in_nothing_else() -> None:
-    from dataclasses import asdict
+def test_across_tokenizers_the_run_is_the_same_but_for_material_and_rows() -> None:
+    one, other = (asdict(load_config(run.CONFIGS / f"{name}.yaml")) for name in RECIPES)
+    same = ("optimizer", "schedule", "train", "loss", "student", "data", "prefetch", "checkpoint")
+    differing = {f"{part}.{key}" for part in same for key in one[part] if one[part][key] != other[part][key]}
+    assert differing == {
+        "student.model", "data.path", "data.packing", "data.validation", "train.micro_batch_size",
+    }  # fmt: skip
+    assert other["loss"]["cross_tokenizer"] == "hybrid"
 
-    path = run._Defaults().config
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_control_differs_from_the_run_in_what_is_learnt_from_and_in_nothing_else(name: str) -> None:
+    path = run.CONFIGS / f"{name}.yaml"
     distilled, control = (asdict(load_config(path, extra)) for extra in ((), run.CONTROL_OVERRIDES))
     differing = {
         f"{section}.{key}"
@@ -83,6 +97,27 @@ def test_the_summary_has_the_figures_under_their_names(tmp_path: Path) -> None:
     assert summary["num_questions"] == 600
 
 
+def test_the_summary_of_two_tokenizers_has_the_means_of_their_match_and_the_table_shows_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {"step": step, "train/tokens": 100, "timing/step": 0.5, "align/one_to_one_share": share, "align/coverage": 0.96}
+        for step, share in ((1, 0.30), (2, 0.40))
+    ]
+    metrics = write_metrics(tmp_path / "metrics.jsonl", *steps, {"step": 2, "validation/kl_loss": 1.0})
+    summary = run.summarise(scores(), seed=3, seconds=61.26, metrics=metrics)
+    assert (summary["one_to_one_share"], summary["coverage"]) == (0.35, 0.96)
+    print_table(scores(), summary)
+    note = " ".join(capsys.readouterr().out.split())
+    assert "35% are one token on either side" in note
+    assert "cover 96% of the tokens" in note
+
+
+def test_the_summary_of_one_tokenizer_says_nothing_of_a_match(tmp_path: Path) -> None:
+    metrics = write_metrics(tmp_path / "metrics.jsonl", {"step": 1, "train/tokens": 100, "timing/step": 0.5})
+    assert not set(run.ALIGNED) & set(run.summarise(scores(), seed=3, seconds=1.0, metrics=metrics))
+
+
 @pytest.mark.parametrize(("after", "code"), [(0.9, 0), (0.6, 1), (0.5, 1)])
 def test_the_quickstart_fails_unless_distillation_beats_the_control(
     capsys: pytest.CaptureFixture[str], after: float, code: int
@@ -106,14 +141,17 @@ def test_the_table_names_every_model_with_its_figures_and_says_why_distillation_
     assert "Without wrong answers the two would tie" in " ".join(text.split())
 
 
-def test_a_used_run_directory_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs" / run.CONTROL).mkdir(parents=True)
-    (tmp_path / "runs" / run.CONTROL / "config.yaml").touch()
+@pytest.mark.parametrize(("flags", "used"), [((), "quickstart-ce"), (("--cross",), "quickstart-cross-ce")])
+def test_a_used_run_directory_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], used: str
+) -> None:
+    (tmp_path / "runs" / used).mkdir(parents=True)
+    (tmp_path / "runs" / used / "config.yaml").touch()
     material = tmp_path / "material"
-    code, lines = complain(capsys, "--runs", str(tmp_path / "runs"), "--material", str(material))
+    code, lines = complain(capsys, "--runs", str(tmp_path / "runs"), "--material", str(material), *flags)
     assert code == 2
     assert len(lines) == 1
-    assert "quickstart-ce: the run directory is in use; start over with --clean" in lines[0]
+    assert f"{used}: the run directory is in use; start over with --clean" in lines[0]
     assert not material.exists()
 
 

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.quickstart.tasks import DIGITS, TASKS, WORDS
-from distill_rl.quickstart.tokenizer import make_tokenizer
+from distill_rl.quickstart.tokenizer import KINDS, make_tokenizer
 
-TOKENIZER = make_tokenizer(128)
+MADE = {kind: make_tokenizer(128, kind) for kind in KINDS}
+TOKENIZER, LINES, SPELLER = MADE["words"], MADE["lines"], MADE["pieces"]
 QUESTION = {"role": "user", "content": "sort words: tiger apple queen"}
 ANSWER = {"role": "assistant", "content": "apple queen tiger"}
 
@@ -21,7 +22,8 @@ def ids(text: str) -> list[int]:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.text())
 def test_any_text_round_trips(text: str) -> None:
-    assert TOKENIZER.decode(ids(text), skip_special_tokens=False) == text
+    for tokenizer in MADE.values():
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
 @pytest.mark.parametrize("piece", [*WORDS, *DIGITS, *" ".join(TASKS).split(), "=>"])
@@ -29,16 +31,55 @@ def test_every_piece_of_the_tasks_is_one_token_with_and_without_a_space(piece: s
     assert len(ids(piece)) == len(ids(f" {piece}")) == 1
 
 
-def test_a_second_making_gives_the_same_tokenizer() -> None:
-    again = make_tokenizer(128)
-    assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
-    assert again.chat_template == TOKENIZER.chat_template
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_making_gives_the_same_tokenizer(kind: str) -> None:
+    again = make_tokenizer(128, kind)
+    assert again.backend_tokenizer.to_str() == MADE[kind].backend_tokenizer.to_str()
+    assert again.chat_template == MADE[kind].chat_template
 
 
-def test_the_special_tokens_have_ids_of_their_own_and_the_vocabulary_has_no_holes() -> None:
-    special = {TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id}
-    assert len(special) == 3
-    assert sorted(TOKENIZER.get_vocab().values()) == list(range(len(TOKENIZER)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_special_tokens_have_ids_of_their_own_and_the_vocabulary_has_no_holes(kind: str) -> None:
+    tokenizer = MADE[kind]
+    assert len(set(tokenizer.convert_tokens_to_ids(list(KINDS[kind].special)))) == len(KINDS[kind].special)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+
+def test_a_word_is_one_token_of_the_student_and_several_of_the_teacher_and_a_digit_one_of_either() -> None:
+    for word in WORDS:
+        assert len(LINES(f" {word}")["input_ids"]) == 1
+        assert len(SPELLER(f" {word}")["input_ids"]) in (2, 3)
+        assert len(SPELLER(word)["input_ids"]) in (2, 3)
+    for digit in DIGITS:
+        assert len(LINES(f" {digit}")["input_ids"]) == len(SPELLER(f" {digit}")["input_ids"]) == 1
+
+
+def test_teacher_and_student_share_no_special_token_and_few_ids() -> None:
+    assert not set(KINDS["pieces"].special) & set(KINDS["lines"].special)
+    ours, theirs = LINES.get_vocab(), SPELLER.get_vocab()
+    shared = set(ours) & set(theirs)
+    assert len(shared) > 256, "the bytes, and some words besides"
+    assert sum(ours[token] == theirs[token] for token in shared) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("lines", "<bos>sort words: tiger apple queen =>\napple queen tiger<eos>"),
+        ("pieces", "<|user|>sort words: tiger apple queen<|end|><|assistant|>apple queen tiger<|end|>"),
+    ],
+)
+def test_across_tokenizers_an_answer_begins_and_ends_where_tokens_do(kind: str, text: str) -> None:
+    tokenizer = MADE[kind]
+    assert tokenizer.apply_chat_template([QUESTION, ANSWER], tokenize=False) == text
+    question = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)["input_ids"]
+    chat = tokenizer.apply_chat_template([QUESTION, ANSWER], return_dict=True, return_assistant_tokens_mask=True)
+    whole, spoken = chat["input_ids"], chat["assistant_masks"]
+    assert whole[: len(question)] == question
+    answer = tokenizer(ANSWER["content"], add_special_tokens=False)["input_ids"]
+    assert whole[len(question) :] == [*answer, tokenizer.eos_token_id]
+    assert spoken == [0] * len(question) + [1] * (len(answer) + 1)
 
 
 def test_the_chat_template_writes_question_arrow_answer_and_end() -> None:

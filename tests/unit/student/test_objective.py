@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import TopKLogprobs
+from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs
 from distill_rl.observe.metrics import merge, values
-from distill_rl.student.objective import LossSums, Objective
-from distill_rl.types import IGNORE_INDEX
+from distill_rl.student.objective import Blend, LossSums, Objective, flat_chunks
+from distill_rl.types import IGNORE_INDEX, ChunkRows
 from tests.helpers.engines import plain_losses
 
 ROWS, WIDTH, VOCABULARY, TOP = 2, 5, 11, 4
@@ -135,7 +137,11 @@ def test_sums_become_means_that_merge_to_the_mean_of_the_whole_batch():
             {name: tensor[row * WIDTH : (row + 1) * WIDTH] for name, tensor in target.items()} for target in targets
         ]
         sums.add(objective(logits[row : row + 1], labels[row : row + 1], wire(part), 8))
-        parts.append(sums.metrics("train", objective, int(np.count_nonzero(labels[row].numpy() != IGNORE_INDEX))))
+        parts.append(
+            sums.metrics(
+                "train", objective, objective.blend(), int(np.count_nonzero(labels[row].numpy() != IGNORE_INDEX))
+            )
+        )
     whole = objective(logits, labels, wire(targets), 8)
     got = values(merge(parts))
     assert got["train/kl_loss"] == pytest.approx(whole.kd.item() / 8, rel=1e-6)
@@ -145,3 +151,68 @@ def test_sums_become_means_that_merge_to_the_mean_of_the_whole_batch():
     mass = torch.cat([t["logprobs"].exp().sum(-1)[labels.flatten() != IGNORE_INDEX] for t in targets[:1]]).mean()
     assert got["train/teacher_mass"] == pytest.approx(mass.item(), rel=1e-5)
     assert got["train/tokens"] == 8
+
+
+def test_shares_fall_with_what_a_teacher_does_not_know():
+    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4), teachers_of(1.0, 3.0))
+    assert objective.blend().shares == (0.25, 0.75)
+    blend = objective.blend([1000.0, 1000.0 + math.log(3)])  # large scores must not vanish
+    assert blend.shares == pytest.approx((0.5, 0.5))
+    assert (blend.kd, blend.ce) == (0.7, 0.4)
+
+
+def test_under_dynamic_scale_the_ratio_takes_the_place_of_both_weights():
+    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4, dynamic_scale="on"), teachers_of(1.0))
+    assert objective.blend(kd_scale=2.5) == Blend(2.5, 1.0, (1.0,))
+    without = Objective(LossConfig(kd_weight=0.0, ce_weight=0.4, dynamic_scale="on"), teachers_of(1.0))
+    assert without.blend(kd_scale=2.5) == Blend(0.0, 0.4, ())
+
+
+def test_dense_logits_of_a_table_padded_otherwise_are_those_of_the_same_tokens():
+    logits, labels, _ = case(4)
+    draw = torch.Generator().manual_seed(9)
+    theirs = torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw)
+    padded = logits.detach().clone()
+    padded[..., -2:] = -torch.inf
+    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))
+    narrow = torch.cat([theirs[:, :-2], torch.full((ROWS * WIDTH, 2), -torch.inf)], 1)
+    wide = torch.cat([narrow, torch.full((ROWS * WIDTH, 5), -torch.inf)], 1)
+    labels = torch.where(labels >= VOCABULARY - 2, 0, labels)
+    losses = [objective(padded, labels, [DenseLogits(each)], 9).loss for each in (theirs[:, :-2], narrow, wide)]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_micro_batches_of_chunks_number_their_chunks_through():
+    rows = ChunkRows(
+        np.array([[0, 0, 1, -1], [-1, -1, -1, -1], [-1, 0, -1, 1]]), np.array([[0, 1], [-1, -1], [0, 1]]), 9, 5
+    )
+    flat = flat_chunks(rows, torch.device("cpu"))
+    assert flat.student.tolist() == [0, 0, 1, -1, -1, -1, -1, -1, -1, 2, -1, 3]
+    assert flat.teacher.tolist() == [0, 1, -1, -1, 2, 3]
+    assert flat.count == 4
+
+
+def test_chunks_are_divided_by_their_own_number_and_labels_by_theirs():
+    """Halves of a batch, each with the counts of the whole, add up to the whole."""
+    logits, labels, targets = case(5)
+    labels[:] = torch.where(labels == IGNORE_INDEX, 0, labels)
+    identity = Bridge.from_arrays(
+        range(VOCABULARY + 1), range(VOCABULARY), [1.0] * VOCABULARY, num_teacher=VOCABULARY,
+        student_common=range(VOCABULARY), teacher_common=range(VOCABULARY),
+    )  # fmt: skip
+    numbers = np.array([[0, 1, 2, -1, -1], [0, 1, -1, 2, 3]])
+    shared = ChunkRows(numbers, numbers, 7, 7)
+    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0), [("hybrid", identity)])
+    whole = objective(logits, labels, wire(targets), 10, [shared])
+    (wanted,) = torch.autograd.grad(whole.loss, logits)
+    parts = []
+    for row in range(ROWS):
+        kept = slice(row * WIDTH, (row + 1) * WIDTH)
+        part = wire([{name: tensor[kept] for name, tensor in targets[0].items()}])
+        parts.append(objective(logits[row : row + 1], labels[row : row + 1], part, 10, [shared[row : row + 1]]))
+    (found,) = torch.autograd.grad(sum(part.loss for part in parts), logits)
+    torch.testing.assert_close(found, wanted)
+    exact = [plain_losses(logits.detach(), np.where(numbers >= 0, labels, IGNORE_INDEX), targets[0])[0]]
+    kd = whole.kd.item() / 10  # what the logged mean over labels is made of
+    assert kd == pytest.approx(exact[0].item() / 7, rel=1e-5)
+    assert whole.loss.item() == pytest.approx(kd + 0.5 * whole.ce.item() / 10, rel=1e-6)

@@ -9,7 +9,15 @@ from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.teacher.engine import TeacherEngine, wire_dtype
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch, TokenRows
-from tests.helpers.engines import engine_config, engine_targets, random_documents, rank_batch, token_rows
+from tests.helpers.engines import (
+    engine_config,
+    engine_targets,
+    plain_logits,
+    plain_model,
+    random_documents,
+    rank_batch,
+    token_rows,
+)
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 VOCABULARY, WIDTH = 320, 24
@@ -107,7 +115,39 @@ def test_bf16_teacher_has_bf16_weights_and_near_equal_targets(world, folder, row
     assert (narrow["logprobs"][:, 0] - whole["logprobs"][:, 0]).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize("setting", [{"export": "hidden"}, {"export": "logits"}, {"backend": "vllm"}])
+def test_logits_are_those_of_the_plain_model_with_the_padding_masked(world, tmp_path, rows):
+    folder = write_tiny_model(tmp_path / "wide", "qwen2", seed=3, vocab_size=337)
+    found = engine_targets(engine(world, folder, export="logits"), rank_batch(rows))
+    assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == {
+        "logits": ((4 * WIDTH, 337), torch.float32),
+        "label_logprob": ((4 * WIDTH,), torch.float32),
+    }
+    exact = plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1)
+    labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
+    used = labels >= 0
+    torch.testing.assert_close(found["logits"][used, :VOCABULARY].double(), exact[used], rtol=1e-5, atol=1e-5)
+    assert (found["logits"][:, VOCABULARY:] == -torch.inf).all()
+    wanted = exact.log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[used, 0]
+    torch.testing.assert_close(found["label_logprob"][used].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("export", ["topk", "logits"])
+def test_a_score_is_summed_over_what_is_supervised(world, folder, rows, export):
+    exact = plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1).log_softmax(1)
+    labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
+    used = labels >= 0
+    scores = {}
+    for score in ("static", "ce", "entropy"):
+        teacher = engine(world, folder, score=score, export=export)
+        teacher.config.loss.top_k = VOCABULARY  # so that the rest bucket hides nothing
+        engine_targets(teacher, rank_batch(rows))
+        scores[score] = teacher.score
+    assert scores["static"] == 0.0
+    assert scores["ce"] == pytest.approx(-exact.gather(1, labels.clamp(min=0)[:, None])[used].sum().item(), rel=1e-5)
+    assert scores["entropy"] == pytest.approx(-(exact.exp() * exact).sum(1)[used].sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("setting", [{"export": "hidden"}, {"backend": "vllm"}])
 def test_export_or_backend_that_it_does_not_have_is_refused(world, folder, setting):
     with pytest.raises(ConfigError, match="must be backend hf with export topk"):
         engine(world, folder, **setting)

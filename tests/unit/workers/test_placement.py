@@ -41,6 +41,24 @@ def test_colocated_ranks_share_a_gpu_and_aligners_have_none():
     assert "GPU" not in plan.bundles[plan.seats["aligner-0"].bundle]
 
 
+def test_aligners_that_use_a_gpu_sit_with_the_ranks_in_turn_and_take_their_share():
+    asked = config(student=(2, 1), teachers=((2, 1),))
+    asked.aligner.num_gpus = 0.2
+    plan = seat(asked, 3, gpus=True)
+    assert [plan.seats[f"aligner-{i}"].bundle for i in range(3)] == [0, 1, 0]
+    assert {plan.seats[f"aligner-{i}"].num_gpus for i in range(3)} == {0.2}
+    for number, bundle in enumerate(plan.bundles):
+        inside = [place for place in plan.seats.values() if place.bundle == number]
+        assert sum(place.num_gpus for place in inside) == pytest.approx(bundle["GPU"])
+    assert "GPU" not in seat(asked, 3, gpus=False).bundles[-1]
+
+
+def test_without_aligners_there_is_no_bundle_for_them():
+    plan = seat(config(), 0, gpus=True)
+    assert len(plan.bundles) == 1
+    assert set(plan.seats) == {"student-dp0-tp0", "t0/dp0-tp0"}
+
+
 def test_without_distillation_no_teacher_has_a_seat():
     assert not any(name.startswith("t0") for name in seat(config(kd_weight=0.0), gpus=False).seats)
 

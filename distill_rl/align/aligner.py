@@ -1,0 +1,338 @@
+"""`TokenAligner`: two tokenizers, one text, the chunks that both have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align.alignment import Alignment, Tokenized
+from distill_rl.align.chat import Message, content_spans, render
+from distill_rl.align.encoder import Encoder
+from distill_rl.align.ids import IdAligner, same_spelling
+from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
+from distill_rl.align.side import Side, StopPairs, pair_stops
+from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
+from distill_rl.align.vocabulary import STOPS, Vocabulary, canonical_ids, compose, read_vocabulary
+
+METHODS = ("auto", "bytes", "offsets", "dp")
+
+
+class TokenAligner:
+    """Aligns what two tokenizers make of one text.
+
+    Args:
+        student_tokenizer, teacher_tokenizer: fast transformers tokenizers, or `tokenizers.Tokenizer`s. They are copied
+            and left as they are.
+        method: `bytes` finds chunks between byte positions that both sides have, which is exact; `offsets` takes the
+            places that a tokenizer reports and checks what its tokens spell there; `dp` compares what tokens spell by a
+            dynamic programme. `auto` takes bytes where they prove equal, then offsets, then dp, which also settles
+            the unequal part of ids that come without a text.
+        fast_ids: make tables of both vocabularies once; False looks bytes up row by row. The answers are the same.
+        backend, band: of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
+
+    Raises:
+        ValueError: a slow tokenizer; an unknown method.
+    """
+
+    def __init__(
+        self,
+        student_tokenizer: Any,
+        teacher_tokenizer: Any,
+        method: str = "auto",
+        *,
+        fast_ids: bool = True,
+        backend: str = "numba",
+        band: int = 64,
+    ) -> None:
+        if method not in METHODS:
+            raise ValueError(f"method is one of {', '.join(METHODS)}, got {method!r}; auto is right for nearly all")
+        self.method, self.fast_ids, self.backend, self.band = method, fast_ids, backend, band
+        self._tokenizers = student_tokenizer, teacher_tokenizer
+        self._encoders = Encoder(student_tokenizer), Encoder(teacher_tokenizer)
+        self.student, self.teacher = (read_vocabulary(*both) for both in zip(self._tokenizers, self._encoders))
+        self._vocabularies = self.student, self.teacher
+        self._composes = "nfc" in (self.student.normalization, self.teacher.normalization)
+        self._same = self.student.hash == self.teacher.hash
+        canonical = canonical_ids(self.student, self.teacher) if fast_ids else None
+        window = self._window if method in ("auto", "dp") else None
+        self._by_ids = IdAligner(canonical, window)
+        self._dp_tables: Any = None
+
+    def normalize(self, text: str) -> str:
+        """NFC if one of the tokenizers composes its text, else the text as it is; twice is as good as once."""
+        return compose(text) if self._composes else text
+
+    def align(
+        self, text: str, *, max_student_tokens: int | None = None, max_teacher_tokens: int | None = None
+    ) -> Alignment:
+        """Tokenises a text on both sides and aligns them.
+
+        Each side has the special tokens that its tokenizer puts around a text; what looks like one inside the text is
+        text. With limits both sides end at the last boundary that they share within both of them.
+
+        Raises:
+            ValueError: a text with a lone surrogate; a negative limit.
+        """
+        student, teacher = self.tokenize_student(text), self.tokenize_teacher(text)
+        return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
+
+    def align_batch(
+        self, texts: Sequence[str], *, max_student_tokens: int | None = None, max_teacher_tokens: int | None = None
+    ) -> list[Alignment]:
+        """`align` of each text, in order; the tokenizers' own threads may share the texts."""
+        normalized = [self.normalize(text) for text in texts]
+        for text in normalized:
+            encode(text)
+        sides = [
+            [Tokenized(ids, text) for ids, text in zip(encoder.batch(normalized), normalized)]
+            for encoder in self._encoders
+        ]
+        limits = {"max_student_tokens": max_student_tokens, "max_teacher_tokens": max_teacher_tokens}
+        return [self.pair(student, teacher, **limits) for student, teacher in zip(*sides)]
+
+    def align_ids(
+        self,
+        student_ids: Any,
+        teacher_ids: Any,
+        *,
+        student_mask: Any = None,
+        teacher_mask: Any = None,
+    ) -> Alignment:
+        """Aligns ids whose text is not at hand: each side's bytes prove the other's.
+
+        Args:
+            student_ids, teacher_ids: integers [n], [m].
+            student_mask, teacher_mask: [n], [m], 0 at padding, whatever id stands there.
+
+        Raises:
+            ValueError: an id outside of the vocabulary that no mask hides; shapes that do not fit.
+        """
+        sides, ids = [], []
+        for vocabulary, given, mask in zip(
+            self._vocabularies, (student_ids, teacher_ids), (student_mask, teacher_mask)
+        ):
+            row = np.ascontiguousarray(given, np.int32)
+            if row.ndim != 1:
+                raise ValueError(f"ids are one row, got an array of shape {row.shape}; align rows one by one")
+            if mask is not None:
+                mask = np.asarray(mask)
+                if mask.shape != row.shape:
+                    raise ValueError(
+                        f"a mask has its ids' shape {row.shape}, got {mask.shape}; cut it as the ids are cut"
+                    )
+            sides.append(Side.of(vocabulary, row, mask))
+            ids.append(row)
+        found = self._by_ids.align(*sides, whole=self.method == "dp")
+        # Of two lossy vocabularies that agree, neither proves what the text was.
+        exact = found.same and not (self.student.lossy and self.teacher.lossy)
+        return self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+
+    def align_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_student_tokens: int | None = None,
+        max_teacher_tokens: int | None = None,
+    ) -> Alignment:
+        """Aligns a chat: each side writes it by its own template; tokens of the templates are in no chunk.
+
+        Raises:
+            ValueError: a tokenizer without a chat template; a negative limit.
+        """
+        student, teacher = (self.tokenize_messages(messages, side) for side in ("student", "teacher"))
+        return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
+
+    def tokenize_student(self, text: str, *, end: bool = False) -> Tokenized:
+        """A text's tokens on the student's side; `end` appends its eos where it has one and writes none itself."""
+        return self._tokenize(0, text, end)
+
+    def tokenize_teacher(self, text: str, *, end: bool = False) -> Tokenized:
+        """`tokenize_student` on the teacher's side."""
+        return self._tokenize(1, text, end)
+
+    def tokenize_messages(self, messages: Sequence[Message], side: str) -> Tokenized:
+        """A chat by the template of `side` (student | teacher), with the spans of its messages' contents."""
+        number = ("student", "teacher").index(side)
+        tokenizer = self._tokenizers[number]
+        normalized = [self._normalized(message) for message in messages]
+        rendered = self.normalize(render(tokenizer, normalized))
+        encode(rendered)
+        spans = content_spans(rendered, normalized, lambda chat: self.normalize(render(tokenizer, chat)))
+        ids, offsets = self._encoders[number].marked(rendered, spans)
+        return Tokenized(ids, rendered, spans, offsets)
+
+    def _normalized(self, message: Message) -> Mapping[str, Any]:
+        content = message.get("content")
+        return {**message, "content": self.normalize(content)} if isinstance(content, str) else message
+
+    def _tokenize(self, side: int, text: str, end: bool) -> Tokenized:
+        text = self.normalize(text)
+        encode(text)
+        ids, eos = self._encoders[side].ids(text), self._vocabularies[side].roles.get("eos")
+        if end and eos is not None and (not len(ids) or ids[-1] != eos):
+            ids = np.append(ids, np.int32(eos))
+        return Tokenized(ids, text)
+
+    def pair(
+        self,
+        student: Tokenized,
+        teacher: Tokenized,
+        *,
+        max_student_tokens: int | None = None,
+        max_teacher_tokens: int | None = None,
+    ) -> Alignment:
+        """Aligns two sides' tokens of one document. With spans, only what both texts have in the i-th spans of each.
+
+        Raises:
+            ValueError: one side has spans and the other has none, or another number of them; a negative limit.
+        """
+        if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
+            counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]
+            raise ValueError(f"both sides have as many spans, got {counts[0]} and {counts[1]}; pair the same messages")
+        texts = encode(student.text), encode(teacher.text)
+        if student.spans is None or teacher.spans is None:
+            made = self._pair_texts(student, teacher, texts)
+        else:
+            made = self._pair_spans(student, teacher, texts)
+        if max_student_tokens is None and max_teacher_tokens is None:
+            return made
+        limits = (max_student_tokens, len(made.student_ids)), (max_teacher_tokens, len(made.teacher_ids))
+        return made.cut(*(size if limit is None else limit for limit, size in limits))
+
+    def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
+        if texts[0] != texts[1]:
+            sizes = [len(text) for text in texts]
+            raise ValueError(
+                f"two sides of a document have one text, got {sizes[0]} and {sizes[1]} bytes; normalize it once"
+            )
+        tokenized = student, teacher
+        ids = student.ids, teacher.ids
+        known = [
+            place_by_bytes(vocabulary, row, text, written_specials=False)
+            for vocabulary, row, text in zip(self._vocabularies, ids, texts)
+        ]
+        left, right = known
+        if left is not None and right is not None and self.method in ("auto", "bytes"):
+            stops = self._stops(ids, (left, right), np.array([[0, len(texts[0]), 0, len(texts[1])]]))
+            return self._made(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
+        sides = [Side.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
+        if self.method in ("auto", "bytes"):
+            found = self._by_ids.agreeing(*sides)
+            if found is not None:
+                return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
+        if self.method in ("auto", "offsets"):
+            spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
+            made = self._by_places(tokenized, known, spans)
+            if made is not None and (made.num_chunks or self.method == "offsets"):
+                return made
+        found = self._by_ids.align(*sides, whole=self.method == "dp")
+        exact = all(place is not None and place.exact for place in known)
+        return self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+
+    def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
+        """Only what both sides' spans read alike is aligned, wherever the rest of the two texts differs."""
+        tokenized = student, teacher
+        known = [
+            place_by_bytes(vocabulary, side.ids, text, written_specials=True)
+            for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
+        ]
+        spans, alike = equal_spans(tokenized, texts)
+        made = self._by_places(tokenized, known, spans)
+        if made is None:
+            raise ValueError("ids with spans are those of their text, got others; tokenise with tokenize_messages")
+        return replace(made, exact=made.exact and alike)
+
+    def _by_places(
+        self, tokenized: tuple[Tokenized, Tokenized], known: Sequence[Placed | None], spans: np.ndarray
+    ) -> Alignment | None:
+        """By bytes on a side whose place is known and by offsets on the other; None where it has none."""
+        places, method = [], "bytes"
+        for number, (side, place) in enumerate(zip(tokenized, known)):
+            if place is None or self.method == "offsets":
+                offsets, method = self._offsets(number, side), "offsets"
+                if offsets is None:
+                    return None
+                place = place_by_offsets(self._vocabularies[number], side.ids, side.text, offsets)
+            places.append(place)
+        ids = tokenized[0].ids, tokenized[1].ids
+        if self._same and np.array_equal(*ids):  # what is lost is lost alike
+            places = [replace(place, faithful=None) for place in places]
+        chunks = chunks_by_spans(places[0], places[1], spans)
+        exact = all(place is not None and place.exact for place in known)
+        return self._made(ids, chunks, method, exact, self._stops(ids, (places[0], places[1]), spans))
+
+    def _offsets(self, side: int, tokenized: Tokenized) -> np.ndarray | None:
+        """The characters that each token covers, of ids that the tokenizer makes of this text; None of others."""
+        if tokenized.offsets is not None:
+            return tokenized.offsets
+        encoder, ids = self._encoders[side], tokenized.ids
+        if tokenized.spans is not None:
+            ways = [partial(encoder.marked, contents=tokenized.spans)]
+        else:
+            ways = [encoder.offsets, partial(encoder.offsets, add_special=False)]
+        for way in ways:
+            made, offsets = way(tokenized.text)
+            size = min(len(made), len(ids))
+            rest = ids[size:]
+            if np.array_equal(made[:size], ids[:size]) and self._vocabularies[side].special[rest].all():
+                return np.concatenate([offsets[:size], np.zeros((len(rest), 2), np.int64)])
+        return None
+
+    def _stops(self, ids: tuple[np.ndarray, np.ndarray], places: tuple[Placed, Placed], spans: np.ndarray) -> StopPairs:
+        """bos with bos at the start; the eos or end-of-turn behind the i-th span with its like."""
+        each = (self._stops_of(*side) for side in zip(self._vocabularies, ids, places, (spans[:, :2], spans[:, 2:])))
+        left, right = each
+        return tuple(sorted((left[key], right[key]) for key in left.keys() & right.keys()))
+
+    @staticmethod
+    def _stops_of(vocabulary: Vocabulary, ids: np.ndarray, place: Placed, spans: np.ndarray) -> dict[int, int]:
+        """Span number → the token that stops it; −1 → bos."""
+        roles = vocabulary.roles
+        found = {}
+        opening = np.flatnonzero((place.starts == 0) & (ids == roles.get("bos", -1)))
+        if len(opening) and not (place.ends > place.starts)[: opening[0]].any():
+            found[-1] = int(opening[0])
+        stops = np.flatnonzero(np.isin(ids, [roles[role] for role in STOPS if role in roles]))
+        stops = stops[stops != found.get(-1, -1)]
+        speaks = np.flatnonzero(place.ends > place.starts)
+        starts = place.starts[speaks]
+        for number, stop in enumerate(spans[:, 1].tolist()):
+            after = speaks[: starts.searchsorted(stop)]
+            first = int(after[-1]) + 1 if len(after) else 0
+            until = len(ids)
+            if number + 1 < len(spans):
+                later = speaks[starts.searchsorted(spans[number + 1, 0]) :]
+                until = int(later[0]) if len(later) else until
+            candidates = stops[(stops >= first) & (stops < until)]
+            if len(candidates):
+                found[number] = int(candidates[0])
+        return found
+
+    def _window(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The dynamic programme on what bytes left open; chunks of which a side is lossy spell the same, or are none."""
+        from distill_rl.align.canonical import CanonicalTables
+        from distill_rl.align.dp import align_window
+
+        if self._dp_tables is None:
+            self._dp_tables = CanonicalTables(self.student, self.teacher, fast_ids=self.fast_ids)
+        chunks = align_window(student_ids, teacher_ids, self._dp_tables, backend=self.backend, band=self.band)
+        return same_spelling(self._vocabularies, (student_ids, teacher_ids), chunks)
+
+    @staticmethod
+    def _made(ids: Sequence[np.ndarray], chunks: Chunks, method: str, exact: bool, stop_pairs: StopPairs) -> Alignment:
+        return Alignment(
+            ids[0],
+            ids[1],
+            chunks.student,
+            chunks.teacher,
+            chunks.count,
+            method,
+            exact,
+            (0, 0),
+            stop_pairs,
+            chunks.lossy,
+        )

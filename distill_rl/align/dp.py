@@ -1,0 +1,128 @@
+"""Needleman–Wunsch on canonical strings, for the windows in which bytes and offsets give no exact answer.
+
+Scores (X-Token, arXiv 2605.21699, as NeMo-RL #2245 sets them): equal strings +3, unequal −3, a gap −1.5, and n ≤ 4
+consecutive tokens of one side that together spell one token of the other +1.5·n. They are kept doubled, as integers,
+so that every backend finds the same alignment and not merely one as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distill_rl.align.canonical import Spelled
+from distill_rl.align.dp_problem import Problem, make_problem
+
+if TYPE_CHECKING:
+    from distill_rl.align.canonical import CanonicalTables
+
+BACKENDS = ("numba", "numpy", "cuda")
+
+
+def align_window(
+    student: np.ndarray,
+    teacher: np.ndarray,
+    tables: CanonicalTables,
+    *,
+    backend: str = "numba",
+    band: int = 64,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk numbers of one window's tokens.
+
+    Args:
+        student, teacher: int [n], [m]: the window's token ids of the two vocabularies; either may be empty.
+        tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, made once per pair.
+        backend: numba | numpy | cuda; all give the same answer.
+        band: half-width in tokens of the strip around the diagonal of equal shares of bytes that is searched.
+    Returns:
+        int32 [n], int32 [m]: chunks 0, 1, … in the order of the text, each on both sides: one token on one side and
+        one to four on the other that spell the same canonical string; −1 for a token of a gap, of an unequal pair,
+        or that spells nothing. Swapping the sides swaps the answer.
+    Raises:
+        ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
+    """
+    return align_windows([(student, teacher)], tables, backend=backend, band=band)[0]
+
+
+def align_windows(
+    windows: Sequence[tuple[np.ndarray, np.ndarray]],
+    tables: CanonicalTables,
+    *,
+    backend: str = "numba",
+    band: int = 64,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """`align_window` for many (student ids, teacher ids), in order; "cuda" runs them side by side on the device."""
+    solve = load_backend(backend)
+    if band < 1:
+        raise ValueError(f"band must be at least 1 token; it is {band}; set aligner.dp.band: 64")
+    sides = [_oriented(*tables.look_up(student, teacher)) for student, teacher in windows]
+    solved = iter(
+        solve([make_problem(rows, columns, band) for rows, columns, _ in sides if len(rows) and len(columns)])
+    )
+    results = []
+    for rows, columns, swapped in sides:
+        if len(rows) and len(columns):
+            chunks = _checked(rows, columns, *next(solved))
+        else:
+            chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
+        results.append(chunks[::-1] if swapped else chunks)
+    return results
+
+
+Solver = Callable[[list[Problem]], list[tuple[np.ndarray, np.ndarray, int]]]
+
+
+def load_backend(name: str) -> Solver:
+    """The solver of a backend, imported now; for "cuda", ValueError where there is neither a device nor a simulator."""
+    if name == "numpy":
+        from distill_rl.align.dp_numpy import solve
+    elif name == "numba":
+        from distill_rl.align.dp_numba import solve
+    elif name == "cuda":
+        from distill_rl.align.dp_cuda import require_device, solve
+
+        require_device()
+    else:
+        raise ValueError(f"the backend of the dynamic programme must be one of {', '.join(BACKENDS)}; it is {name!r}")
+    return solve
+
+
+def _oriented(student: Spelled, teacher: Spelled) -> tuple[Spelled, Spelled, bool]:
+    """(rows, columns, whether the teacher is the rows), decided by what the sides spell and not by their names.
+
+    Ties between alignments are settled by rows and columns, so the answer for swapped sides is the swapped answer.
+    """
+    swapped = len(student) > len(teacher)
+    if len(student) == len(teacher):
+        differ = np.flatnonzero(student.hashes != teacher.hashes)
+        swapped = len(differ) > 0 and bool(student.hashes[differ[0]] > teacher.hashes[differ[0]])
+    return (teacher, student, True) if swapped else (student, teacher, False)
+
+
+def _checked(
+    rows: Spelled, columns: Spelled, row_marks: np.ndarray, column_marks: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk numbers in the order of the text, without those joins whose hashes are equal and whose bytes are not."""
+    row_chunk, column_chunk = (
+        np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)
+    )
+    in_rows, in_columns = row_chunk >= 0, column_chunk >= 0
+    spelt_rows = rows.strings.take(np.flatnonzero(in_rows))
+    spelt_columns = columns.strings.take(np.flatnonzero(in_columns))
+    sizes = np.bincount(row_chunk[in_rows], weights=spelt_rows.lengths, minlength=count)
+    # All chunks at once: equal lengths chunk by chunk and equal bytes in a row mean equal bytes chunk by chunk.
+    if np.array_equal(
+        sizes, np.bincount(column_chunk[in_columns], weights=spelt_columns.lengths, minlength=count)
+    ) and np.array_equal(spelt_rows.joined(), spelt_columns.joined()):
+        return row_chunk, column_chunk
+    true = np.ones(count + 1, bool)
+    for chunk in range(count):
+        left = rows.strings.take(np.flatnonzero(row_chunk == chunk)).joined()
+        right = columns.strings.take(np.flatnonzero(column_chunk == chunk)).joined()
+        true[chunk] = np.array_equal(left, right)
+    # The last entry is what a −1 reads.
+    numbers = np.where(true, np.cumsum(true) - 1, -1).astype(np.int32)
+    numbers[count] = -1
+    return numbers[row_chunk], numbers[column_chunk]

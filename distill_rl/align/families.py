@@ -1,0 +1,145 @@
+"""What the pieces of a tokenizer stand for, read from its own description (tokenizer.json), family by family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+METASPACE = "▁"
+"""U+2581, which SentencePiece writes for a space"""
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_CHANGING_NORMALIZERS = {
+    "BertNormalizer",
+    "Lowercase",
+    "StripAccents",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Nmt",
+    "Precompiled",
+    "Strip",
+}
+_REMOVING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
+
+
+@cache
+def byte_of_letter() -> dict[int, int]:
+    """The GPT-2 byte map, letter → byte: printable Latin-1 stands for itself, the other 68 bytes are U+0100 onwards."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in set(kept))
+    return {byte: byte for byte in kept} | {0x100 + place: byte for place, byte in enumerate(others)}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The parts of a tokenizer.json that decide what an id stands for."""
+
+    model: Mapping[str, Any]
+    added: tuple[Mapping[str, Any], ...]
+    normalizers: tuple[Mapping[str, Any], ...]
+    pre_tokenizers: tuple[Mapping[str, Any], ...]
+    decoders: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def read(cls, described: Mapping[str, Any]) -> Description:
+        return cls(
+            described["model"],
+            tuple(described.get("added_tokens") or ()),
+            *(tuple(_parts(described.get(key))) for key in ("normalizer", "pre_tokenizer", "decoder")),
+        )
+
+    @property
+    def pieces(self) -> dict[str, int]:
+        """The model's own pieces, without those that were added."""
+        vocabulary = self.model.get("vocab") or {}
+        if isinstance(vocabulary, Mapping):
+            return dict(vocabulary)
+        return {piece: number for number, (piece, _) in enumerate(vocabulary)}
+
+    @property
+    def unknown(self) -> int | None:
+        """The id that the model writes for what it cannot spell."""
+        if self.model.get("unk_id") is not None:
+            return int(self.model["unk_id"])
+        return self.pieces.get(self.model.get("unk_token") or "")
+
+    @property
+    def family(self) -> str:
+        """byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel"""
+        # older files leave the model's type out: only Unigram lists its pieces, only BPE has merges
+        kind = self.model.get("type") or (
+            "BPE" if "merges" in self.model else "Unigram" if isinstance(self.model["vocab"], list) else "WordPiece"
+        )
+        if kind != "BPE":
+            return str(kind).lower()
+        if self.byte_level:
+            return "tiktoken" if self.model.get("ignore_merges") else "byte_level"
+        return "sentencepiece" if self.metaspace or self.model.get("byte_fallback") else "bpe"
+
+    @property
+    def byte_level(self) -> bool:
+        return any(part["type"] == "ByteLevel" for part in (*self.normalizers, *self.pre_tokenizers, *self.decoders))
+
+    @property
+    def metaspace(self) -> str:
+        """The letter that stands for a space in this tokenizer's pieces; empty where none does."""
+        for part in (*self.pre_tokenizers, *self.decoders):
+            if part["type"] == "Metaspace":
+                return str(part.get("replacement") or METASPACE)
+        replaces = any(part["type"] == "Replace" and part["content"] == METASPACE for part in self.normalizers)
+        return METASPACE if replaces else ""
+
+    def changes_text(self) -> str | None:
+        """The part of the pipeline that changes or drops what it reads, if there is one."""
+        for part in self.normalizers:
+            if part["type"] in _CHANGING_NORMALIZERS:
+                return str(part["type"])
+            if part["type"] == "Replace" and part["content"] != self.metaspace:
+                return f"Replace by {part['content']!r}"
+        for part in self.pre_tokenizers:
+            removes = part["type"] in ("Split", "Punctuation") and part.get("behavior") == "Removed"
+            if removes or part["type"] in _REMOVING_PRE_TOKENIZERS:
+                return str(part["type"])
+        return "an end-of-word mark" if self.model.get("end_of_word_suffix") else None
+
+    def composes(self) -> bool:
+        return any(part["type"] == "NFC" for part in self.normalizers)
+
+    def can_be_unknown(self) -> bool:
+        return not (self.byte_level or self.model.get("byte_fallback"))
+
+    def spell(self, piece: str) -> tuple[bytes, bool]:
+        """(bytes of one of the model's own pieces, whether it is a byte-fallback one)."""
+        model = self.model
+        if model.get("byte_fallback") and (found := _FALLBACK.match(piece)):
+            return bytes([int(found[1], 16)]), True
+        prefix = model.get("continuing_subword_prefix")
+        if prefix and piece.startswith(prefix):
+            piece = piece[len(prefix) :]
+        suffix = model.get("end_of_word_suffix")
+        if suffix and piece.endswith(suffix):
+            piece = piece[: -len(suffix)]
+        if self.byte_level:
+            letters = byte_of_letter()
+            # a piece with any letter that is no byte stands for its own text: the decoder takes it whole, too
+            if all(ord(letter) in letters for letter in piece):
+                return bytes(letters[ord(letter)] for letter in piece), False
+        elif self.metaspace:
+            piece = piece.replace(self.metaspace, " ")
+        return piece.encode(errors="surrogatepass"), False
+
+
+def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    if component is None:
+        return
+    inner = next((component[key] for key in ("normalizers", "pretokenizers", "decoders") if key in component), None)
+    if inner is None:
+        yield component
+        return
+    for part in inner:
+        yield from _parts(part)

@@ -1,0 +1,178 @@
+"""Chunks from ids alone: what each token spells is known, the text is not, so each side proves the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from distill_rl.align.side import Side
+from distill_rl.align.spans import Chunks, chunks_by_ends
+from distill_rl.align.vocabulary import Vocabulary
+
+Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""(student ids, teacher ids) → chunk numbers of both, −1 for none"""
+Pair = tuple[Side, Side]
+
+
+@dataclass(frozen=True)
+class Found:
+    chunks: Chunks
+    sides: Pair
+    """as they were read, with the spaces taken off that are not in the text"""
+    same: bool
+    """whether both sides spell the same bytes"""
+    method: str = "bytes"
+
+
+class IdAligner:
+    """Aligns two sides' ids.
+
+    Args:
+        canonical: `canonical_ids` of the two vocabularies, with which a 1:1 chunk is proved by one comparison; None
+            compares all bytes. The answers are the same.
+        window: aligns what bytes leave open, or None.
+    """
+
+    def __init__(self, canonical: tuple[np.ndarray, np.ndarray] | None, window: Window | None) -> None:
+        self._canonical, self._window = canonical, window
+
+    def agreeing(self, student: Side, teacher: Side) -> Found | None:
+        """Chunks of two sides that spell the same bytes; None of others.
+
+        Spaces that may not be in the text are taken off in all ways, the likeliest first.
+        """
+        for sides in _readings(student, teacher):
+            ends = sides[0].ends, sides[1].ends
+            if _total(ends[0]) != _total(ends[1]):
+                continue
+            chunks, *last = chunks_by_ends(*ends)
+            if self._proved(sides, chunks, last):
+                full = [side.full(numbers) for side, numbers in zip(sides, (chunks.student, chunks.teacher))]
+                return Found(Chunks(full[0], full[1], chunks.count), sides, True)
+        return None
+
+    def align(self, student: Side, teacher: Side, *, whole: bool = False) -> Found:
+        """Chunks by bytes, and by the window where the bytes differ; `whole` gives all tokens to the window."""
+        found = self.agreeing(student, teacher)
+        if whole and self._window is not None:
+            numbers = self._window(student.ids, teacher.ids)
+            full = [side.full(part) for side, part in zip((student, teacher), numbers)]
+            return Found(_numbered(full), (student, teacher), found is not None, "dp")
+        return found or self._mismatched(student, teacher)
+
+    def _proved(self, sides: Pair, chunks: Chunks, last: Sequence[np.ndarray]) -> bool:
+        """Whether the two sides' bytes are equal, their totals being so.
+
+        A chunk of one token on either side is proved by canonical ids; the bytes of all others are compared.
+        """
+        if self._canonical is None or not chunks.count:
+            return sides[0].spell().tobytes() == sides[1].spell().tobytes()
+        numbers = chunks.student, chunks.teacher
+        keys, single = [], np.ones(chunks.count, bool)
+        for side, closing, canonical, part in zip(sides, last, self._canonical, numbers):
+            keys.append(canonical.take(side.ids.take(closing)))
+            if len(part) > chunks.count:
+                single[1:] &= closing[1:] - closing[:-1] == 1
+                single[0] &= closing[0] == 0
+            for place in side.dropped:  # such a token is not what its id spells
+                single[part[place]] = False
+        equal = keys[0] == keys[1]
+        if equal.all() and single.all():
+            return True
+        if (single & ~equal).any():
+            return False
+        rest = ~single
+        if 4 * np.count_nonzero(rest) > chunks.count:  # choosing them would cost more than it saves
+            return sides[0].spell().tobytes() == sides[1].spell().tobytes()
+        spelled = [side.spell(rest.take(part).nonzero()[0]).tobytes() for side, part in zip(sides, numbers)]
+        return spelled[0] == spelled[1]
+
+    def _mismatched(self, student: Side, teacher: Side) -> Found:
+        """Chunks of the equal bytes at both ends; what lies between goes to the window."""
+        readings = [(sides, [side.spell() for side in sides]) for sides in _readings(student, teacher)]
+        sides, spelled = max(readings, key=lambda reading: _common(*reading[1]))
+        common = _common(*spelled)
+        ends = [side.ends for side in sides]
+        head, *last = chunks_by_ends(*(side[side <= common] for side in ends))
+        starts = [int(closing[-1]) + 1 if len(closing) else 0 for closing in last]
+        numbers = [np.full(len(side), -1, np.int32) for side in ends]
+        for whole, part, start in zip(numbers, (head.student, head.teacher), starts):
+            whole[:start] = part[:start]
+        method = "bytes"
+        one_ends_early = common == min(map(len, spelled))
+        if self._window is not None and not one_ends_early:
+            method = "dp"
+            stops = _tail(spelled, ends, starts)
+            window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
+            count = _append(numbers, window, starts, head.count)
+            tail, _, _ = chunks_by_ends(*(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops)))
+            _append(numbers, (tail.student, tail.teacher), stops, count)
+        return Found(_numbered([side.full(part) for side, part in zip(sides, numbers)]), sides, False, method)
+
+
+def _readings(student: Side, teacher: Side) -> Iterator[Pair]:
+    yield from product(student.readings(), teacher.readings())
+
+
+def _append(numbers: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
+    """Writes parts numbered from 0 behind `count` chunks; how many there are then."""
+    for whole, part, start in zip(numbers, parts, starts):
+        whole[start : start + len(part)] = np.where(part >= 0, part + count, -1)
+    return count + _numbered(parts).count
+
+
+def _numbered(sides: Sequence[np.ndarray]) -> Chunks:
+    return Chunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
+
+
+def _tail(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], heads: Sequence[int]) -> tuple[int, int]:
+    """How many tokens of each side lie before the equal bytes at the end, cut at a boundary that both have."""
+    sizes = [len(part) for part in spelled]
+    free = (size - (int(end[head - 1]) if head else 0) for size, end, head in zip(sizes, ends, heads))
+    common = min(_common(spelled[0][::-1], spelled[1][::-1]), *free)
+    # Boundaries counted from the end of the text, so that both sides have the same numbers.
+    left, right = (size - end for size, end in zip(sizes, ends))
+    shared = np.intersect1d(left[left <= common], right[right <= common])
+    if not len(shared) or shared[-1] == 0:
+        return len(ends[0]), len(ends[1])
+    return int(np.flatnonzero(left == shared[-1])[0]) + 1, int(np.flatnonzero(right == shared[-1])[0]) + 1
+
+
+def _common(left: np.ndarray, right: np.ndarray) -> int:
+    """How many bytes are equal at the start."""
+    size = min(len(left), len(right))
+    differ = (left[:size] != right[:size]).nonzero()[0]
+    return int(differ[0]) if len(differ) else size
+
+
+def _total(ends: np.ndarray) -> int:
+    return int(ends[-1]) if len(ends) else 0
+
+
+def same_spelling(
+    vocabularies: tuple[Vocabulary, Vocabulary],
+    ids: tuple[np.ndarray, np.ndarray],
+    chunks: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chunks without those whose two sides spell different bytes, numbered anew.
+
+    At the start of a chunk one space may be missing on the side of a tokenizer that spells none between words, or be
+    there that another one puts before a text.
+    """
+    count = _numbered(chunks).count
+    spelled: list[list[bytes]] = []
+    for vocabulary, side, numbers in zip(vocabularies, ids, chunks):
+        pieces = [b""] * count
+        for token in np.flatnonzero(numbers >= 0).tolist():
+            pieces[numbers[token]] += vocabulary.token_bytes(side[token])
+        spelled.append(pieces)
+    left_may = vocabularies[0].drops_spaces or vocabularies[1].dummy
+    right_may = vocabularies[1].drops_spaces or vocabularies[0].dummy
+    keep = np.zeros(count + 1, bool)  # the last entry is what −1 reads
+    for number, (left, right) in enumerate(zip(*spelled)):
+        keep[number] = left == right or (left_may and b" " + left == right) or (right_may and left == b" " + right)
+    renumbered = np.where(keep, keep.cumsum() - 1, -1).astype(np.int32)
+    return renumbered[chunks[0]], renumbered[chunks[1]]

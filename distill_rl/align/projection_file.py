@@ -1,0 +1,191 @@
+"""W in a file: safetensors with a header, written whole or not at all, and nothing in it believed unread."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+HEADER = "distill_rl.projection"
+_ARRAYS = {
+    "indptr": np.int64,
+    "indices": np.int32,
+    "values": np.float32,
+    "student_common": np.int32,
+    "teacher_common": np.int32,
+}
+_REMEDY = "delete the file, it is built anew"
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The sparse row-stochastic W, student → teacher, and the ids that match one to one.
+
+    V_s = len(indptr) − 1 and V_t = num_teacher are the models' `config.vocab_size`; ids that no token has are empty
+    rows and columns.
+    """
+
+    indptr: np.ndarray
+    """int64 [V_s + 1]: row i is entries indptr[i] to indptr[i + 1]"""
+    indices: np.ndarray
+    """int32 [nnz]: teacher ids, ascending in a row"""
+    values: np.ndarray
+    """float32 [nnz]: above 0; every row that is not empty sums to 1"""
+    num_teacher: int
+    student_common: np.ndarray
+    """int32 [n]: the common vocabulary, one to one with `teacher_common`"""
+    teacher_common: np.ndarray
+    """int32 [n]"""
+    student_hash: str
+    teacher_hash: str
+    exact_rows: int = 0
+    """rows that hold the token of equal bytes or equal role"""
+
+    @property
+    def num_student(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def empty_rows(self) -> int:
+        return int((np.diff(self.indptr) == 0).sum())
+
+    @property
+    def split_rows(self) -> int:
+        """rows of pieces"""
+        return self.num_student - self.exact_rows - self.empty_rows
+
+
+def save_projection(projection: Projection, path: str | Path) -> None:
+    """Writes beside the target, flushes to disk, renames over it; the same W gives the same bytes."""
+    from safetensors.numpy import save
+
+    header = {
+        "format": FORMAT,
+        "student_hash": projection.student_hash,
+        "teacher_hash": projection.teacher_hash,
+        "student_columns": projection.num_student,
+        "teacher_columns": projection.num_teacher,
+        "exact_rows": projection.exact_rows,
+        "split_rows": projection.split_rows,
+        "empty_rows": projection.empty_rows,
+    }
+    arrays = {name: np.ascontiguousarray(getattr(projection, name), dtype) for name, dtype in _ARRAYS.items()}
+    # One entry: several would be written in an order that differs from process to process.
+    content = save(arrays, {HEADER: json.dumps(header, sort_keys=True)})
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_projection(
+    path: str | Path,
+    *,
+    student_hash: str | None = None,
+    teacher_hash: str | None = None,
+    student_columns: int | None = None,
+    teacher_columns: int | None = None,
+) -> Projection:
+    """Reads and checks a file of `save_projection`.
+
+    Args:
+        student_hash, teacher_hash: `Vocabulary.hash` of the two tokenizers that W has to be for, if known.
+        student_columns, teacher_columns: the models' `config.vocab_size`, if known.
+    Raises:
+        ValueError: no such file or none of this kind; W of another pair or of other sizes; an array of another type
+            or length; an id out of range; NaN, a weight that is not above 0, a row that does not sum to 1; a common
+            vocabulary that is not one to one.
+    """
+    header, arrays = _read(Path(path))
+    wanted = {
+        "format": FORMAT,
+        "student_hash": student_hash,
+        "teacher_hash": teacher_hash,
+        "student_columns": student_columns,
+        "teacher_columns": teacher_columns,
+    }
+    for key, value in wanted.items():
+        if value is not None and header.get(key) != value:
+            raise ValueError(
+                f"{path}: the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}; "
+                "give the file of this pair, or none to have it built"
+            )
+    try:
+        projection = Projection(
+            **arrays,
+            num_teacher=int(header["teacher_columns"]),
+            student_hash=str(header["student_hash"]),
+            teacher_hash=str(header["teacher_hash"]),
+            exact_rows=int(header["exact_rows"]),
+        )
+        rows = int(header["student_columns"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path}: the header must hold sizes, hashes and counts; it is {header}; {_REMEDY}") from None
+    fault = _fault(projection, rows)
+    if fault:
+        raise ValueError(f"{path}: {fault}; {_REMEDY}")
+    return projection
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            header = json.loads((file.metadata() or {})[HEADER])
+            arrays = {name: file.get_tensor(name) for name in _ARRAYS}
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else "the file is damaged or another kind"
+        raise ValueError(
+            f"{path}: a projection must be a safetensors file that distill_rl wrote; {reason}; {_REMEDY}"
+        ) from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the header of a projection must be a table; it is {header!r}; {_REMEDY}")
+    return header, arrays
+
+
+def _fault(projection: Projection, rows: int) -> str | None:
+    """What is wrong with it, if anything: rule and value."""
+    for name, dtype in _ARRAYS.items():
+        array = getattr(projection, name)
+        if array.dtype != dtype or array.ndim != 1:
+            return f"{name} must be {np.dtype(dtype)} [n]; it is {array.dtype} {list(array.shape)}"
+    indptr, indices, values = projection.indptr, projection.indices, projection.values
+    if len(indptr) != rows + 1 or indptr[0] != 0 or indptr[-1] != len(indices) or (np.diff(indptr) < 0).any():
+        return f"indptr must rise from 0 to {len(indices)} in {rows + 1} steps; it has {len(indptr)}"
+    if len(values) != len(indices):
+        return f"values must be as many as the {len(indices)} indices; they are {len(values)}"
+    for name, ids, size in (
+        ("indices", indices, projection.num_teacher),
+        ("student_common", projection.student_common, rows),
+        ("teacher_common", projection.teacher_common, projection.num_teacher),
+    ):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            return f"{name} must lie in 0 … {size - 1}; they reach from {ids.min()} to {ids.max()}"
+    row_of = np.repeat(np.arange(rows), np.diff(indptr))
+    if ((np.diff(row_of) == 0) & (np.diff(indices) <= 0)).any():
+        return "indices must ascend in every row; they do not"
+    bad = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+    if len(bad):
+        return f"values must be finite and above 0; entry {bad[0]} is {values[bad[0]]}"
+    sums = np.bincount(row_of, weights=values, minlength=rows)
+    bad = np.flatnonzero((np.diff(indptr) > 0) & (np.abs(sums - 1) > 1e-5))
+    if len(bad):
+        return f"every row must sum to 1; row {bad[0]} sums to {sums[bad[0]]:.6g}"
+    common = projection.student_common, projection.teacher_common
+    if len(common[0]) != len(common[1]) or any(len(np.unique(ids)) != len(ids) for ids in common):
+        return f"the common vocabulary must be one to one; it has {len(common[0])} student and {len(common[1])} teacher ids"
+    return None

@@ -1,0 +1,164 @@
+"""One side's ids: which tokens spell something, how many bytes, and what the others mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from distill_rl.align.spans import gather, stretch
+from distill_rl.align.vocabulary import STOPS, Vocabulary
+
+StopPairs = tuple[tuple[int, int], ...]
+Places = slice | np.ndarray
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tokens of one side that spell something."""
+
+    vocabulary: Vocabulary
+    size: int
+    """tokens, those that spell nothing and padding included"""
+    tokens: Places
+    """where they stand"""
+    ids: np.ndarray
+    """intp, of those tokens"""
+    lengths: np.ndarray
+    """int32, of those tokens, without dropped bytes"""
+    silent: np.ndarray
+    """intp: where tokens stand that spell nothing and are no padding"""
+    dropped: tuple[int, ...] = ()
+    """places in `ids` whose leading space is not in the text"""
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None) -> Side:
+        """Of int32 ids [n], those left out whose mask is 0.
+
+        Raises:
+            ValueError: an id outside of the vocabulary.
+        """
+        real = stretch(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
+        wide = ids[real].view(np.uint32).astype(np.intp)  # a negative id is out of range, not counted from the end
+        try:
+            lengths = vocabulary.lengths.take(wide)
+        except IndexError as error:
+            wrong = ids[real][wide >= vocabulary.size][0]
+            rule = f"a token's id lies in 0 … {vocabulary.size - 1}, the tokenizer's"
+            raise ValueError(f"{rule}, got {wrong}; give a mask with 0 at padding") from error
+        if lengths.all():
+            return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
+        spelling = stretch(lengths.nonzero()[0])
+        silent = (lengths == 0).nonzero()[0]
+        return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], _at(real, silent))
+
+    def readings(self) -> Iterator[Side]:
+        """This side without spaces that its tokenizer may have put before the text and behind specials.
+
+        First without all of them, which is the likeliest, last as it is.
+        """
+        first, later = self._droppable()
+        seen: list[tuple[int, ...]] = []
+        for places in (first + later, later, first, ()):
+            if places not in seen:
+                seen.append(places)
+                yield self._without(places)
+
+    def _droppable(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        vocabulary = self.vocabulary
+        first, later = (), ()
+        if len(self.ids) and vocabulary.dummy and vocabulary.opens_with_space(self.ids[0]):
+            first = (0,)
+        if vocabulary.dummy_after_special and not isinstance(self.tokens, slice):
+            behind = np.unique(self.tokens.searchsorted(self.silent))
+            behind = behind[(behind > 0) & (behind < len(self.ids))].tolist()
+            later = tuple(place for place in behind if vocabulary.opens_with_space(self.ids[place]))
+        return first, later
+
+    def _without(self, places: tuple[int, ...]) -> Side:
+        if not places:
+            return self
+        lengths = self.lengths.copy()
+        lengths[list(places)] -= 1
+        if lengths.all():
+            return replace(self, lengths=lengths, dropped=places)
+        # A piece that was only that space spells nothing: it leaves this side's tokens, silent as it is.
+        left = lengths.nonzero()[0]
+        kept = left.searchsorted([place for place in places if lengths[place]]).tolist()
+        chosen = stretch(left)
+        return replace(
+            self, tokens=_at(self.tokens, chosen), ids=self.ids[chosen], lengths=lengths[chosen], dropped=tuple(kept)
+        )
+
+    def spell(self, chosen: np.ndarray | None = None) -> np.ndarray:
+        """uint8: the bytes of all, or of the chosen tokens, without the dropped ones."""
+        starts = self.vocabulary.starts.take(self.ids)
+        for place in self.dropped:
+            starts[place] += 1
+        if chosen is None:
+            return gather(self.vocabulary, starts, self.lengths, self.ends)
+        lengths = self.lengths.take(chosen)
+        return gather(self.vocabulary, starts.take(chosen), lengths, lengths.cumsum(dtype=np.int64))
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64: the byte position at which each token ends."""
+        return self.lengths.cumsum(dtype=np.int64)
+
+    def full(self, numbers: np.ndarray) -> np.ndarray:
+        """int32 [size]: chunk numbers of `ids`, −1 at other tokens."""
+        if len(numbers) == self.size:
+            return numbers
+        whole = np.full(self.size, -1, np.int32)
+        whole[self.tokens] = numbers
+        return whole
+
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """int64: how many bytes stand before each of these silent tokens."""
+        if isinstance(self.tokens, slice):
+            before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
+        else:
+            before = self.tokens.searchsorted(tokens)
+        return np.where(before > 0, self.ends.take(before - 1, mode="clip"), 0) if len(self.ids) else before
+
+
+def _at(places: Places, chosen: Places) -> Places:
+    """places[chosen], a slice of a slice being a slice."""
+    if not isinstance(places, slice):
+        return places[chosen]
+    if isinstance(chosen, slice):
+        return slice(places.start + chosen.start, places.start + chosen.stop)
+    return chosen + places.start
+
+
+def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
+    """bos with bos before the first byte, eos and end-of-turn with their like behind the same byte.
+
+    A role is found by its id and its place, since a tokenizer may use one id for several roles and for padding, too.
+    """
+    if not len(student.silent) or not len(teacher.silent):
+        return ()
+    (left_bos, left), (right_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
+    pairs = [(left_bos, right_bos)] if left_bos is not None and right_bos is not None else []
+    return (*pairs, *((left[place], right[place]) for place in sorted(left.keys() & right.keys())))
+
+
+def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
+    """(the last bos before any byte, the first stop token behind each byte position)."""
+    roles = side.vocabulary.roles
+    positions = side.positions(side.silent)
+    found = ids[side.silent]
+    opening = ((found == roles.get("bos", -1)) & (positions == 0)).nonzero()[0]
+    bos = int(side.silent[opening[-1]]) if len(opening) else None
+    stop = np.zeros(len(found), bool)
+    for role in STOPS:
+        stop |= found == roles.get(role, -1)
+    stop &= (positions > 0) | (len(side.ids) == 0)
+    if bos is not None:
+        stop &= side.silent > bos
+    places, tokens = positions[stop], side.silent[stop]
+    first = np.ones(len(places), bool)
+    first[1:] = places[1:] != places[:-1]
+    return bos, dict(zip(places[first].tolist(), tokens[first].tolist()))

@@ -1,0 +1,251 @@
+"""A tokenizer's ids as the exact bytes that they stand for, and which of two vocabularies' ids mean the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align.chat import render
+from distill_rl.align.encoder import Encoder
+from distill_rl.align.families import Description
+
+ROLES = ("bos", "eos", "pad", "unk")
+STOPS = ("eos", "end_of_turn")
+SPACE = 0x20
+
+# Texts that tokenizers are known to change: case, composition, compatibility forms, white space, control characters.
+_PROBES = (
+    "Hello World",
+    "hello world",
+    "\u00e9",
+    "\ufb01 \u2460",
+    "a  b",
+    " a",
+    "a\nb\tc\r\nd",
+    "a\u00a0b",
+    "a\u200bb",
+    "a\x07b",
+    "中 \U0001f600",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Id → exact bytes of one tokenizer, and what it does to a text."""
+
+    flat: np.ndarray
+    """uint8: all tokens' bytes one after another"""
+    starts: np.ndarray
+    """int64 [size + 1]: token i spells flat[starts[i]:starts[i + 1]]"""
+    lengths: np.ndarray
+    """int32 [size]: 0 for special ids and for ids that do not exist"""
+    special: np.ndarray
+    """bool [size]: added tokens with special=True, and those that the tokenizer names bos, eos, pad or unk"""
+    byte_fallback: np.ndarray
+    """bool [size]: pieces such as <0x0A>"""
+    roles: Mapping[str, int]
+    """bos, eos, end_of_turn, pad, unk → id, where the tokenizer has them"""
+    normalization: str
+    """none | nfc | lossy"""
+    lossy: str | None
+    """why bytes do not always round-trip, or None"""
+    family: str
+    """byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel"""
+    hash: str
+    """sha256 of everything that decides ids and bytes"""
+    dummy: bool = False
+    """whether a space that is not in the text may stand before its first token"""
+    dummy_after_special: bool = False
+    """the same after a special token inside of a text"""
+    drops_spaces: bool = False
+    """whether the space between two words is spelled by no token"""
+    literals: Mapping[int, bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The highest id + 1, added tokens included."""
+        return len(self.lengths)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
+        """Of a fast transformers tokenizer, or of a `tokenizers.Tokenizer` (whose roles are not known).
+
+        Raises:
+            ValueError: a slow tokenizer; a tokenizer without tokens.
+        """
+        return read_vocabulary(tokenizer, Encoder(tokenizer))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token spells; empty for a special one."""
+        return self.flat[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
+
+    def literal(self, token_id: int) -> bytes:
+        """The text that a special token is written as; empty for other tokens."""
+        return self.literals.get(int(token_id), b"")
+
+    def opens_with_space(self, token_id: int) -> bool:
+        return bool(self.lengths[token_id] and self.flat[self.starts[token_id]] == SPACE)
+
+
+def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
+    """`Vocabulary.from_tokenizer` with the tokenizer's encoder, which probes need."""
+    description = encoder.description
+    roles = {role: found for role in ROLES if (found := getattr(tokenizer, f"{role}_token_id", None)) is not None}
+    unknown = description.unknown
+    table, fallback, special, literals = _table(description, {*roles.values(), *({unknown} - {None})})
+    lengths = np.fromiter(map(len, table), np.int32, len(table))
+    starts = np.zeros(len(table) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    if unknown is not None:
+        roles.setdefault("unk", unknown)
+    turn = _end_of_turn(tokenizer, encoder, special)
+    if turn is not None:
+        roles["end_of_turn"] = turn
+    decisive = json.dumps(encoder.described, ensure_ascii=False).encode(errors="surrogatepass")
+    return Vocabulary(
+        np.frombuffer(b"".join(table), np.uint8),
+        starts,
+        lengths,
+        special,
+        fallback,
+        roles,
+        *_losses(encoder, table, special, unknown),
+        family=description.family,
+        hash=hashlib.sha256(decisive).hexdigest(),
+        literals=literals,
+        **_spaces(encoder, table, special),
+    )
+
+
+def _table(description: Description, named: set[int]) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
+    """(bytes by id, byte fallback, special, what specials are written as)."""
+    pieces = description.pieces
+    size = 1 + max([*pieces.values(), *(token["id"] for token in description.added), *named], default=-1)
+    if size == 0:
+        raise ValueError("alignment needs a tokenizer with tokens, got one without any; load the one of the model")
+    table, literals = [b""] * size, {}
+    fallback, special = np.zeros(size, bool), np.zeros(size, bool)
+    for piece, number in pieces.items():
+        table[number], fallback[number] = description.spell(piece)
+    inside = set(pieces.values())
+    for token in description.added:
+        number, content = token["id"], token["content"]
+        # A run of ▁ that is also a piece of the model is what the model writes for spaces.
+        spaces = description.metaspace and number in inside and not content.strip(description.metaspace)
+        table[number] = (" " * len(content) if spaces else content).encode()
+        fallback[number] = False
+        special[number] = token["special"]
+        if token["special"] or number in named:
+            literals[number] = content.encode()
+    special[list(named)] = True
+    for number in np.flatnonzero(special).tolist():
+        table[number] = b""
+    return table, fallback, special, literals
+
+
+def _spell(encoder: Encoder, table: list[bytes], text: str) -> tuple[np.ndarray, bytes]:
+    ids = encoder.ids(text, add_special=False)
+    return ids, b"".join(table[number] for number in ids.tolist())
+
+
+def _losses(encoder: Encoder, table: list[bytes], special: np.ndarray, unknown: int | None) -> tuple[str, str | None]:
+    """(normalization, why bytes do not round-trip)."""
+    description = encoder.description
+    plain = (
+        "nfc" if description.composes() or _spell(encoder, table, "e\u0301")[1].endswith("\u00e9".encode()) else "none"
+    )
+    part = description.changes_text()
+    for probe in _PROBES:
+        ids, spelled = _spell(encoder, table, probe)
+        if unknown is not None and unknown in ids:
+            continue
+        if spelled not in (probe.encode(), b" " + probe.encode()):
+            back = spelled.decode(errors="replace")
+            return "lossy", f"{part or 'the tokenizer'} changes the text: {probe!r} is spelled {back!r}"
+    if part:
+        return "lossy", f"{part} changes or drops some texts"
+    if description.can_be_unknown():
+        return plain, "characters outside its vocabulary become the unknown token"
+    return plain, None
+
+
+def _spaces(encoder: Encoder, table: list[bytes], special: np.ndarray) -> dict[str, bool]:
+    """Where this tokenizer writes a space that is not in the text, and whether it leaves some out: found by trying."""
+    letters = [letter for letter in "ax1.e中" if _spell(encoder, table, letter)[1].strip() == letter.encode()]
+    found = {"dummy": False, "dummy_after_special": False, "drops_spaces": False}
+    for letter in letters[:1]:
+        found["dummy"] = _spell(encoder, table, letter)[1] == b" " + letter.encode()
+        spelled = _spell(encoder, table, f"{letter} {letter}")[1]
+        found["drops_spaces"] = spelled.replace(b" ", b"") == spelled == letter.encode() * 2
+        for literal in list(encoder.specials)[:8]:
+            ids = encoder.marked(letter + literal + letter)[0].tolist()
+            if encoder.specials[literal] in ids:
+                after = ids[ids.index(encoder.specials[literal]) + 1 :]
+                spelled = b"".join(table[number] for number in after)
+                found["dummy_after_special"] |= spelled == b" " + letter.encode()
+    return found
+
+
+def _end_of_turn(tokenizer: Any, encoder: Encoder, special: np.ndarray) -> int | None:
+    """The first special token that the chat template writes after an assistant's answer."""
+    question, answer = "\ue000question\ue001", "\ue000answer\ue001"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        text = render(tokenizer, messages)
+    except Exception:  # no template, or one that refuses this chat: no role, whatever it raises
+        return None
+    rest = text.rpartition(answer)[2] if answer in text else ""
+    return next((number for number in encoder.marked(rest)[0].tolist() if special[number]), None)
+
+
+def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [V_s], int32 [V_t]: equal numbers, within a side and across, exactly for equal bytes; −1 for no bytes."""
+    index: dict[bytes, int] = {b"": -1}
+    sides = []
+    for vocabulary in (student, teacher):
+        flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
+        spelled = (flat[start:stop] for start, stop in zip(starts, starts[1:]))
+        numbers = (index.setdefault(piece, len(index)) for piece in spelled)
+        sides.append(np.fromiter(numbers, np.int32, vocabulary.size))
+    return sides[0], sides[1]
+
+
+def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """The ids that spell the same bytes in both vocabularies, one to one.
+
+    Of several ids with the same bytes a plain piece is taken before a byte-fallback one, then the lowest id. eos,
+    end_of_turn and bos are appended as pairs where both ids are still without a partner; other tokens without bytes
+    never match.
+
+    Returns:
+        int32 [n] student ids, ascending up to the appended roles; int32 [n] teacher ids.
+    """
+    chosen = []
+    for vocabulary, canonical in zip((student, teacher), canonical_ids(student, teacher)):
+        ids = np.flatnonzero(canonical >= 0)
+        ids = ids[np.lexsort((ids, vocabulary.byte_fallback[ids], canonical[ids]))]
+        first = np.r_[True, canonical[ids][1:] != canonical[ids][:-1]][: len(ids)]
+        chosen.append((canonical[ids[first]], ids[first]))
+    (student_keys, student_ids), (teacher_keys, teacher_ids) = chosen
+    _, in_student, in_teacher = np.intersect1d(student_keys, teacher_keys, assume_unique=True, return_indices=True)
+    left, right = student_ids[in_student], teacher_ids[in_teacher]
+    order = np.argsort(left)
+    matched = left[order].tolist(), right[order].tolist()
+    for role in (*STOPS, "bos"):
+        if role in student.roles and role in teacher.roles:
+            pair = student.roles[role], teacher.roles[role]
+            if pair[0] not in matched[0] and pair[1] not in matched[1]:
+                matched[0].append(pair[0])
+                matched[1].append(pair[1])
+    return np.array(matched[0], np.int32), np.array(matched[1], np.int32)
+
+
+def compose(text: str) -> str:
+    """NFC; a text that is already composed comes back as it is."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)

@@ -1,0 +1,159 @@
+"""What looking ahead is worth: how long a step waits for alignment at prefetch.depth 0 and 1.
+
+Two tokenizers are learnt and two random models written to a temporary folder, with documents of invented words, numbers
+and signs, several times longer than `data.max_length`, as web pages are: all of a document is tokenised on both sides and
+aligned, its beginning is learnt from. The real command line trains on them, once per depth, and the waits are read from
+the runs' own metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.bench import record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DEPTHS = (0, 1)
+LEAST_AT_0, MOST_AT_1 = 0.20, 0.02
+"""The workload must wait for alignment at least this share of a step at depth 0, and less than that at depth 1."""
+WARM_UP = 5
+"""first steps, not counted: processes start and caches fill"""
+CONFIG = """\
+run: {{name: depth-{depth}, dir: {root}/runs}}
+student: {{model: {root}/student, dtype: fp32}}
+teachers: [{{name: teacher, model: {root}/teacher, dtype: fp32}}]
+data: {{path: {root}/text.jsonl, max_length: {length}}}
+loss: {{top_k: 16}}
+optimizer: {{lr: 1.0e-3}}
+train: {{steps: {steps}, global_batch_size: {batch}, micro_batch_size: {batch}}}
+aligner: {{workers: 1}}
+prefetch: {{depth: {depth}}}
+observe: {{tensorboard: false}}
+"""
+
+
+def invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
+    """`count` words with numbers and signs among them."""
+    pieces = []
+    for word in draw.choices(words, k=count):
+        kind = draw.random()
+        pieces.append(str(draw.randrange(10**6)) if kind < 0.08 else word + "," if kind < 0.16 else word)
+    return " ".join(pieces) + "."
+
+
+def learn_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of about `size` ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=end)
+
+
+def write_material(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
+    """student/, teacher/ and text.jsonl."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    draw = random.Random(0)
+    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]
+    texts = [invent_text(draw, words, words_per_row) for _ in range(rows)]
+    for name, size, hidden, end in (("student", 2000, 64, "</s>"), ("teacher", 1000, 64, "<|end|>")):
+        tokenizer = learn_tokenizer(texts[:64], size, end)
+        shape = LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=length,
+            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        LlamaForCausalLM(shape).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+
+
+def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
+    """Trains at one depth; medians over the steps after the warm-up, in seconds and as a share of the step."""
+    config = root / f"depth-{depth}.yaml"
+    config.write_text(CONFIG.format(root=root, depth=depth, **sizes), "utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-m", "distill_rl", "train", "-c", config], check=True, env=environment)
+    return waits(root / "runs" / f"depth-{depth}" / "metrics.jsonl")
+
+
+def waits(metrics: Path) -> dict[str, Any]:
+    """What a run's metrics.jsonl says of its waits for alignment."""
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    steps = [one for one in records if "timing/step" in one and one["step"] > WARM_UP]
+    shares = [one["timing/wait_aligner"] / one["timing/step"] for one in steps]
+    parts = ("step", "wait_aligner", "wait_teachers", "student", "aligner/align")
+    return {
+        "steps": len(steps),
+        "wait_aligner_share_median": round(median(shares), 4),
+        "wait_aligner_share_max": round(max(shares), 4),
+        "seconds_median": {part: round(median(one[f"timing/{part}"] for one in steps), 4) for part in parts},
+        "losses": [one["train/loss"] for one in steps],
+    }
+
+
+def compare(folder: Path, **sizes: int) -> dict[str, Any]:
+    """Both depths on the same material; the losses must be the same, bit for bit."""
+    found = {depth: run(folder, depth, **sizes) for depth in DEPTHS}
+    losses = [found[depth].pop("losses") for depth in DEPTHS]
+    return {"depths": {str(depth): found[depth] for depth in DEPTHS}, "same_losses": losses[0] == losses[1]}
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What is not as promised; nothing if all is."""
+    at = {depth: figures["depths"][str(depth)]["wait_aligner_share_median"] for depth in DEPTHS}
+    problems = []
+    if at[0] < LEAST_AT_0:
+        problems.append(f"depth 0 waits {at[0]:.1%} of a step for alignment: too little to show anything")
+    if at[1] >= MOST_AT_1:
+        problems.append(f"depth 1 waits {at[1]:.1%} of a step for alignment; it must be below {MOST_AT_1:.0%}")
+    if not figures["same_losses"]:
+        problems.append("the losses of the two depths differ")
+    return problems
+
+
+def main() -> int:
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; %(default)s")
+    parser.add_argument("--batch", type=int, default=16, help="documents per step; %(default)s")
+    parser.add_argument("--length", type=int, default=128, help="tokens learnt from per document; %(default)s")
+    parser.add_argument("--words", type=int, default=1500, help="words per document; %(default)s")
+    options = parser.parse_args()
+    sizes = {"steps": options.steps, "batch": options.batch, "length": options.length}
+    with tempfile.TemporaryDirectory() as folder:
+        write_material(Path(folder), rows=4 * options.batch, words_per_row=options.words, length=options.length)
+        figures = compare(Path(folder), **sizes) | {"workload": sizes | {"words_per_document": options.words}}
+    print(f"\n{'depth':>5}{'step':>9}{'waits for alignment':>22}{'share':>8}{'align':>9}")
+    for depth in DEPTHS:
+        one = figures["depths"][str(depth)]
+        seconds = one["seconds_median"]
+        print(
+            f"{depth:>5}{seconds['step']:>8.3f}s{seconds['wait_aligner']:>21.4f}s"
+            f"{one['wait_aligner_share_median']:>8.1%}{seconds['aligner/align']:>8.3f}s"
+        )
+    print(f"written   {record.write('prefetch', figures, options.out)}")
+    problems = verdict(figures)
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""One global batch of documents → token rows for a student and for teachers of other tokenizers, with what they share."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align import Alignment, TokenAligner, Tokenized, content_spans
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.chat import render_document
+from distill_rl.data.collate import NOTHING, BatchPlan, Encoded, Tokenization, build_batch, divide, lay_out, pad_id
+from distill_rl.errors import DataError
+from distill_rl.types import (
+    IGNORE_INDEX,
+    AlignmentInfo,
+    BadRow,
+    BatchInfo,
+    ChunkRows,
+    DocumentBatch,
+    RankBatch,
+    TokenRows,
+)
+
+Parts = tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """A teacher of another tokenizer, as the aligner sees it."""
+
+    name: str
+    tokenizer: Any
+    aligner: TokenAligner
+    dp_engine: str
+
+    @classmethod
+    def of(cls, name: str, student_tokenizer: Any, tokenizer: Any, settings: AlignerConfig) -> Partner:
+        aligner = TokenAligner(
+            student_tokenizer,
+            tokenizer,
+            settings.method,
+            fast_ids=settings.fast_ids,
+            backend=settings.dp.backend,
+            band=settings.dp.band,
+        )
+        return cls(name, tokenizer, aligner, settings.dp.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One document as the student and one teacher read it; a chunk number per token, -1 where nothing is compared."""
+
+    teacher_ids: np.ndarray
+    """int32 [m]"""
+    student_chunk: np.ndarray
+    """int32 [n]"""
+    teacher_chunk: np.ndarray
+    """int32 [m]"""
+    num_chunks: int
+    num_one_to_one: int
+    exact: bool
+    method: str
+
+
+_NO_TOKENS = np.zeros(0, dtype=np.int32)
+NO_PAIR = Paired(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=True, method="none")
+
+
+class BatchBuilder:
+    """Documents → parts for every rank.
+
+    Args:
+        tokenization: the student's.
+        plan: how rows are laid out and divided; without packing where there is a partner.
+        partners: one per running teacher, None for one that reads the student's rows.
+    """
+
+    def __init__(self, tokenization: Tokenization, plan: BatchPlan, partners: Sequence[Partner | None] = ()):
+        self._tokenization, self._plan, self._partners = tokenization, plan, tuple(partners)
+        self._crossing = [partner for partner in partners if partner is not None]
+
+    def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> Parts:
+        """As `collate.build_batch`; the student's parts carry the chunks, a partner's parts are rows of its own.
+
+        Args:
+            skip: rows of the data to leave empty.
+
+        Raises:
+            DataError: a document that cannot be tokenised, by its row.
+        """
+        if not self._crossing:
+            return build_batch(batch, self._tokenization, self._plan, skip)
+        began = time.perf_counter()
+        bad: list[BadRow] = []
+        documents_of = [
+            self._nothing() if document["row"] in skip else self._pair_or_leave(document, bad)
+            for document in batch.documents
+        ]
+        encoded = [student for student, _ in documents_of]
+        rows = lay_out(encoded, self._plan)
+        num_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
+        chunks: list[ChunkRows | None] = []
+        infos: list[AlignmentInfo] = []
+        teachers: list[list[RankBatch]] = []
+        for number, (partner, share) in enumerate(zip(self._partners, self._plan.teachers)):
+            if partner is None:
+                chunks.append(None)
+                teachers.append(divide(rows, share.dp, batch.index, num_labels))
+                continue
+            paired = [pairs[number] for _, pairs in documents_of]
+            theirs, shared = self._partner_rows(partner, paired, rows)
+            chunks.append(shared)
+            infos.append(_describe(partner.name, paired, shared))
+            supervised = int(np.count_nonzero(theirs.labels != IGNORE_INDEX))
+            teachers.append(divide(theirs, share.dp, batch.index, supervised))
+        info = BatchInfo(
+            index=batch.index,
+            cursor=batch.cursor,
+            num_documents=len(encoded),
+            num_rows=rows.shape[0],
+            num_tokens=sum(len(document.input_ids) for document in encoded),
+            num_labels=num_labels,
+            num_truncated=sum(document.truncated for document in encoded),
+            seconds=time.perf_counter() - began,
+            alignments=tuple(infos),
+            bad_rows=tuple(bad),
+        )
+        return info, divide(rows, self._plan.student.dp, batch.index, num_labels, chunks), teachers
+
+    def _pair_or_leave(self, document: Mapping[str, Any], bad: list[BadRow]) -> tuple[Encoded, list[Paired | None]]:
+        """What an alignment stumbles over is left out and reported; what the user has to mend is raised."""
+        try:
+            return self._pair(document)
+        except DataError:
+            raise
+        except Exception as error:
+            bad.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+            return self._nothing()
+
+    def _nothing(self) -> tuple[Encoded, list[Paired | None]]:
+        return NOTHING, [None if partner is None else NO_PAIR for partner in self._partners]
+
+    def _pair(self, document: Mapping[str, Any]) -> tuple[Encoded, list[Paired | None]]:
+        """The student's tokens up to the last boundary that it shares with every partner, and each partner's."""
+        limits = dict.fromkeys(("max_student_tokens", "max_teacher_tokens"), self._tokenization.max_length)
+        student, encoded, theirs = self._tokenize(document)
+        alignments = [
+            None if partner is None or other is None else partner.aligner.pair(student, other, **limits)
+            for partner, other in zip(self._partners, theirs)
+        ]
+        encoded = encoded.cut(min(len(found.student_ids) for found in alignments if found is not None))
+        return encoded, [
+            None if partner is None or found is None else _pair_up(found, encoded.label_mask, partner)
+            for partner, found in zip(self._partners, alignments)
+        ]
+
+    def _tokenize(self, document: Mapping[str, Any]) -> tuple[Tokenized, Encoded, list[Tokenized | None]]:
+        """Both sides of one document, not cut yet; the same text, normalised once for all."""
+        if "messages" in document:
+            return self._tokenize_chat(document)
+        self._tokenization.require_text_is_learnt(document)
+        text = document["text"]
+        for partner in self._crossing:
+            text = partner.aligner.normalize(text)
+        student = self._crossing[0].aligner.tokenize_student(text, end=True)
+        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), truncated=False)
+        theirs = [
+            None if partner is None else partner.aligner.tokenize_teacher(text, end=True) for partner in self._partners
+        ]
+        return student, encoded, theirs
+
+    def _tokenize_chat(self, document: Mapping[str, Any]) -> tuple[Tokenized, Encoded, list[Tokenized | None]]:
+        messages = [dict(message) for message in document["messages"]]
+        for partner in self._crossing:
+            for message in messages:
+                message["content"] = partner.aligner.normalize(message["content"])
+        row = document["row"]
+        encoded, text = self._tokenization.encode_chat({"row": row, "messages": messages})
+        student = Tokenized(encoded.input_ids, text, content_spans(text, messages))
+        theirs = [None if partner is None else _tokenize_for(partner, messages, row) for partner in self._partners]
+        return student, encoded, theirs
+
+    def _partner_rows(
+        self, partner: Partner, paired: Sequence[Paired | None], rows: TokenRows
+    ) -> tuple[TokenRows, ChunkRows]:
+        """A partner's rows, one document to each as the student's, and the chunks that both have."""
+        found = [each for each in paired if each is not None]
+        encoded = [Encoded(each.teacher_ids, each.teacher_chunk >= 0, truncated=False) for each in found]
+        theirs = lay_out(encoded, self._plan, pad_id(partner.tokenizer))
+        student, teacher = (np.full(each.shape, -1, dtype=np.int32) for each in (rows, theirs))
+        for row, each in enumerate(found):
+            # The prediction of token p is made at p - 1.
+            student[row, : max(len(each.student_chunk) - 1, 0)] = each.student_chunk[1:]
+            teacher[row, : max(len(each.teacher_chunk) - 1, 0)] = each.teacher_chunk[1:]
+        covered = int(np.count_nonzero((student >= 0) & (rows.labels != IGNORE_INDEX)))
+        return theirs, ChunkRows(student, teacher, sum(each.num_chunks for each in found), covered)
+
+
+def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
+    text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False)
+    ids = partner.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return Tokenized(np.asarray(ids, dtype=np.int32), text, content_spans(text, messages))
+
+
+def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> Paired:
+    """Keeps the chunks from which something is learnt, and adds the paired stop tokens as chunks of one token each.
+
+    A chunk counts if all its tokens of the student are to be learnt and its first token has a predecessor, on both
+    sides, that predicts it.
+
+    Args:
+        label_mask: of the student's row, which may end before this alignment does.
+    """
+    alignment = alignment.cut(len(label_mask))
+    student, teacher = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
+    count = alignment.num_chunks
+    for ours, theirs in alignment.stop_pairs:
+        student[ours] = teacher[theirs] = count
+        count += 1
+    # The last entry is what a -1 reads.
+    kept = np.ones(count + 1, dtype=bool)
+    kept[-1] = False
+    kept[student[~label_mask[: len(student)]]] = False
+    kept[student[:1]] = kept[teacher[:1]] = False
+    numbers = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
+    student, teacher = numbers[student], numbers[teacher]
+    total = int(kept.sum())
+    lengths = [np.bincount(side[side >= 0], minlength=total) for side in (student, teacher)]
+    one_to_one = int(np.count_nonzero((lengths[0] == 1) & (lengths[1] == 1)))
+    method = f"dp/{partner.dp_engine}" if alignment.method == "dp" else alignment.method
+    return Paired(alignment.teacher_ids, student, teacher, total, one_to_one, alignment.exact, method)
+
+
+def _describe(name: str, paired: Sequence[Paired | None], shared: ChunkRows) -> AlignmentInfo:
+    found = [each for each in paired if each is not None]
+    return AlignmentInfo(
+        teacher=name,
+        num_chunks=shared.num_chunks,
+        num_one_to_one=sum(each.num_one_to_one for each in found),
+        num_covered=shared.num_covered,
+        num_exact=sum(each.exact for each in found),
+        methods=dict(Counter(each.method for each in found)),
+    )

@@ -1,0 +1,59 @@
+"""Sorted L1: two sets of probabilities without names, compared by rank (arXiv 2402.12030), over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.shards import VocabularyShard
+
+
+class SortedL1:
+    """Σ_i |q_(i) − p_(i)| over the largest `length` probabilities of either side; a side with fewer is filled up with zeros.
+
+    Of equal probabilities the lower id comes first, so that the derivative does not depend on the sharding.
+    """
+
+    def __init__(self, shard: VocabularyShard, columns: Tensor | None, total: int, length: int):
+        """columns: local columns of the student that are compared, None for all; `total` of them over all ranks."""
+        self.shard, self.columns, self.length = shard, columns, length
+        self._width = min(length, total)
+        """how many a rank may have among the largest"""
+
+    def compare(self, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum [n], the same on every rank, and [n, m] int32: which of this rank's columns count, and on which side.
+
+        log_q: [n, Vl + 1], log-probabilities of this rank's columns. p: [n, any], those of the teacher.
+        """
+        own = self._own(log_q).exp()
+        values, places = own.sort(dim=1, descending=True, stable=True)
+        values, places = values[:, : self._width], places[:, : self._width]
+        held = values.shape[1]
+        if self.shard.group is None:
+            ranked, order = values, None
+        else:
+            padded = values.new_zeros(values.shape[0], self._width)
+            padded[:, :held] = values
+            candidates = torch.cat(self.shard.gather(padded), 1)
+            ranked, order = candidates.sort(dim=1, descending=True, stable=True)
+            ranked, order = ranked[:, : self.length], order[:, : self.length]
+        difference = self._filled(ranked) - self._filled(p.topk(min(self.length, p.shape[1]), 1).values)
+        sides = difference[:, : ranked.shape[1]].sign()
+        if order is not None:
+            first = self.shard.rank * self._width
+            sides = torch.zeros_like(candidates).scatter_(1, order, sides)[:, first : first + held]
+        return difference.abs().sum(1), sides.to(torch.int32) * (places + 1).to(torch.int32)
+
+    def add_slope(self, slope: Tensor, log_q: Tensor, counted: Tensor) -> None:
+        """Add ∂/∂log q of the sum, [n, Vl + 1]."""
+        places = counted.abs().long() - 1
+        columns = places.clamp_min(0) if self.columns is None else self.columns[places.clamp_min(0)]
+        if columns.shape[1]:
+            slope.scatter_add_(1, columns, counted.sign() * log_q.gather(1, columns).exp())
+
+    def _own(self, log_q: Tensor) -> Tensor:
+        return log_q[:, : self.shard.size] if self.columns is None else log_q[:, self.columns]
+
+    def _filled(self, values: Tensor) -> Tensor:
+        missing = self.length - values.shape[1]
+        return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values

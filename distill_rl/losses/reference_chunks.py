@@ -1,0 +1,239 @@
+"""The cross-tokenizer losses written down plainly: chunk by chunk, whole vocabularies, fp64, autograd.
+
+The truth that the tests compare with, and what `distill-rl align --verify` runs. Nothing here is shared with the fast path
+except the types, and nothing is fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses import reference
+from distill_rl.losses.chunks import ChunkOutput, Chunks
+from distill_rl.losses.projection import RELAXED_WEIGHT, Bridge
+from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+
+STRICT_TOP_K = 16
+
+
+@dataclass(frozen=True)
+class _Settings:
+    bridge: Bridge
+    divergence: str
+    beta: float
+    temperature: float
+    tail: str
+    top_k: int
+    chain: bool
+    uncommon_top_k: int
+    relaxed: bool
+    tau: float
+
+    def compare(self, p: Tensor, q: Tensor) -> Tensor:
+        """Σ of balanced terms over outcomes [m]."""
+        name = reference._limit(self.divergence, self.beta)
+        f, balance = reference.DIVERGENCES[name], reference.BALANCES[name]
+        return (f(p, q, self.beta) + balance(p, q, self.beta)).sum()
+
+
+def chunk_kd_loss(
+    student_logits: Tensor,
+    teacher: TopKLogprobs | DenseLogits,
+    chunks: Chunks,
+    bridge: Bridge,
+    *,
+    method: str,
+    labels: Tensor,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tail: str = "bucket",
+    top_k: int = 64,
+    chunk_average: str = "mean",
+    uncommon_top_k: int = 8192,
+    relaxed: bool = False,
+    tau: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+) -> ChunkOutput:
+    """As `losses.chunk_kd_loss`, on unsharded tensors; every argument means the same. The masses are not computed (0)."""
+    z = student_logits.double().reshape(-1, student_logits.shape[-1])
+    flat = labels.reshape(-1)
+    valid = flat != ignore_index
+    picked = torch.where(valid, flat, 0).long()[:, None]
+    ce = torch.where(valid, -z.log_softmax(1).gather(1, picked)[:, 0], 0)
+    settings = _Settings(
+        bridge, divergence, beta, temperature, tail, top_k, chunk_average == "chain", uncommon_top_k, relaxed, tau
+    )
+    student = (z / temperature).log_softmax(1)
+    realised = student.gather(1, picked)[:, 0]
+    values, counted = [], 0
+    for number in range(chunks.count):
+        of_student = (chunks.student == number).nonzero()[:, 0]
+        of_teacher = (chunks.teacher == number).nonzero()[:, 0]
+        value = _chunk(method, student[of_student], realised[of_student], _select(teacher, of_teacher), settings)
+        counted += value is not None
+        values.append(0 * z.sum() if value is None else temperature**2 * value)
+    kd = torch.stack(values) if values else z.new_zeros(0)
+    whole = reduction == "sum"
+    nothing = z.new_zeros(())
+    # the term of weight 0 keeps a batch without chunks connected to the graph
+    total = kd.sum() + 0 * torch.where(z.isfinite(), z, 0).sum()
+    return ChunkOutput(total if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing)
+
+
+def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:
+    if isinstance(teacher, TopKLogprobs):
+        return teacher.select(rows)
+    given = teacher.label_logprob
+    return DenseLogits(teacher.logits[rows], None if given is None else given[rows])
+
+
+def _chunk(
+    method: str, student: Tensor, realised: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
+) -> Tensor | None:
+    """D of one chunk, None where the method skips it.
+
+    student: [n, V_s] log-probabilities at T; realised: [n], those of the labels.
+    """
+    single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
+    single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
+    if method == "strict":
+        return _strict(student, teacher, settings) if single else None
+    if method == "alm" or (method == "hybrid" and not single):
+        return _coins(realised.sum(), _realised(teacher).sum(), settings)
+    if method == "hybrid":
+        return _common_top_k(student, teacher, settings)
+    assert isinstance(teacher, DenseLogits)
+    p, other_p = _teacher_distribution(teacher, settings)
+    q, other_q = student.exp().mean(0), student.new_zeros(())
+    if settings.chain:
+        rest = realised[1:].sum().exp()
+        q, other_q = student[0].exp() * rest, 1 - rest
+    compare = {"xtoken": _projected, "gold": _gold, "uld": _uld}[method]
+    return compare(p, other_p, q, other_q, settings)
+
+
+def _teacher_distribution(teacher: DenseLogits, settings: _Settings) -> tuple[Tensor, Tensor]:
+    log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
+    if settings.chain:
+        rest = _realised(teacher)[1:].sum().exp()
+        return log_p[0].exp() * rest, 1 - rest
+    return log_p.mean(0).softmax(0), log_p.new_zeros(())
+
+
+def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
+    assert teacher.label_logprob is not None, "this method needs it"
+    return teacher.label_logprob.double()
+
+
+def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
+    q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
+    return settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+
+
+def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    if isinstance(teacher, DenseLogits):
+        log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
+        top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
+        teacher = TopKLogprobs(ids, top, log_p.scatter(1, ids, -torch.inf).logsumexp(1), settings.temperature)
+    counterpart = dict(zip(settings.bridge.teacher_common.tolist(), settings.bridge.student_common.tolist()))
+    logprobs = teacher.logprobs.double()
+    rest = teacher.rest_logprob
+    mass = logprobs.exp().sum()
+    rest_p = rest.double().exp()[0] if rest is not None else torch.where(mass >= 1 - 1e-6, 0, 1 - mass)
+    kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in counterpart]
+    lost = [place for place in range(logprobs.shape[1]) if place not in kept]
+    ids = torch.tensor([[counterpart[int(teacher.ids[0, place])] for place in kept]], dtype=torch.int64)
+    rest_p = rest_p + logprobs[0, lost].exp().sum()
+    known = TopKLogprobs(ids, logprobs[:, kept], rest_p.log()[None], teacher.temperature)
+    value, _, _ = reference._rows(
+        student, known, settings.divergence, settings.beta, settings.temperature, settings.tail
+    )
+    return value[0]
+
+
+def _dense_projection(bridge: Bridge) -> Tensor:
+    """W [V_s, V_t]"""
+    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
+    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
+    return matrix.index_put((rows, bridge.indices), bridge.values.double())
+
+
+def _projected(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+    """P-KL: the student in the teacher's vocabulary; columns into which nothing is projected are part of the rest."""
+    matrix = _dense_projection(settings.bridge)
+    projected = q @ matrix
+    reachable = (matrix > 0).any(0).nonzero()[:, 0]
+    top = reachable[p[reachable].topk(min(settings.top_k, len(reachable))).indices]
+    outside = torch.ones_like(p, dtype=torch.bool).index_fill(0, top, False)
+    if settings.tail != "bucket":
+        p, q = p[top], projected[top]
+        if settings.tail == "renormalize":
+            return settings.compare(p / p.sum(), q / q.sum())
+        name = reference._limit(settings.divergence, settings.beta)
+        return reference.DIVERGENCES[name](p, q, settings.beta).sum()
+    rest_p = p[outside].sum() + other_p
+    rest_q = projected[outside].sum() + (q * (matrix.sum(1) == 0)).sum() + other_q
+    needs_support = reference._limit(settings.divergence, settings.beta) == "reverse_kl"
+    compared = bool(rest_q > 0) and (bool(rest_p > 0) or not needs_support)
+    p, q = torch.cat([p[top], rest_p[None]]), torch.cat([projected[top], rest_q[None]])
+    return settings.compare(p, q) if compared else settings.compare(p[:-1], q[:-1])
+
+
+def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
+    bridge = settings.bridge
+    matches = dict(zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()))
+    if settings.relaxed:
+        heavy = []
+        for student in range(bridge.num_student):
+            for place in range(int(bridge.indptr[student]), int(bridge.indptr[student + 1])):
+                if float(bridge.values[place]) >= RELAXED_WEIGHT:
+                    heavy.append((-float(bridge.values[place]), student, int(bridge.indices[place])))
+        for _, student, teacher in sorted(heavy):
+            if student not in matches and teacher not in matches.values():
+                matches[student] = teacher
+    return list(matches), list(matches.values())
+
+
+def _others(size: int, taken: list[int]) -> Tensor:
+    return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
+
+
+def _gold(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+    """H-KL: balanced terms on the common vocabulary, sorted L1 on the rest; never fewer sorted than either side has."""
+    of_student, of_teacher = _matches(settings)
+    common = settings.compare(p[of_teacher], q[of_student])
+    left_q, left_p = q[_others(len(q), of_student)], p[_others(len(p), of_teacher)]
+    length = min(len(left_q), len(left_p), settings.uncommon_top_k)
+    difference = left_q.sort(descending=True).values[:length] - left_p.sort(descending=True).values[:length]
+    return common + difference.abs().sum() + (other_q - other_p).abs()
+
+
+def _uld(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+    """Sorted L1 of all; the shorter side is filled up with zeros."""
+    length = min(max(len(p), len(q)), settings.uncommon_top_k)
+    filled = [
+        torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
+        for side in (q, p)
+    ]
+    return (filled[0] - filled[1]).abs().sum() + (other_q - other_p).abs()
+
+
+def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """Reverse KL, both sides conditioned on the common vocabulary: the student's first columns and the rest of it."""
+    assert isinstance(teacher, DenseLogits)
+    bridge = settings.bridge
+    q = student[0, bridge.student_common].softmax(0)
+    p = (teacher.logits[0].double() / settings.temperature)[bridge.teacher_common].softmax(0)
+    top = q.detach().topk(min(STRICT_TOP_K, len(q))).indices
+    outside = torch.ones_like(q, dtype=torch.bool).index_fill(0, top, False)
+    rest_p, rest_q = p[outside].sum()[None], q[outside].sum()[None]
+    if not outside.any():
+        rest_p = rest_q = p[:0]
+    f, balance = reference.DIVERGENCES["reverse_kl"], reference.BALANCES["reverse_kl"]
+    p, q = torch.cat([p[top], rest_p]), torch.cat([q[top], rest_q])
+    return (f(p, q, 0) + balance(p, q, 0)).sum()

@@ -1,0 +1,165 @@
+"""Everything that can be known before a worker starts, by opening files: models, tokenizers, data, the run directory.
+
+All problems are collected; nothing here loads a model's weights or starts Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from distill_rl.config.derive import Facts, running_teachers, total_steps
+from distill_rl.config.schema import Config
+from distill_rl.models.facts import visible_gpus
+from distill_rl.preflight.data import data_facts
+from distill_rl.preflight.opened import Opened, line, open_model, who
+from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What was found: problems, what could not be checked and why, and the facts. Lines are complete sentences with their key."""
+
+    problems: list[str] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A configuration with everything that is wrong with it; None when a file of it could not be read."""
+
+    config: Config | None
+    problems: list[str]
+    unreachable: list[str]
+    facts: Facts
+
+
+def gather(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    clean: bool = False,
+    download: bool = True,
+) -> Checked:
+    """Reads, validates and inspects in one go, so that a user sees every problem at once.
+
+    A key with a wrong value is left at its default for the later checks, and what they say of it is dropped.
+
+    Args:
+        clean: the run directory may hold an earlier run.
+        download: as for `inspect`.
+    """
+    from distill_rl import rundir
+    from distill_rl.config import validate
+    from distill_rl.config.load import read_config
+
+    config, found = read_config(path, overrides)
+    if config is None:
+        return Checked(None, found.lines, [], Facts())
+    inspected = inspect(config, download=download)
+    later = [*validate.problems(config), *inspected.problems, *rundir.problems(config, clean=clean)]
+    lines = found.lines + [line for line in later if line.partition(":")[0] not in found.keys]
+    return Checked(config, list(dict.fromkeys(lines)), inspected.unreachable, inspected.facts)
+
+
+def inspect(config: Config, *, download: bool = True) -> Preflight:
+    """Opens what the configuration names. A hub name that cannot be reached is no problem but `unreachable`.
+
+    Args:
+        download: fetch a hub data set to look into it; else only its existence is checked.
+    """
+    problems: list[str] = []
+    unreachable: list[str] = []
+    student = open_model("student", config.student, problems, unreachable)
+    teachers = [
+        open_model(f"teachers.{index}", teacher, problems, unreachable)
+        for index, teacher in enumerate(running_teachers(config))
+    ]
+    problems += _fit_problems(config, [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))])
+    problems += vocabulary_problems(config, student, teachers)
+    problems += projection_problems(config, student, teachers)
+    facts = data_facts(config, student, teachers, problems, unreachable, download)
+    facts = replace(
+        facts,
+        vocabulary_size=student.vocabulary_size,
+        tokenizer_hash=student.tokenizer_hash,
+        total_steps=total_steps(config, facts.num_documents),
+        student=student.facts,
+        teachers=tuple(teacher.facts for teacher in teachers),
+        gpus=visible_gpus(),
+        cpus=len(os.sched_getaffinity(0)),
+        crossings=tuple(teacher.crossing for teacher in teachers),
+        teacher_vocabularies=tuple(teacher.vocabulary_size for teacher in teachers),
+    )
+    problems += _gpu_problems(config, facts.gpus)
+    problems += _space_problems(config, facts)
+    return Preflight(problems, unreachable, facts)
+
+
+def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[str]:
+    """Settings that a model is too small for."""
+    from distill_rl.models.families import tensor_parallel_problems
+
+    parallel = {"student": config.student.parallel}
+    parallel |= {f"teachers.{i}": teacher.parallel for i, teacher in enumerate(config.teachers)}
+    for key, model in models:
+        if model.config is None:
+            continue
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and config.data.max_length > positions:
+            rule = f"must not exceed the {positions} positions of {who(key, config)}"
+            yield line("data.max_length", rule, config.data.max_length, f"use {positions} or less")
+        if parallel[key].tp > 0:
+            for text in tensor_parallel_problems(model.config, parallel[key].tp):
+                yield f"{key}.parallel.tp: {text}"
+        needed, columns = model.vocabulary_size, model.config.vocab_size
+        if needed is not None and columns < needed:
+            rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"
+            yield line(f"{key}.model", rule, None, "give the tokenizer that belongs to the model")
+
+
+def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
+    """Workers of all roles share GPUs rank by rank: the largest group says how many are needed."""
+    if config.ray.address is None and not gpus and config.aligner.dp.backend == "cuda" and not _simulated_cuda():
+        yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+    if not gpus or config.ray.address is not None:
+        return  # on CPUs any number of processes may share the cores; a cluster answers at placement
+    groups = [("student", config.student.parallel)]
+    groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
+    for key, parallel in groups:
+        if parallel.dp * parallel.tp > gpus:
+            rule = (
+                f"dp {parallel.dp} x tp {parallel.tp} = {parallel.dp * parallel.tp} GPUs are asked, {gpus} are visible"
+            )
+            yield line(f"{key}.parallel", rule, None, "lower dp or tp, or join a cluster with ray.address")
+
+
+def _simulated_cuda() -> bool:
+    """Numba's simulator stands in for a GPU, for tests."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
+
+def _space_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Room for the checkpoints that are kept, one being written, and the export."""
+    if facts.student is None:
+        return
+    run = Path(config.run.dir).expanduser().absolute()
+    existing = next((folder for folder in (run, *run.parents) if folder.is_dir()), None)
+    if existing is None:
+        return
+    count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
+    needed = count * 12 * facts.student.parameters + facts.student.bytes_on_disk
+    usage = shutil.disk_usage(existing)
+    if (
+        usage.total and needed > usage.free
+    ):  # a pseudo file system has no size; that it cannot be written is said elsewhere
+        rule = f"{count} checkpoints and the export need about {_size(needed)}, and {_size(usage.free)} are free"
+        yield line("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,100 @@
+"""Models and tokenizers opened as far as they can be; what cannot becomes a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.config.derive import ModelFacts
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.walk import MISSING
+from distill_rl.errors import ConfigError, DistillError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Opened:
+    config: Any = None
+    """transformers' configuration"""
+    facts: ModelFacts | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    vocabulary_size: int | None = None
+    tokenizer_hash: str | None = None
+    crossing: str | None = None
+    """a teacher's loss across tokenizers, None where its tokenizer is the student's"""
+
+
+def open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[str], unreachable: list[str]) -> Opened:
+    """As much of a model as can be opened; what cannot goes to one of the lists."""
+    opened = Opened()
+    folder = _folder(f"{key}.model", model.model, model.revision, problems, unreachable)
+    if folder is not None:
+        local = Path(model.model).expanduser().is_dir()
+        _open_weights(f"{key}.model", folder, opened, problems, needed=local)
+    if model.tokenizer is not None:
+        folder = _folder(f"{key}.tokenizer", model.tokenizer, None, problems, unreachable)
+    if folder is not None:
+        _open_tokenizer(f"{key}.tokenizer", folder, opened, problems)
+    return opened
+
+
+def _open_weights(key: str, folder: Path, opened: Opened, problems: list[str], *, needed: bool) -> None:
+    """config.json and the headers of the weights; of a hub model only the small files need be here."""
+    from distill_rl.models.facts import folder_problems, read_model_facts
+    from distill_rl.models.hub import read_config
+
+    bad = folder_problems(key, folder, weights=needed)
+    problems += bad
+    if bad:
+        return
+    opened.config = attempt(key, lambda: read_config(folder), problems)
+    if opened.config is not None and not folder_problems(key, folder):
+        opened.facts = attempt(key, lambda: read_model_facts(folder, opened.config), problems)
+
+
+def _folder(key: str, name: str, revision: str | None, problems: list[str], unreachable: list[str]) -> Path | None:
+    from distill_rl.models.facts import locate
+
+    if name == MISSING or not name.strip():
+        return None
+    location = locate(key, name, revision)
+    problems += [location.problem] if location.problem else []
+    unreachable += [location.unreachable] if location.unreachable else []
+    return location.folder
+
+
+def _open_tokenizer(key: str, folder: Path, opened: Opened, problems: list[str]) -> None:
+    from distill_rl.models.hub import read_tokenizer, tokenizer_hash, vocabulary_size
+
+    opened.tokenizer = attempt(key, lambda: read_tokenizer(folder), problems)
+    if opened.tokenizer is not None:
+        opened.vocabulary_size = vocabulary_size(opened.tokenizer)
+        opened.tokenizer_hash = tokenizer_hash(opened.tokenizer)
+
+
+def attempt(
+    key: str, read: Callable[[], Any], problems: list[str], *, let_pass: type[Exception] | tuple[()] = ()
+) -> Any:
+    """What `read` returns, or None with its error as a line. Foreign files raise errors of every kind."""
+    try:
+        return read()
+    except let_pass:
+        raise
+    except DistillError as error:
+        problems += [line if line.startswith(key) else f"{key}: {line}" for line in error.problems]
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problems.append(line(key, f"cannot be read ({type(error).__name__})", reason))
+    return None
+
+
+def who(key: str, config: Config) -> str:
+    return key if key == "student" else f"teacher {config.teachers[int(key.rpartition('.')[2])].name}"
+
+
+def line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
+    return str(ConfigError(key, rule, value, remedy))

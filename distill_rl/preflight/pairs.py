@@ -1,0 +1,133 @@
+"""Whether a student and its teachers speak of the same tokens, or can be compared across tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distill_rl.config.derive import EXPORTS, crossing, running_teachers
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.preflight.opened import Opened, attempt, line, who
+
+ALIGNED_ROWS = 8
+ALIGNED_CHARACTERS = 2000
+"""Documents, and characters of each, that are aligned to see whether a pair of tokenizers has anything in common."""
+
+
+def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    size = student.vocabulary_size
+    if size is not None and any(model.crossing is None for model in teachers) and config.loss.top_k > size:
+        rule = f"must not exceed the {size} ids of the student's tokenizer"
+        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
+    for index, (teacher, settings) in enumerate(zip(teachers, running_teachers(config))):
+        ours, theirs = student.tokenizer_hash, teacher.tokenizer_hash
+        if not ours or not theirs:
+            continue
+        try:
+            teacher.crossing = crossing(config, settings, same=ours == theirs)
+        except ConfigError as error:
+            hashes = f"student {ours[:12]}, {who(f'teachers.{index}', config)} {theirs[:12]}"
+            yield line(f"teachers.{index}", error.rule, hashes, error.remedy)
+            continue
+        if teacher.crossing is not None:
+            yield from _crossing_problems(config, index, student, teacher)
+
+
+def _crossing_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
+    """What a teacher with another tokenizer needs."""
+    from distill_rl.align import Vocabulary
+    from distill_rl.align.vocabulary import common_vocabulary
+
+    settings, method = running_teachers(config)[index], teacher.crossing
+    assert method is not None
+    if settings.export not in EXPORTS[method]:
+        remedy = f"set teachers.{index}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
+        yield line(
+            f"teachers.{index}.export",
+            f"the loss {method} needs {' or '.join(EXPORTS[method])}",
+            settings.export,
+            remedy,
+        )
+    size = teacher.vocabulary_size
+    if settings.export == "topk" and size is not None and config.loss.top_k > size:
+        rule = f"must not exceed the {size} ids of the tokenizer of {who(f'teachers.{index}', config)}"
+        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
+    unreadable: list[str] = []
+    pair = (("student.tokenizer", student), (f"teachers.{index}.tokenizer", teacher))
+    vocabularies = [
+        attempt(key, partial(Vocabulary.from_tokenizer, model.tokenizer), unreadable) for key, model in pair
+    ]
+    yield from unreadable
+    if unreadable:
+        return
+    ours, _ = common_vocabulary(*vocabularies)
+    if method not in ("alm", "uld") and vocabularies[0].special[ours].all():  # the ends of a text alone are nothing
+        rule = f"the loss {method} compares ids that spell the same bytes in both tokenizers; the common vocabulary is empty"
+        yield line(f"teachers.{index}", rule, None, "use loss.cross_tokenizer=alm, or check the tokenizers")
+
+
+def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    """A projection that the user gives must be of the one pair that there is."""
+    from distill_rl.align import Vocabulary
+    from distill_rl.align.projection import load_projection
+
+    path = config.projection.path
+    if path is None:
+        return
+    crossing_teachers = [model for model in teachers if model.crossing is not None]
+    if len(crossing_teachers) != 1:
+        rule = f"is of one teacher with another tokenizer; {len(crossing_teachers)} of the teachers have one"
+        yield line("projection.path", rule, path, "leave it out: projections are built and kept")
+        return
+    teacher = crossing_teachers[0]
+    if student.config is None or teacher.config is None:
+        return
+    hashes = [Vocabulary.from_tokenizer(model.tokenizer).hash for model in (student, teacher)]
+    problems: list[str] = []
+    attempt(
+        "projection.path",
+        lambda: load_projection(
+            Path(path).expanduser(),
+            student_hash=hashes[0],
+            teacher_hash=hashes[1],
+            student_columns=student.config.vocab_size,
+            teacher_columns=teacher.config.vocab_size,
+        ),
+        problems,
+    )
+    yield from problems
+
+
+def template_problems(config: Config, kind: str, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    if kind != "messages":
+        return
+    readers = [("student", student)]
+    readers += [(f"teachers.{i}", model) for i, model in enumerate(teachers) if model.crossing is not None]
+    for key, model in readers:
+        if model.tokenizer is not None and not model.tokenizer.chat_template:
+            whose = "the student's tokenizer" if key == "student" else f"the tokenizer of {who(key, config)}"
+            rule = f"chat messages need a chat template, which {whose} has not"
+            yield line("data.format", rule, kind, f"set {key}.tokenizer to one that has a template")
+
+
+def alignment_problems(config: Config, source: Any, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    """A pair of tokenizers of which no sampled document aligns anywhere would teach nothing."""
+    from distill_rl.align import TokenAligner
+
+    settings = config.aligner
+    for index, teacher in enumerate(teachers):
+        if teacher.crossing is None or student.tokenizer is None:
+            continue
+        aligner = TokenAligner(student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band)
+        rows = [source[row] for row in range(min(len(source), ALIGNED_ROWS))]
+        texts = [
+            text
+            for row in rows
+            for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])
+        ]
+        if any(texts) and not any(aligner.align(text[:ALIGNED_CHARACTERS]).num_chunks for text in texts):
+            rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {who(f'teachers.{index}', config)}"
+            yield line(f"teachers.{index}", rule, None, "see `distill-rl align`, or set aligner.method=auto")

@@ -1,0 +1,53 @@
+"""Vocabulary projections from their files to the student's device; done once, at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from distill_rl.align.projection import load_projection
+from distill_rl.losses import Bridge, LearnableProjection
+from distill_rl.parallel.mesh import World
+from distill_rl.types import Crossing
+
+Way = tuple[str, Bridge | LearnableProjection]
+"""The loss across tokenizers, and the way from one vocabulary to the other."""
+
+
+def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnable: bool) -> list[Way | None]:
+    """Per teacher how the student learns from it, None for one that has the student's tokenizer.
+
+    Args:
+        learnable: train the projections that are projected through (xtoken).
+
+    Raises:
+        ValueError: a damaged projection.
+    """
+    return [None if crossing is None else _open(crossing, world, learnable) for crossing in crossings]
+
+
+def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
+    found = load_projection(crossing.projection)
+    bridge = Bridge.from_arrays(
+        found.indptr,
+        found.indices,
+        found.values,
+        num_teacher=found.num_teacher,
+        student_common=found.student_common,
+        teacher_common=found.teacher_common,
+    ).to(world.device)
+    if not learnable or crossing.method != "xtoken":
+        return crossing.method, bridge
+    projection = LearnableProjection(bridge)
+    # On the student's mesh like every parameter, so that clipping, AdamW and checkpoints know one kind.
+    placed = DTensor.from_local(projection.logits.detach(), world.mesh, [Replicate(), Replicate()], run_check=False)
+    projection.logits = nn.Parameter(placed)
+    return crossing.method, projection
+
+
+def complete_gradient(parameter: nn.Parameter) -> None:
+    """Adds up a replicated parameter's gradient, of which every rank has a share. Collective over the mesh."""
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

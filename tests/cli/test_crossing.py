@@ -1,0 +1,179 @@
+"""Whole runs with a teacher of another tokenizer, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.test_train import assert_equal_runs, shards, weights
+from tests.helpers.command import actor_pid, distill_rl, records, running, series, until
+
+pytestmark = pytest.mark.cli
+
+
+def train(material, folder: Path, *overrides: str, teacher: str = "foreign") -> Path:
+    ended = distill_rl("train", "-c", material.config(folder, teacher), *overrides)
+    assert ended.code == 0, ended.err
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def straight(material, tmp_path_factory) -> Path:
+    """Eight steps in one go, KD scaled to the size of CE."""
+    return train(material, tmp_path_factory.mktemp("straight"), "loss.dynamic_scale=on", "checkpoint.every=4")
+
+
+def test_two_models_and_a_text_are_all_that_is_needed(straight, material):
+    from transformers import AutoModelForCausalLM
+
+    first = records(straight)[0]
+    assert 0.2 < first["align/one_to_one"] < 0.9, "the two tokenizers must differ, and not everywhere"
+    assert first["align/coverage"] > 0.95
+    assert first["align/exact"] == 1.0
+    assert first["align/method/bytes"] == 8
+    assert first["train/kl_loss"] > 0
+    (projection,) = (straight.parent / ".projections").iterdir()
+    assert projection.suffix == ".safetensors"
+    assert "Alignment across tokenizers" in (straight / "report.html").read_text()
+    model = AutoModelForCausalLM.from_pretrained(straight / "export")
+    assert model.config.vocab_size == 320
+
+
+def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
+    kd, ce, scale = (dict(series(straight, f"train/{name}")) for name in ("kl_loss", "nll_loss", "kd_scale"))
+    assert scale[1] == 1.0
+    for step in range(2, 9):
+        assert scale[step] == pytest.approx(ce[step - 1] / kd[step - 1], rel=1e-6)
+    loss = dict(series(straight, "train/loss"))
+    assert loss[5] == pytest.approx(scale[5] * kd[5] + ce[5], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("prefetch.depth=0", "aligner.workers=0"), ("prefetch.depth=3", "aligner.workers=3")]
+)
+def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, tmp_path, overrides):
+    assert_equal_runs(straight, train(material, tmp_path, "loss.dynamic_scale=on", *overrides))
+
+
+def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, tmp_path):
+    for steps, resume in ((3, []), (5, ["--resume"]), (8, ["--resume", "auto"])):
+        run = train(material, tmp_path, "loss.dynamic_scale=on", f"train.steps={steps}", *resume)
+    assert_equal_runs(straight, run)
+    assert shards(run, 8) == shards(straight, 8)
+
+
+def test_an_aligner_killed_in_mid_run_changes_no_bit(material, tmp_path):
+    """The second of two, over and over: whatever it was doing is done again by another."""
+    steps = ("train.steps=40", "schedule.steps=40", "aligner.workers=2")
+    calm = train(material, tmp_path / "calm", *steps)
+    log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
+    with running("train", "-c", material.config(tmp_path / "hit", "foreign"), *steps, log=log) as process:
+        for step in (2, 12):
+            until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
+            os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, log.read_text()
+    assert series(run, "train/loss") == series(calm, "train/loss")
+    assert "is replaced" in (run / "logs" / "driver.log").read_text()
+    assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true"),
+        ("loss.cross_tokenizer=gold", "teachers.0.export=logits", "loss.temperature=2"),
+    ],
+    ids=["xtoken-learnable", "gold"],
+)
+def test_two_ranks_of_either_kind_have_the_losses_of_one_process(material, tmp_path, overrides):
+    common = (*overrides, "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001")
+    whole = train(material, tmp_path / "whole", *common)
+    split = train(
+        material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
+        "train.micro_batch_size=1",
+    )  # fmt: skip
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
+        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
+        assert len(ours) == 4
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
+
+
+def test_teachers_of_both_kinds_teach_together_and_are_weighed_by_how_well_they_know_the_text(material, tmp_path):
+    run = train(
+        material, tmp_path, f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
+        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=3", "schedule.steps=3",
+    )  # fmt: skip
+    first = records(run)[0]
+    both = first["train/kl_loss/big"], first["train/kl_loss/same"]
+    assert min(both) < first["train/kl_loss"] < max(both)
+
+
+def test_chats_are_aligned_message_by_message(material, tmp_path):
+    run = train(
+        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
+        "train.steps=2", "schedule.steps=2",
+    )  # fmt: skip
+    assert records(run)[0]["align/coverage"] > 0.9
+
+
+def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(material, tmp_path, monkeypatch):
+    """CUDA through Numba's simulator, which needs no device."""
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    common = (
+        "aligner.method=dp",
+        "aligner.num_gpus=0.1",
+        "train.steps=1",
+        "schedule.steps=1",
+        "schedule.warmup_steps=0",
+    )
+    runs = {
+        backend: train(material, tmp_path / backend, f"aligner.dp.backend={backend}", "data.max_length=32", *common)
+        for backend in ("numpy", "cuda")
+    }
+    first = {backend: records(run)[0] for backend, run in runs.items()}
+    for backend, record in first.items():
+        assert record[f"align/method/dp/{backend}"] == 8
+    assert first["cuda"]["train/kl_loss"] == first["numpy"]["train/kl_loss"]
+    assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
+
+
+def test_two_copies_of_one_tokenizer_give_the_run_without_a_crossing(material, tmp_path):
+    common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4")
+    crossing = train(material, tmp_path / "a", "teachers.0.loss=hybrid", *common, teacher="teacher")
+    same = train(material, tmp_path / "b", *common, teacher="teacher")
+    assert records(crossing)[0]["align/one_to_one"] == 1.0
+    assert records(crossing)[0]["align/coverage"] == 1.0
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
+        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (crossing, same))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_what_a_crossing_lacks_is_said_before_anything_starts(material, tmp_path):
+    config = material.config(tmp_path, "foreign")
+    for overrides, expected in (
+        (["loss.cross_tokenizer=null"], "teachers.0: must have the student's vocabulary (loss.cross_tokenizer: null)"),
+        (["teachers.0.loss=same"], "teachers.0: must have the student's vocabulary (loss: same)"),
+        (
+            ["loss.cross_tokenizer=gold"],
+            "teachers.0.export: the loss gold needs logits; got topk; set teachers.0.export=",
+        ),
+        (["projection.path=/nowhere.safetensors"], "projection.path: "),
+    ):
+        ended = distill_rl("train", "-c", config, *overrides)
+        assert ended.code == 2
+        (line,) = ended.errors
+        assert expected in line
+        assert not (tmp_path / "runs").exists()
+
+
+def test_check_says_how_the_student_learns_from_the_teacher_and_how_many_align(material, tmp_path):
+    ended = distill_rl("check", "-c", material.config(tmp_path, "foreign"))
+    assert ended.code == 0, ended.err
+    assert "aligner: 1 process" in ended.out
+    assert "big: another tokenizer, loss hybrid" in ended.out
+    assert json.dumps("hybrid") not in ended.err

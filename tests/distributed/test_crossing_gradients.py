@@ -1,0 +1,188 @@
+"""Across tokenizers too one global batch gives one gradient, whatever the layout and the micro-batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.align.projection import cached_projection, load_projection
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs, reference_chunks
+from distill_rl.parallel.mesh import World, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.student.objective import flat_chunks
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from tests.helpers import ranks
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.engines import (
+    engine_config,
+    engine_targets,
+    fixed_targets,
+    plain_logits,
+    plain_model,
+    plain_topk,
+    relative_l2,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.ranks
+
+OURS, THEIRS, COLUMNS, TOP, CE_WEIGHT = 320, 600, 507, 16, 0.5
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+# method → (teacher's export, loss settings, micro-batch sizes)
+CASES = {
+    "hybrid": ("topk", {"temperature": 2.0}, (1, 2, 4)),
+    "xtoken": ("logits", {}, (2,)),
+    "gold": ("logits", {"chunk_average": "chain"}, (1,)),
+    "strict": ("logits", {}, (4,)),
+}
+
+
+def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch]]:
+    """Eight documents as the student's ranks and as the teacher's read them."""
+    student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    plan = BatchPlan(Share(dp, 4), (Share(teacher_dp, 4),), 40, packing=False, pad_id=7)
+    partner = Partner.of("t0", student, teacher, AlignerConfig())
+    documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
+    tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
+    _, ours, (theirs,) = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
+    return ours, theirs
+
+
+def engine_for(
+    method: str, world: World, folders: dict[str, Path], **settings
+) -> tuple[StudentEngine, dict, RankBatch]:
+    """The student's engine, what its teacher published for its part of the batch, and that part."""
+    export, loss, _ = CASES[method]
+    ours, theirs = build(world.dp, world.dp)
+    batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
+    config = engine_config(
+        folders["student"], [folders["teacher"]], loss__ce_weight=CE_WEIGHT, loss__top_k=TOP,
+        **{f"loss__{name}": value for name, value in loss.items()}, **settings,
+    )  # fmt: skip
+    config.teachers[0].export = export
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS)
+    crossings = [Crossing(method, str(folders["projection"]))]
+    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, crossings=crossings)
+    return engine, engine_targets(teacher, their_batch), batch
+
+
+def source_of(targets: dict, batch: RankBatch, temperature: float):
+    return fixed_targets(
+        [targets], batch.chunks[0].teacher.shape[1], first_row=batch.first_row, temperature=temperature
+    )
+
+
+def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
+    """On a rank: the whole gradient per method and micro-batch size."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    found = {}
+    for method, (_, _, sizes) in CASES.items():
+        engine, targets, batch = engine_for(method, world, folders)
+        source = source_of(targets, batch, engine.config.loss.temperature)
+        for size in sizes:
+            engine.config.train.micro_batch_size = size
+            engine.forward_backward(batch, source)
+            found[method, size] = whole_gradients(engine.model)
+            engine.evaluate(batch, source)
+            engine.optimizer.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("crossing")
+    ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    student = write_tiny_model(root / "student", "qwen2", seed=20, vocab_size=COLUMNS, tie=True, tokenizer=ours)
+    teacher = write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=640, tokenizer=theirs)
+    projection = cached_projection(root, ours, theirs, student_columns=COLUMNS, teacher_columns=640)
+    return {"student": student, "teacher": teacher, "projection": projection}
+
+
+def bridge_of(path: Path) -> Bridge:
+    found = load_projection(path)
+    common = {"student_common": found.student_common, "teacher_common": found.teacher_common}
+    return Bridge.from_arrays(found.indptr, found.indices, found.values, num_teacher=found.num_teacher, **common)
+
+
+@pytest.fixture(scope="module")
+def references(folders) -> dict[str, dict[str, torch.Tensor]]:
+    """fp64 gradients of the plain models through the plain losses, chunk by chunk."""
+    (ours,), (theirs,) = build(1)
+    shared, labels = ours.chunks[0], torch.tensor(ours.rows.labels, dtype=torch.int64)
+    wanted = {}
+    for method, (export, loss, _) in CASES.items():
+        temperature = loss.get("temperature", 1.0)
+        teacher, model = plain_model(folders["teacher"]), plain_model(folders["student"])
+        with torch.no_grad():
+            logits = torch.nn.functional.pad(plain_logits(teacher, theirs.rows, THEIRS), (0, 40), value=-torch.inf)
+        topk = plain_topk(teacher, theirs.rows, THEIRS, TOP, temperature)
+        target = TopKLogprobs.from_tensors(topk, temperature)
+        if export == "logits":
+            target = DenseLogits(logits.flatten(0, 1), topk["label_logprob"])
+        student = plain_logits(model, ours.rows, OURS)
+        output = reference_chunks.chunk_kd_loss(
+            torch.nn.functional.pad(student, (0, COLUMNS - OURS), value=-torch.inf), target,
+            flat_chunks(shared, torch.device("cpu")), bridge_of(folders["projection"]),
+            method=method, labels=labels, top_k=TOP, **loss,
+        )  # fmt: skip
+        (output.kd / shared.num_chunks + CE_WEIGHT * output.ce / ours.num_labels).backward()
+        wanted[method] = whole_gradients(model)
+    return wanted
+
+
+@pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
+def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
+    found = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
+    for (method, size), gradient in found.items():
+        error = relative_l2(gradient, references[method])
+        assert error < 1e-5, f"{method}, micro-batch {size}: {error:.1e}"
+
+
+def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> tuple[dict, torch.Tensor, list[float]]:
+    """Three steps with a projection that is learnt: all parameters, the rows of W, the losses; saved after two."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    engine, targets, batch = engine_for(
+        "xtoken", world, folders, projection__learnable=True, optimizer__lr=1e-2, train__micro_batch_size=1,
+        loss__dynamic_scale="on",
+    )  # fmt: skip
+    source = source_of(targets, batch, 1.0)
+    losses = []
+    for step in range(3):
+        if folder is not None and step == 2:
+            engine.save(folder, {})
+            for parameter in engine.parameters:  # what is loaded must not be there already
+                parameter.data.zero_()
+            engine.kd_scale = 0.0
+            engine.load(folder)
+        metrics = engine.train_step(batch, source)
+        losses += [metric.value for name, metric in metrics.items() if name in ("train/kl_loss", "train/kd_scale")]
+    (projection,) = engine.objective.projections.values()
+    return whole_parameters(engine.trained), projection().values.detach().clone(), losses
+
+
+def test_a_learnt_projection_is_the_same_on_every_layout_stays_stochastic_and_resumes(folders, tmp_path):
+    whole, values, losses = ranks.run_ranks(1, learnt, 1, 1, folders, None)[0]
+    bridge = bridge_of(folders["projection"])
+    sums = torch.zeros(COLUMNS).index_add_(0, bridge.entry_rows, values)
+    torch.testing.assert_close(sums[:OURS], torch.ones(OURS))
+    assert (values > 0).all()
+    moved = (values - bridge.values).abs() > 1e-4
+    assert moved.any(), "nothing was learnt"
+    for dp, tp in ((1, 2), (2, 2)):
+        split, theirs, _ = ranks.run_ranks(dp * tp, learnt, dp, tp, folders, None)[0]
+        torch.testing.assert_close(theirs, values, rtol=1e-4, atol=1e-6)
+        assert relative_l2(split, whole) < 1e-4
+    again, resumed, series = ranks.run_ranks(1, learnt, 1, 1, folders, tmp_path / "saved")[0]
+    assert torch.equal(resumed, values)
+    assert series == losses
+    assert all(torch.equal(again[name], whole[name]) for name in whole)

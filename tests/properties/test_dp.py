@@ -1,0 +1,67 @@
+"""The dynamic programme, for random windows: the best answer there is, the same from every backend and side."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill_rl.align.canonical import CanonicalTables
+from distill_rl.align.dp import align_window, align_windows
+from tests.helpers.windows import STUDENT, TEACHER, best_score, check_chunks, same, score, vocabulary
+
+LEFT, RIGHT = vocabulary(STUDENT), vocabulary(TEACHER)
+TABLES, SWAPPED, SLOW = (
+    CanonicalTables(LEFT, RIGHT),
+    CanonicalTables(RIGHT, LEFT),
+    CanonicalTables(LEFT, RIGHT, fast_ids=False),
+)
+LONGEST = 14
+
+
+def ids(tokens: int) -> st.SearchStrategy[np.ndarray]:
+    return st.lists(st.integers(0, tokens - 1), max_size=LONGEST).map(lambda drawn: np.array(drawn, np.int32))
+
+
+windows = st.tuples(ids(len(STUDENT)), ids(len(TEACHER)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(windows)
+def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> None:
+    student, teacher = ([side[i].encode() for i in part] for side, part in zip((STUDENT, TEACHER), window))
+    chunks = align_window(*window, TABLES, band=LONGEST)
+    check_chunks(student, teacher, chunks)
+    assert score(*chunks) == best_score(student, teacher)
+
+
+@settings(max_examples=300, deadline=None)
+@given(windows, st.integers(1, LONGEST))
+def test_every_backend_and_both_kinds_of_tables_give_the_same_answer(window, band) -> None:
+    answer = align_windows([window], TABLES, band=band)
+    assert same(align_windows([window], TABLES, backend="numpy", band=band), answer)
+    assert same(align_windows([window], SLOW, band=band), answer)
+    check_chunks(*([side[i].encode() for i in part] for side, part in zip((STUDENT, TEACHER), window)), answer[0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(windows, st.integers(1, LONGEST))
+def test_swapping_the_sides_swaps_the_answer(window, band) -> None:
+    student, teacher = align_window(*window, TABLES, band=band)
+    assert same([align_window(*window[::-1], SWAPPED, band=band)], [(teacher, student)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(windows, max_size=6))
+def test_a_batch_is_its_windows_one_by_one(batch) -> None:
+    assert same(align_windows(batch, TABLES), [align_window(*window, TABLES) for window in batch])
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids(len(STUDENT)), st.integers(1, LONGEST))
+def test_a_window_with_itself_is_all_equal_pairs(side, band) -> None:
+    chunks = align_window(side, side, CanonicalTables(LEFT, LEFT), band=band)
+    spelled = np.array([STUDENT[i] != "" for i in side], bool)
+    expected = np.where(spelled, np.cumsum(spelled) - 1, -1)
+    assert np.array_equal(chunks[0], expected)
+    assert np.array_equal(chunks[1], expected)

@@ -1,0 +1,205 @@
+"""The aligner pool on real actors: the same rows whatever its size, and no fault or row that ends a run by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from distill_rl.config.schema import Config, StudentConfig
+from distill_rl.data.collate import BatchPlan, Share
+from distill_rl.errors import AlignmentError, DataError
+from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.workers.aligner import AlignerWorker
+from distill_rl.workers.calls import Calls
+from distill_rl.workers.group import WorkerGroup
+from distill_rl.workers.placement import aligner_name, reserve, seat
+from distill_rl.workers.pool import AlignerPool, BadRows
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.ray
+
+LENGTH = 64
+
+
+class Fragile(AlignerWorker):
+    """Works like any other, but for documents whose text says what is to befall whoever reads them."""
+
+    def build(self, batch, skip=()):
+        for document in batch.documents:
+            if document["row"] not in skip:
+                self._suffer(document)
+        return super().build(batch, skip)
+
+    def try_row(self, document):
+        self._suffer(document)
+        super().try_row(document)
+
+    def _suffer(self, document):
+        word, _, marker = document.get("text", "").partition(" ")
+        if word == "HANG":
+            signal.pause()
+        if word == "DIE":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "RAISE":
+            raise RuntimeError("this row cannot be aligned")
+        if word == "ONCE" and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    config = Config(student=StudentConfig(model=str(folder)))
+    config.data.max_length = LENGTH
+    return config
+
+
+@dataclass
+class Opened:
+    pool: AlignerPool
+    group: WorkerGroup
+    listed: Path
+
+
+@pytest.fixture
+def open_pool(ray_cluster, config, tmp_path):
+    groups, placements = [], []
+
+    def opened(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
+        plan = BatchPlan(Share(2, 1), (), LENGTH, packing=True, pad_id=2)
+        calls = Calls(interrupted=lambda: None)
+        placing = seat(config, max(size, 1), gpus=False)
+        placement = reserve(placing, timeout_s=60, interrupted=lambda: None)
+        placements.append(placement)
+        group = WorkerGroup(
+            Fragile,
+            [aligner_name(i) for i in range(size)],
+            placing,
+            placement.__enter__(),
+            calls,
+            config,
+            data_format,
+            plan,
+        )
+        groups.append(group)
+        if size:
+            group.identify(60)
+            group.call("start", what="starting", timeout_s=60)
+        local = None
+        if not size:
+            local = AlignerWorker(0, config, data_format, plan)
+            local.start()
+        listed = tmp_path / "bad_rows.jsonl"
+        pool = AlignerPool(
+            group,
+            calls,
+            local=local,
+            num_parts=2,
+            deadline_s=deadline_s,
+            start_timeout_s=60,
+            bad_rows=BadRows(listed, budget),
+        )
+        return Opened(pool, group, listed)
+
+    yield opened
+    for group in groups:
+        group.kill()
+    for placement in placements:
+        placement.__exit__(None, None, None)
+
+
+def batch(index: int, texts: dict[int, str] | None = None) -> DocumentBatch:
+    """Eight documents; `texts` replaces some of them, by their row."""
+    rows = [(8 * index + place, row["text"]) for place, row in enumerate(corpus_rows(8, seed=index))]
+    documents = tuple({"row": row, "text": (texts or {}).get(row, text)} for row, text in rows)
+    return DocumentBatch(index, documents, Cursor(0, 8 * index + 8))
+
+
+def settled(opened: Opened, *batches: DocumentBatch):
+    """(BatchInfo, parts) of each batch, all of them submitted before the first is waited for."""
+    import ray
+
+    pending = [opened.pool.submit(one) for one in batches]
+    return [(opened.pool.settle(each)[0], ray.get(each.parts, timeout=60)) for each in pending]
+
+
+def assert_same(found, wanted) -> None:
+    assert len(found) == len(wanted)
+    for (info, parts), (other, others) in zip(found, wanted):
+        assert (info.index, info.num_labels, info.num_tokens) == (other.index, other.num_labels, other.num_tokens)
+        for part, same in zip(parts, others, strict=True):
+            for name in ("input_ids", "labels", "position_ids"):
+                assert np.array_equal(getattr(part.rows, name), getattr(same.rows, name))
+
+
+@pytest.fixture
+def wanted(open_pool):
+    return settled(open_pool(0), *(batch(index) for index in range(5)))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_size_of_the_pool_changes_no_row(open_pool, wanted, size):
+    assert_same(settled(open_pool(size), *(batch(index) for index in range(5))), wanted)
+
+
+@pytest.mark.parametrize(("number", "deadline_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
+def test_an_aligner_that_dies_or_stops_is_replaced_and_its_batches_are_done_again(
+    open_pool, wanted, number, deadline_s
+):
+    opened = open_pool(2, deadline_s=deadline_s)
+    (first, *_), before = opened.group.pids, dict(opened.group.pids)
+    psutil.Process(first).send_signal(number)
+    assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
+    assert opened.group.pids.keys() - before.keys(), "nobody was replaced"
+    assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_fault_that_does_not_come_again_costs_nothing(open_pool, tmp_path):
+    text = f"ONCE {tmp_path / 'marker'}"
+    (found,) = settled(open_pool(1), batch(0, {3: text}))
+    assert_same([found], settled(open_pool(0), batch(0, {3: text})))
+    assert not (tmp_path / "bad_rows.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("fate", "deadline_s", "said"),
+    [
+        ("DIE", 60.0, "its process died"),
+        ("HANG", 1.0, "must end within"),
+        ("RAISE", 60.0, "this row cannot be aligned"),
+    ],
+)
+def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate, deadline_s, said):
+    opened = open_pool(1, deadline_s=deadline_s)
+    found = settled(opened, batch(0, {5: fate}))
+    (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
+    assert listed["row"] == 5
+    assert said in listed["reason"]
+    assert found[0][0].num_documents == 8
+    assert_same(settled(opened, batch(0, {5: fate})), found)  # and once known, it is never read again
+    empty = settled(open_pool(0), batch(0, {5: ""}))[0][0]
+    assert found[0][0].num_labels == empty.num_labels
+
+
+def test_more_bad_rows_than_the_budget_end_the_run(open_pool):
+    opened = open_pool(1, budget=1)
+    with pytest.raises(AlignmentError, match=r"aligner\.max_bad_rows=1 may be left out; got 2"):
+        settled(opened, batch(0, {2: "RAISE", 5: "RAISE"}))
+
+
+def test_what_the_user_must_mend_is_raised_at_once(open_pool, config, monkeypatch):
+    monkeypatch.setattr(config.data, "loss_on", "assistant")
+    opened = open_pool(1, data_format="auto")
+    with pytest.raises(DataError, match=r"data\.loss_on=assistant"):
+        settled(opened, batch(0))
+    assert not opened.listed.exists()

@@ -1,0 +1,73 @@
+"""The dynamic programme on what real tokenizers make of one text, against where the bytes say that tokens lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from distill_rl.align.canonical import CanonicalTables
+from distill_rl.align.dp import align_window
+from distill_rl.align.vocabulary import Vocabulary
+from tests.helpers.windows import check_chunks
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+EXACT = [("qwen3", "cl100k_base"), ("qwen3", "mistral-v1"), ("minimind", "mistral-tekken"), ("llm-jp-v2.2", "qwen3")]
+LOSSY = [("qwen3", "t5-small"), ("minimind", "bert-uncased")]
+LANGUAGES = ("English", "Chinese", "Japanese", "Arabic", "Hindi", "Thai", "German")
+
+
+def load(name: str):
+    if not (DATA / "tokenizers" / name / "tokenizer.json").exists():
+        pytest.skip(f"no tokenizer {name} beside the repository")
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers" / name)
+    return tokenizer, Vocabulary.from_tokenizer(tokenizer)
+
+
+def texts() -> list[str]:
+    with (DATA / "corpus" / "multilingual" / "udhr.jsonl").open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    found = [row["text"][:3000] for row in rows if row["lang"].startswith(LANGUAGES)]
+    assert len(found) >= 5, [row["lang"] for row in rows]
+    return [*found, Path(json.__file__).read_text("utf-8")[:3000]]
+
+
+def places(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """Where each token ends among the bytes that are not spaces, so that a dummy prefix shifts nothing."""
+    return np.cumsum([len(vocabulary.token_bytes(i).replace(b" ", b"")) for i in ids.tolist()])
+
+
+@pytest.mark.parametrize(("student", "teacher"), EXACT)
+def test_chunks_lie_at_the_same_bytes(student: str, teacher: str) -> None:
+    sides = [load(name) for name in (student, teacher)]
+    tables = CanonicalTables(*(vocabulary for _, vocabulary in sides))
+    for text in texts():
+        ids = [np.array(tokenizer.encode(text, add_special_tokens=False)) for tokenizer, _ in sides]
+        chunks = align_window(*ids, tables)
+        spelled = [[vocabulary.token_bytes(i) for i in row.tolist()] for row, (_, vocabulary) in zip(ids, sides)]
+        check_chunks(*spelled, chunks)
+        ends = [places(row, vocabulary) for row, (_, vocabulary) in zip(ids, sides)]
+        count = int(chunks[0].max()) + 1
+        assert count > 0.2 * min(map(len, ids))
+        last = [np.array([end[part == chunk].max() for chunk in range(count)]) for end, part in zip(ends, chunks)]
+        assert np.array_equal(*last)
+
+
+@pytest.mark.parametrize(("student", "teacher"), LOSSY)
+def test_a_lossy_side_finds_its_words(student: str, teacher: str) -> None:
+    sides = [load(name) for name in (student, teacher)]
+    tables = CanonicalTables(*(vocabulary for _, vocabulary in sides))
+    text = "The Declaration was read aloud.\n\nEveryone in Genève heard it, and everyone wrote it down."
+    ids = [np.array(tokenizer.encode(text, add_special_tokens=False)) for tokenizer, _ in sides]
+    chunks = align_window(*ids, tables)
+    for chunk in range(int(chunks[0].max()) + 1):
+        left, right = (
+            b"".join(vocabulary.token_bytes(i) for i in row[part == chunk].tolist()).decode()
+            for row, part, (_, vocabulary) in zip(ids, chunks, sides)
+        )
+        plain = right.strip() if teacher == "t5-small" else right
+        assert (left.strip() if teacher == "t5-small" else left.strip().lower().replace("è", "e")) == plain
+    assert int(chunks[0].max()) + 1 > 0.6 * len(text.split())

@@ -1,0 +1,66 @@
+"""What the pages in docs show is run as it stands; what they print must be what stands below it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)
+MUST_RUN = {"alignment.md", "losses.md"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    line: int
+    code: str
+    printed: str | None
+    """the block marked `text` right below, if there is one"""
+
+
+def snippets(page: str) -> list[Snippet]:
+    """The blocks marked `python`, in order."""
+    found = []
+    blocks = list(FENCE.finditer(page))
+    for block, after in zip(blocks, [*blocks[1:], None]):
+        if block[1] != "python":
+            continue
+        below = after is not None and after[1] == "text" and not page[block.end() : after.start()].strip()
+        line = page.count("\n", 0, block.start()) + 2
+        found.append(Snippet(line, block[2], after[2] if after is not None and below else None))
+    return found
+
+
+PAGES = {path.name: snippets(path.read_text("utf-8")) for path in sorted(DOCS.glob("*.md"))}
+
+
+@pytest.mark.parametrize("name", [name for name, found in PAGES.items() if found])
+def test_the_snippets_of_a_page_run_in_order_and_print_what_the_page_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "snippet"}
+    for snippet in PAGES[name]:
+        printed = io.StringIO()
+        padded = "\n" * (snippet.line - 1) + snippet.code  # so that a traceback names the page's line
+        with contextlib.redirect_stdout(printed):
+            exec(compile(padded, str(DOCS / name), "exec"), names)
+        if snippet.printed is not None:
+            assert printed.getvalue().rstrip() == snippet.printed.rstrip(), f"{name}:{snippet.line}"
+
+
+def test_the_pages_that_teach_a_library_have_snippets_and_show_what_they_print() -> None:
+    assert {name for name, found in PAGES.items() if found} >= MUST_RUN
+    for name in MUST_RUN:
+        assert any(snippet.printed for snippet in PAGES[name]), name
+
+
+def test_a_snippet_and_its_output_are_told_from_the_other_blocks() -> None:
+    page = "# T\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n```text\nx\n```\n\n```python\na = 2\n```\nwords\n```text\n2\n```\n"
+    assert snippets(page) == [Snippet(4, "print(1)\n", "1\n"), Snippet(16, "a = 2\n", None)]
