@@ -12,7 +12,7 @@ Shape legend, used everywhere in this package
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,13 @@ class ChunkRows:
     """int32 [R, St], for the teacher's rows of the same documents"""
     num_chunks: int
     """over the *global* batch: the denominator of this teacher's KD"""
+    num_one_to_one: int
+    """of these, those of one token on either side: the denominator of a loss that compares no others"""
     num_covered: int
     """labelled student tokens inside a chunk, over the global batch"""
 
     def __getitem__(self, rows: slice) -> ChunkRows:
-        return ChunkRows(self.student[rows], self.teacher[rows], self.num_chunks, self.num_covered)
+        return replace(self, student=self.student[rows], teacher=self.teacher[rows])
 
 
 @dataclass(frozen=True, slots=True)

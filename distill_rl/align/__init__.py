@@ -5,14 +5,17 @@ A library of its own: it needs numpy and nothing else of this package. See docs/
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment, Tokenized
+from distill_rl.align.audit import CoverageReport, audit
 from distill_rl.align.chat import content_spans
 from distill_rl.align.vocabulary import Vocabulary, common_vocabulary
 
 __all__ = [
     "Alignment",
+    "CoverageReport",
     "TokenAligner",
     "Tokenized",
     "Vocabulary",
+    "audit",
     "common_vocabulary",
     "content_spans",
 ]

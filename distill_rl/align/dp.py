@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distill_rl.align.canonical import Spelled
+from distill_rl.align.dp_check import settle
 from distill_rl.align.dp_problem import Problem, make_problem
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def align_window(
     Returns:
         int32 [n], int32 [m]: chunks 0, 1, … in the order of the text, each on both sides: one token on one side and
         one to four on the other that spell the same canonical string; −1 for a token of a gap, of an unequal pair,
-        or that spells nothing. Swapping the sides swaps the answer.
+        that spells nothing, or whose pair is disproved by the bytes around it (see `settle`). Swapping the sides
+        swaps the answer.
     Raises:
         ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
     """
@@ -64,7 +66,7 @@ def align_windows(
     results = []
     for rows, columns, swapped in sides:
         if len(rows) and len(columns):
-            chunks = _checked(rows, columns, *next(solved))
+            chunks = settle(rows, columns, *next(solved))
         else:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
         results.append(chunks[::-1] if swapped else chunks)
@@ -99,30 +101,3 @@ def _oriented(student: Spelled, teacher: Spelled) -> tuple[Spelled, Spelled, boo
         differ = np.flatnonzero(student.hashes != teacher.hashes)
         swapped = len(differ) > 0 and bool(student.hashes[differ[0]] > teacher.hashes[differ[0]])
     return (teacher, student, True) if swapped else (student, teacher, False)
-
-
-def _checked(
-    rows: Spelled, columns: Spelled, row_marks: np.ndarray, column_marks: np.ndarray, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk numbers in the order of the text, without those joins whose hashes are equal and whose bytes are not."""
-    row_chunk, column_chunk = (
-        np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)
-    )
-    in_rows, in_columns = row_chunk >= 0, column_chunk >= 0
-    spelt_rows = rows.strings.take(np.flatnonzero(in_rows))
-    spelt_columns = columns.strings.take(np.flatnonzero(in_columns))
-    sizes = np.bincount(row_chunk[in_rows], weights=spelt_rows.lengths, minlength=count)
-    # All chunks at once: equal lengths chunk by chunk and equal bytes in a row mean equal bytes chunk by chunk.
-    if np.array_equal(
-        sizes, np.bincount(column_chunk[in_columns], weights=spelt_columns.lengths, minlength=count)
-    ) and np.array_equal(spelt_rows.joined(), spelt_columns.joined()):
-        return row_chunk, column_chunk
-    true = np.ones(count + 1, bool)
-    for chunk in range(count):
-        left = rows.strings.take(np.flatnonzero(row_chunk == chunk)).joined()
-        right = columns.strings.take(np.flatnonzero(column_chunk == chunk)).joined()
-        true[chunk] = np.array_equal(left, right)
-    # The last entry is what a −1 reads.
-    numbers = np.where(true, np.cumsum(true) - 1, -1).astype(np.int32)
-    numbers[count] = -1
-    return numbers[row_chunk], numbers[column_chunk]

@@ -85,8 +85,11 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
     for i in range(1, n + 1):
         row_id = row_ids[i - 1]
         row1, row2, row3, row4 = row_joins[i - 1, 0], row_joins[i - 1, 1], row_joins[i - 1, 2], row_joins[i - 1, 3]
+        first, last, before = low[i - 1], high[i - 1], offsets[i - 1] - low[i - 1]
         left = np.int64(NEVER)
+        diagonal = np.int64(scores[before + low[i] - 1]) if low[i] > first else np.int64(NEVER)
         for j in range(low[i], high[i] + 1):
+            above = np.int64(scores[before + j]) if j <= last else np.int64(NEVER)
             rows2 = rows3 = rows4 = columns2 = columns3 = columns4 = np.int64(NEVER)
             equal = False
             if j > 0:
@@ -106,12 +109,11 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
                         columns3 = _score_at(scores, low, high, offsets, i - 1, j - 3)
                     if column_joins[j - 1, 3] == row1:
                         columns4 = _score_at(scores, low, high, offsets, i - 1, j - 4)
-            diagonal = _score_at(scores, low, high, offsets, i - 1, j - 1)
-            above = _score_at(scores, low, high, offsets, i - 1, j)
             left, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
             here = offsets[i] + j - low[i]
             scores[here] = left
             moves[here] = move
+            diagonal = above
     return moves
 
 

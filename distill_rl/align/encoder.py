@@ -40,7 +40,8 @@ class Encoder:
         self._backend = backend_of(tokenizer)
         written = self._backend.to_str()
         described = json.loads(written)
-        self.described = {key: value for key, value in described.items() if key not in ("truncation", "padding")}
+        # Padding and truncation come first in what is written and decide no id.
+        self.decisive: str = written[max(0, written.find('"added_tokens"')) :]
         self.description = Description.read(described)
         special = {token["content"]: token["id"] for token in self.description.added if token["special"]}
         self.specials: dict[str, int] = special
@@ -58,6 +59,11 @@ class Encoder:
     def _special_pattern(self) -> re.Pattern[str] | None:
         literals = sorted(filter(None, self.specials), key=lambda literal: (-len(literal), literal))
         return re.compile("|".join(map(re.escape, literals))) if literals else None
+
+    def first_special(self, text: str) -> int | None:
+        """The first special token that is written in a text."""
+        found = self._special_pattern.search(text) if self._special_pattern else None
+        return self.specials[found[0]] if found else None
 
     def ids(self, text: str, *, add_special: bool = True) -> np.ndarray:
         """int32 [n]: `text` as text, with the special tokens that the tokenizer itself puts around it if asked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -112,25 +112,34 @@ class Description:
     def can_be_unknown(self) -> bool:
         return not (self.byte_level or self.model.get("byte_fallback"))
 
-    def spell(self, piece: str) -> tuple[bytes, bool]:
-        """(bytes of one of the model's own pieces, whether it is a byte-fallback one)."""
-        model = self.model
-        if model.get("byte_fallback") and (found := _FALLBACK.match(piece)):
-            return bytes([int(found[1], 16)]), True
-        prefix = model.get("continuing_subword_prefix")
-        if prefix and piece.startswith(prefix):
-            piece = piece[len(prefix) :]
-        suffix = model.get("end_of_word_suffix")
-        if suffix and piece.endswith(suffix):
-            piece = piece[: -len(suffix)]
-        if self.byte_level:
-            letters = byte_of_letter()
-            # a piece with any letter that is no byte stands for its own text: the decoder takes it whole, too
-            if all(ord(letter) in letters for letter in piece):
-                return bytes(letters[ord(letter)] for letter in piece), False
-        elif self.metaspace:
-            piece = piece.replace(self.metaspace, " ")
-        return piece.encode(errors="surrogatepass"), False
+    def speller(self) -> Callable[[str], tuple[bytes, bool]]:
+        """One of the model's own pieces → its bytes, and whether it is a byte-fallback one."""
+        prefix = self.model.get("continuing_subword_prefix") or ""
+        suffix = self.model.get("end_of_word_suffix") or ""
+        fallback, byte_level, metaspace = bool(self.model.get("byte_fallback")), self.byte_level, self.metaspace
+        letters = _Letters(byte_of_letter())
+
+        def spell(piece: str) -> tuple[bytes, bool]:
+            if fallback and (found := _FALLBACK.match(piece)):
+                return bytes([int(found[1], 16)]), True
+            piece = piece.removeprefix(prefix).removesuffix(suffix)
+            if byte_level:
+                try:
+                    return piece.translate(letters).encode("latin-1"), False
+                except UnicodeEncodeError:
+                    pass  # a letter that is no byte: the decoder, too, takes such a piece as it is written
+            elif metaspace:
+                piece = piece.replace(metaspace, " ")
+            return piece.encode(errors="surrogatepass"), False
+
+        return spell
+
+
+class _Letters(dict[int, int]):
+    """For `str.translate`: what is no letter of the byte map becomes one that Latin-1 cannot write."""
+
+    def __missing__(self, letter: int) -> int:
+        return 0xFFFF
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -36,6 +36,8 @@ def place_by_bytes(vocabulary: Vocabulary, ids: np.ndarray, text: bytes, *, writ
     wide = ids.astype(np.intp)
     lengths = vocabulary.lengths.take(wide).astype(np.int64)
     special = np.flatnonzero(vocabulary.special.take(wide)) if not lengths.all() else wide[:0]
+    if vocabulary.unknown is not None and (ids[special] == vocabulary.unknown).any():
+        return None
     ends = lengths.cumsum()
     spelled = gather(vocabulary, vocabulary.starts.take(wide), lengths, ends).tobytes()
     cursor = section = done = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,6 +64,8 @@ class Vocabulary:
     """the same after a special token inside of a text"""
     drops_spaces: bool = False
     """whether the space between two words is spelled by no token"""
+    unknown: int | None = None
+    """the id that stands for any text that the model has no piece for"""
     literals: Mapping[int, bytes] = field(default_factory=dict)
 
     @property
@@ -104,10 +105,9 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
     np.cumsum(lengths, out=starts[1:])
     if unknown is not None:
         roles.setdefault("unk", unknown)
-    turn = _end_of_turn(tokenizer, encoder, special)
+    turn = _end_of_turn(tokenizer, encoder)
     if turn is not None:
         roles["end_of_turn"] = turn
-    decisive = json.dumps(encoder.described, ensure_ascii=False).encode(errors="surrogatepass")
     return Vocabulary(
         np.frombuffer(b"".join(table), np.uint8),
         starts,
@@ -117,7 +117,8 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
         roles,
         *_losses(encoder, table, special, unknown),
         family=description.family,
-        hash=hashlib.sha256(decisive).hexdigest(),
+        hash=hashlib.sha256(encoder.decisive.encode(errors="surrogatepass")).hexdigest(),
+        unknown=unknown,
         literals=literals,
         **_spaces(encoder, table, special),
     )
@@ -131,8 +132,9 @@ def _table(description: Description, named: set[int]) -> tuple[list[bytes], np.n
         raise ValueError("alignment needs a tokenizer with tokens, got one without any; load the one of the model")
     table, literals = [b""] * size, {}
     fallback, special = np.zeros(size, bool), np.zeros(size, bool)
+    spell = description.speller()
     for piece, number in pieces.items():
-        table[number], fallback[number] = description.spell(piece)
+        table[number], fallback[number] = spell(piece)
     inside = set(pieces.values())
     for token in description.added:
         number, content = token["id"], token["content"]
@@ -183,7 +185,7 @@ def _spaces(encoder: Encoder, table: list[bytes], special: np.ndarray) -> dict[s
         found["dummy"] = _spell(encoder, table, letter)[1] == b" " + letter.encode()
         spelled = _spell(encoder, table, f"{letter} {letter}")[1]
         found["drops_spaces"] = spelled.replace(b" ", b"") == spelled == letter.encode() * 2
-        for literal in list(encoder.specials)[:8]:
+        for literal in list(encoder.specials)[: 8 * found["dummy"]]:
             ids = encoder.marked(letter + literal + letter)[0].tolist()
             if encoder.specials[literal] in ids:
                 after = ids[ids.index(encoder.specials[literal]) + 1 :]
@@ -192,7 +194,7 @@ def _spaces(encoder: Encoder, table: list[bytes], special: np.ndarray) -> dict[s
     return found
 
 
-def _end_of_turn(tokenizer: Any, encoder: Encoder, special: np.ndarray) -> int | None:
+def _end_of_turn(tokenizer: Any, encoder: Encoder) -> int | None:
     """The first special token that the chat template writes after an assistant's answer."""
     question, answer = "\ue000question\ue001", "\ue000answer\ue001"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -201,7 +203,7 @@ def _end_of_turn(tokenizer: Any, encoder: Encoder, special: np.ndarray) -> int |
     except Exception:  # no template, or one that refuses this chat: no role, whatever it raises
         return None
     rest = text.rpartition(answer)[2] if answer in text else ""
-    return next((number for number in encoder.marked(rest)[0].tolist() if special[number]), None)
+    return encoder.first_special(rest)
 
 
 def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:

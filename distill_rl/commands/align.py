@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from distill_rl.config.schema import DataConfig
     from distill_rl.verify import Check
 
-VERIFIED_TEXTS, VERIFIED_CHARACTERS = 32, 8000
+VERIFIED, VERIFIED_CHARACTERS = 32, 8000
 """`--verify` looks at so many of the texts, evenly spaced, and at so much of each."""
-SIDES = ("student", "teacher")
+LENGTHS_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    texts: list[str]
+    """texts, or the contents of chats"""
+    chats: list[list[dict[str, str]]]
+    """empty for rows of text"""
 
 
 def align(student: str, teacher: str, data: DataConfig, *, limit: int, json_file: Path | None, verify: bool) -> int:
@@ -28,37 +36,152 @@ def align(student: str, teacher: str, data: DataConfig, *, limit: int, json_file
 
     Args:
         student, teacher: folders or hub names; only the tokenizers are read.
-        data: path, split and columns; chats give the contents of their messages.
+        data: path, split and columns.
         limit: at most so many rows, evenly spaced over the data.
-        json_file: gets the audit, and the checks.
+        json_file: gets the audit and the checks.
 
     Raises:
-        ConfigError: no tokenizer there, a slow one, nothing in common, or no text that can be matched exactly.
+        ConfigError: no tokenizer there, a slow one, nothing in common, or no row that both sides spell.
         DataError: no such data, or rows that cannot be read.
     """
     from rich.console import Console
 
-    from distill_rl.align import audit
+    from distill_rl.align import TokenAligner, audit
     from distill_rl.files import write_json
     from distill_rl.models.hub import read_tokenizer
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
-    tokenizers = [read_tokenizer(name) for name in (student, teacher)]
-    texts = read_texts(data, limit)
-    aligner = _aligner(tokenizers)
-    report = audit(aligner, texts)
+    ours, theirs = read_tokenizer(student), read_tokenizer(teacher)
+    rows = read_rows(data, limit)
+    aligner = TokenAligner(ours, theirs)
+    report = audit(aligner, rows.texts)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 110)
-    print_report(console, (student, teacher), aligner, report)
-    checks = run_checks(aligner, tokenizers, texts) if verify and report.common_vocabulary else []
+        console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
+    print_report(console, student, teacher, report)
+    problems = refusals(report)
+    checks = verify_pair(aligner, ours, theirs, rows) if verify and not problems else []
     if checks:
         print_checks(console, checks)
     if json_file is not None:
-        write_json(
-            json_file,
-            {"student": student, "teacher": teacher, **asdict(report), "checks": [asdict(check) for check in checks]},
-        )
-    _refuse(aligner, report, len(texts))
+        results = [asdict(check) for check in checks]
+        write_json(json_file, {"student": student, "teacher": teacher, **report.to_dict(), "checks": results})
+    if problems:
+        raise ConfigError.many(problems)
     return int(not all(check.passed for check in checks))
+
+
+def read_rows(data: DataConfig, limit: int) -> Rows:
+    """At most `limit` rows, evenly spaced.
+
+    Raises:
+        DataError: no such data, damaged rows, or nothing but empty ones.
+    """
+    from distill_rl.data.sources import open_source
+
+    source = open_source(data)
+    count = min(limit, len(source))
+    rows = [source[int(index)] for index in np.linspace(0, len(source) - 1, count).round()]
+    chats = [[dict(message) for message in row["messages"]] for row in rows if "messages" in row]
+    texts = [row["text"] for row in rows if "text" in row]
+    texts += [message["content"] for chat in chats for message in chat]
+    texts = [text for text in texts if text]
+    if not texts:
+        raise DataError("--data", "must hold text", f"{count} rows that are empty")
+    return Rows(texts, chats)
+
+
+def refusals(report: CoverageReport) -> list[str]:
+    """Why nothing could be learnt across this pair, one line each; empty if something could."""
+    if not report.common_vocabulary:
+        rule = "no token of the two vocabularies spells the same bytes: the common vocabulary is empty"
+        remedy = "check that both are text models; only loss.cross_tokenizer=alm compares such a pair"
+        return [str(ConfigError("--student and --teacher", rule, remedy=remedy))]
+    if not report.exact_share:
+        why = "; ".join(f"the {side}'s tokenizer {reason}" for side, reason in report.lossy.items())
+        rule = f"none of {report.texts} texts is spelled in full by both sides" + (f" ({why})" if why else "")
+        remedy = (
+            f"{report.aligned_share:.0%} of the student's tokens match all the same; use another teacher, or other text"
+        )
+        return [str(ConfigError("--data", rule, remedy=remedy))]
+    return []
+
+
+def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
+    """All checks, on evenly spaced rows; chats are looked at where both tokenizers can write them."""
+    from distill_rl.verify import check_alignment, check_chats, check_losses
+
+    texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]
+    checks = check_alignment(aligner, student, teacher, texts)
+    if rows.chats and student.chat_template and teacher.chat_template:
+        checks += check_chats(aligner, _spaced(rows.chats))
+    return checks + check_losses(aligner, student, teacher, texts)
+
+
+def print_report(console: Console, student: str, teacher: str, report: CoverageReport) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from distill_rl.observe.log import printable
+
+    console.print(f"\nstudent    {escape(printable(student))}\nteacher    {escape(printable(teacher))}")
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in _lines(report):
+        table.add_row(name, escape(value))
+    console.print(table)
+    classes = Table(box=box.SIMPLE_HEAD)
+    classes.add_column("chunks of", no_wrap=True)
+    for heading in ("chunks", "1:1", "student tokens", "teacher tokens"):
+        classes.add_column(heading, justify="right")
+    for name, found in report.classes.items():
+        share = f"{found.one_to_one_share:.1%}"
+        classes.add_row(name, f"{found.chunks:,}", share, f"{found.student_tokens:.2f}", f"{found.teacher_tokens:.2f}")
+    console.print(classes)
+    console.print(f"suggested  loss.cross_tokenizer={report.suggested_loss}: {report.reason}\n")
+
+
+def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    table.add_column("what must hold")
+    table.add_column("found")
+    for check in checks:
+        style = None if check.passed else "bold red"
+        table.add_row("pass" if check.passed else "FAIL", escape(check.name), escape(check.detail), style=style)
+    console.print(table)
+    failed = sum(not check.passed for check in checks)
+    console.print(f"{len(checks) - failed} of {len(checks)} checks passed\n")
+
+
+def _lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
+    chunks = sum(report.chunk_lengths.values())
+    lengths = list(report.chunk_lengths.items())
+    shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN])
+    yield "texts", f"{report.texts:,}, {report.exact_share:.1%} spelled in full by both sides"
+    yield "by method", ", ".join(f"{method} {count:,}" for method, count in report.methods.items())
+    yield "1:1 chunks", f"{report.one_to_one_share:.1%} of {chunks:,}"
+    yield (
+        "chunk sizes",
+        (shown or "none") + (f", {len(lengths) - LENGTHS_SHOWN} others" if len(lengths) > LENGTHS_SHOWN else ""),
+    )
+    yield "tokens in a chunk", f"{report.aligned_share:.1%} of the student's"
+    yield (
+        "vocabularies",
+        (f"{report.student_size:,} and {report.teacher_size:,} ids, {report.common_vocabulary:,} of them in common"),
+    )
+    for side, reason in report.lossy.items():
+        yield f"lossy {side}", reason
+
+
+def _spaced(items: Sequence[Any]) -> list[Any]:
+    """At most VERIFIED of them, evenly spaced."""
+    places = np.linspace(0, len(items) - 1, min(VERIFIED, len(items))).round().astype(int)
+    return [items[place] for place in places]

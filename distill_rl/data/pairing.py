@@ -198,7 +198,8 @@ class BatchBuilder:
             student[row, : max(len(each.student_chunk) - 1, 0)] = each.student_chunk[1:]
             teacher[row, : max(len(each.teacher_chunk) - 1, 0)] = each.teacher_chunk[1:]
         covered = int(np.count_nonzero((student >= 0) & (rows.labels != IGNORE_INDEX)))
-        return theirs, ChunkRows(student, teacher, sum(each.num_chunks for each in found), covered)
+        chunks, one_to_one = (sum(getattr(each, name) for each in found) for name in ("num_chunks", "num_one_to_one"))
+        return theirs, ChunkRows(student, teacher, chunks, one_to_one, covered)
 
 
 def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
@@ -241,7 +242,7 @@ def _describe(name: str, paired: Sequence[Paired | None], shared: ChunkRows) -> 
     return AlignmentInfo(
         teacher=name,
         num_chunks=shared.num_chunks,
-        num_one_to_one=sum(each.num_one_to_one for each in found),
+        num_one_to_one=shared.num_one_to_one,
         num_covered=shared.num_covered,
         num_exact=sum(each.exact for each in found),
         methods=dict(Counter(each.method for each in found)),

@@ -54,7 +54,7 @@ class DistributionRows(RealisedRows):
 
     def __init__(self, sweep: RowSweep, teacher: TeacherDistributions, comparison: Comparison):
         task = sweep.task
-        super().__init__(sweep.labels, task.shard, task.temperature, task.like)
+        super().__init__(sweep, realised=task.chain)
         self.task, self.sweep, self.teacher, self.comparison = task, sweep, teacher, comparison
         side = task.pairing.student
         count = task.pairing.count

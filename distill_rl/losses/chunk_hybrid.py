@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from distill_rl.losses.chunk_rows import Bernoulli, RealisedRows, Terms
+from distill_rl.losses.chunk_rows import Bernoulli, Terms
 from distill_rl.losses.chunk_task import ChunkTask, RowSweep
 from distill_rl.losses.labels import LabelTerm
 from distill_rl.losses.projection import Bridge
@@ -18,7 +20,8 @@ from distill_rl.losses.topk import vocab_parallel_topk
 def alm(task: ChunkTask) -> Terms:
     """Every chunk: D between the probabilities that either side gives the chunk's text (arXiv 2503.20083)."""
     sweep = task.sweep()
-    ce, realised = sweep.run(RealisedRows(sweep.labels, task.shard, task.temperature, task.like))
+    nothing = TopKLogprobs(sweep.labels[:0, None], task.like[:, None], task.like, task.temperature)
+    _, ce, realised, *_ = sweep.run(_rows(task, sweep, nothing, sweep.labels[:0]))
     return Terms(_realised_chunks(task, sweep, realised), sweep.scatter(ce), task.pairing.count)
 
 
@@ -27,15 +30,18 @@ def hybrid(task: ChunkTask) -> Terms:
     sweep, pairing = task.sweep(), task.pairing
     paired = pairing.one_to_one
     teacher = common_top_k(task, pairing.teacher.first[paired])
-    label = LabelTerm(sweep.labels, task.shard, task.like, task.temperature)
     places = sweep.place(pairing.student.first[paired])
-    rows = TopKRows(
-        _spread(teacher, places, sweep.labels.shape[0]), task.shard, task.divergence, task.temperature, task.tail, label,
-        task.like, realised=True,
-    )  # fmt: skip
-    kd, ce, realised, *masses = sweep.run(rows)
+    kd, ce, realised, *masses = sweep.run(_rows(task, sweep, teacher, places))
     by_chunk = _realised_chunks(task, sweep, realised).index_copy(0, paired, kd[places])
     return Terms(by_chunk, sweep.scatter(ce), pairing.count, *(mass[places] for mass in masses))
+
+
+def _rows(task: ChunkTask, sweep: RowSweep, teacher: TopKLogprobs, places: Tensor) -> TopKRows:
+    label = LabelTerm(sweep.labels, task.shard, task.like, task.temperature)
+    spread = _spread(teacher, places, sweep.labels)
+    return TopKRows(
+        spread, task.shard, task.divergence, task.temperature, task.tail, label, task.like, realised=True
+    )  # fmt: skip
 
 
 def _realised_chunks(task: ChunkTask, sweep: RowSweep, realised: Tensor) -> Tensor:
@@ -82,10 +88,17 @@ def translated(teacher: TopKLogprobs, bridge: Bridge, dtype: torch.dtype) -> Top
     return TopKLogprobs(ids, torch.where(absent, floor, logprobs), rest, teacher.temperature)
 
 
-def _spread(teacher: TopKLogprobs, places: Tensor, num_rows: int) -> TopKLogprobs:
-    """The rows at these places among `num_rows`. The others have no entry: all is in the rest, on both sides."""
+def _spread(teacher: TopKLogprobs, places: Tensor, labels: Tensor) -> TopKLogprobs:
+    """The rows at these places among [M]. The others have their label as the only entry: its log-probability is wanted."""
     assert teacher.rest_logprob is not None
-    k, rest = teacher.ids.shape[1], teacher.rest_logprob
-    ids = teacher.ids.new_full((num_rows, k), -1).index_copy_(0, places, teacher.ids)
-    logprobs = teacher.logprobs.new_full((num_rows, k), floor_of(rest.dtype)).index_copy_(0, places, teacher.logprobs)
-    return TopKLogprobs(ids, logprobs, rest.new_zeros(num_rows).index_copy_(0, places, rest), teacher.temperature)
+    rest = teacher.rest_logprob
+    half = -math.log(2)  # of either outcome, for nobody looks at it
+    ids = teacher.ids.new_full((len(labels), teacher.ids.shape[1]), -1)
+    logprobs = rest.new_full(ids.shape, floor_of(rest.dtype))
+    ids[:, 0], logprobs[:, 0] = labels, half
+    return TopKLogprobs(
+        ids.index_copy_(0, places, teacher.ids),
+        logprobs.index_copy_(0, places, teacher.logprobs),
+        rest.new_full(labels.shape, half).index_copy_(0, places, rest),
+        teacher.temperature,
+    )

@@ -40,8 +40,7 @@ class ProjectedRows(RealisedRows):
 
     def __init__(self, sweep: RowSweep, product: ColumnProduct, slots: Tensor, learn: bool):
         """slots: int64 [num_first, k], each row's columns among those of the product."""
-        task = sweep.task
-        super().__init__(sweep.labels, task.shard, task.temperature, task.like, columns=slots.shape[1] + 1)
+        super().__init__(sweep, realised=sweep.task.chain, columns=slots.shape[1] + 1)
         self.product, self.slots, self.learn = product, slots, learn
         assert self.sums.table is not None
         self.projected = self.sums.table

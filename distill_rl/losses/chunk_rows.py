@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distill_rl.losses.chunk_task import RowSweep
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, floor_of
+
+_CERTAIN = -1e-30
+"""The logarithm of a probability that counts as one."""
 
 
 class Terms(NamedTuple):
@@ -30,20 +33,21 @@ class Terms(NamedTuple):
 
 
 class RealisedRows:
-    """(cross-entropy at T = 1, log-probability of the label at T) per row.
+    """(cross-entropy at T = 1, log-probability of the label at T) per row, the latter where it is asked for, else 0.
 
     The base of the row functions that compare whole distributions: they collect, complete and differentiate more.
     """
 
-    def __init__(
-        self, labels: Tensor, shard: VocabularyShard, temperature: float, like: Tensor, columns: int | None = None
-    ):
-        """labels: [M] global ids. `columns`: how many further sums of exponentials `sums.table` holds per row."""
+    def __init__(self, sweep: RowSweep, *, realised: bool = False, columns: int | None = None):
+        """columns: how many further sums of exponentials `sums.table` holds per row."""
+        task, labels, like = sweep.task, sweep.labels, sweep.task.like
+        shard, temperature = task.shard, task.temperature
         self.shard, self.temperature, self.scale = shard, temperature, 1 / temperature
         self.label = LabelTerm(labels, shard, like, temperature)
         self.sums = LogSums(labels.shape[0], self.label.powers, like, columns=columns)
+        self.others = LogSums(labels.shape[0], (1.0,), like) if realised else None
         self.lse = like.new_empty(labels.shape[0])
-        self.values = [like.new_empty(labels.shape[0]) for _ in range(2)]
+        self.values = [like.new_zeros(labels.shape[0]) for _ in range(2)]
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -56,19 +60,25 @@ class RealisedRows:
     def collect(self, rows: slice, u: Tensor, scratch: Scratch) -> Tensor:
         """Returns exp(u − its maximum)."""
         self.label.collect(rows, u)
+        if self.others is not None:
+            columns = self.label.columns[rows, None]
+            label = u.gather(1, columns)
+            self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+            u.scatter_(1, columns, label)
         return self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         self.collect(rows, u, scratch)
 
     def complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.sums], [self.label.logit])
+        combine(self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.logit])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.cross_entropy(rows, self.sums.log(rows, -1))
-        self.values[1][rows] = self.label.realised(rows, self.lse[rows])
+        if self.others is not None:
+            self.values[1][rows] = self.label.realised(rows, self.others.log(rows))
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> LabelGradient:
-        return LabelGradient(self.label, rows, u, given(grads, 0), scratch, given(grads, 1))
+        return LabelGradient(self.label, rows, u, given(grads, 0), scratch, given(grads, 1) if self.others else None)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
         label = self.label_gradient(rows, u, grads, scratch)
@@ -101,19 +111,18 @@ class Compared(torch.autograd.Function):
 class Bernoulli(torch.autograd.Function):
     """D between two coins that fall with the probabilities exp(x) and exp(y): x of the student, y of the teacher, [n] → [n].
 
-    Where the student is certain to rounding, exp(x) = 1, its other outcome is taken to be as likely as that rounding:
-    the slope is large then and finite, and the softmax that it meets further down is as small.
+    x must keep its digits next to zero. The slope grows as 1/(1 − exp(x)) there, and what it meets further down shrinks as
+    much. Nearer to zero than `_CERTAIN` nothing is told apart.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, divergence: Divergence) -> Tensor:
-        least = -torch.finfo(x.dtype).eps / 4
-        x, y = (side.to(x.dtype).clamp(floor_of(x.dtype), least) for side in (x, y))
+        x, y = (side.to(x.dtype).clamp(floor_of(x.dtype), _CERTAIN) for side in (x, y))
         other_x, other_y = log1mexp(x), log1mexp(y)
         value, slope = torch.zeros_like(x), torch.zeros_like(x)
         for log_q, log_p, inner in ((x, y, 1.0), (other_x, other_y, -(x - other_x).exp())):
             p, q = Distribution(log_p), Distribution(log_q)
-            value += divergence.value(p, q) + divergence.balance * (q.prob - p.prob)
+            value += divergence.value(p, q)  # both sides sum to one: there is nothing to balance
             slope += divergence.slope(p, q) * inner
         ctx.save_for_backward(slope)
         return value.clamp_min(0)

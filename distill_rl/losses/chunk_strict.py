@@ -30,7 +30,7 @@ class StrictRows(RealisedRows):
     def __init__(self, sweep: RowSweep, teacher: TopKLogprobs, unshared: Tensor):
         """unshared: local columns outside the shared vocabulary."""
         task = sweep.task
-        super().__init__(sweep.labels, task.shard, task.temperature, task.like)
+        super().__init__(sweep)
         self.num_first, self.unshared = sweep.num_first, unshared
         self.top = TopKRows(
             teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
@@ -19,10 +20,12 @@ class LabelTerm:
 
     def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
         """labels: [N] global ids. `temperature`: what the logits of the sweep have been divided by."""
-        self.columns, self.size = shard.columns(labels), shard.size
+        self.ids, self.columns, self.size = labels, shard.columns(labels), shard.size
         self.temperature = temperature
         self.logit = like.new_empty(labels.shape[0])
         self.lse = like.new_empty(labels.shape[0])
+        self.others = like.new_empty(labels.shape[0])
+        """[N], the other columns' probability at T, once the log-probability was asked for"""
 
     @property
     def powers(self) -> tuple[float, ...]:
@@ -38,9 +41,13 @@ class LabelTerm:
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
 
-    def realised(self, rows: slice, lse: Tensor) -> Tensor:
-        """The label's log-probability at the temperature of the sweep, given the logsumexp of its logits."""
-        return self.logit[rows] - lse
+    def realised(self, rows: slice, others: Tensor) -> Tensor:
+        """The label's log-probability at the temperature of the sweep, given the logsumexp of all other columns.
+
+        Taken from the others it keeps its digits where it is next to zero, and so does what is missing to one.
+        """
+        self.others[rows] = (others - self.logit[rows]).sigmoid()
+        return logsigmoid(self.logit[rows] - others)
 
     def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
         """gradient − weight at the label's column, in place."""
@@ -53,6 +60,9 @@ class LabelGradient:
 
     What goes with the softmax that KD works with is the weight `shared` [n]. A cross-entropy at another temperature has a
     softmax of its own, computed before the chunk is overwritten.
+
+    A row whose realised log-probability is asked for has no KD. That weight may be as large as 1/(1 − q), so in its label's
+    column 1 − q is not made of the softmax, which has lost it where q is next to one.
     """
 
     def __init__(
@@ -64,30 +74,33 @@ class LabelGradient:
         scratch: Scratch,
         realised: Tensor | None = None,
     ):
-        self.term, self.rows = term, rows
+        self.term, self.rows, self._realised = term, rows, realised
         self.shared = u.new_zeros(u.shape[0])
-        self._weight: Tensor | None = None
+        self._ce: Tensor | None = None
         self._apart: Tensor | None = None
-        if term is None or (ce is None and realised is None):
+        if term is None:
             return
         if realised is not None:
             self.shared = realised.to(u.dtype) * (-1 / term.temperature)
-        self._weight = self.shared
-        if ce is not None:
-            weight = ce.to(u.dtype)
-            self._weight = self.shared + weight
-            if term.temperature == 1:
-                self.shared = self._weight
-            else:
-                logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
-                self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(weight[:, None])
+        if ce is not None and term.temperature == 1:
+            self.shared = self.shared + ce.to(u.dtype)
+        elif ce is not None:
+            self._ce = ce.to(u.dtype)
+            logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
+            self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
         """In place, what is not in `shared`."""
-        if self._apart is not None:
-            gradient.add_(self._apart)
-        if self.term is not None and self._weight is not None:
-            self.term.subtract(self.rows, gradient, self._weight)
+        if self.term is None:
+            return gradient
+        self.term.subtract(self.rows, gradient, self.shared)
+        if self._realised is not None:
+            columns = self.term.columns[self.rows, None]
+            exact = self.shared * -self.term.others[self.rows]
+            exact = torch.where(self._realised != 0, exact, gradient.gather(1, columns)[:, 0])
+            gradient.scatter_(1, columns, exact[:, None])
+        if self._apart is not None and self._ce is not None:
+            self.term.subtract(self.rows, gradient.add_(self._apart), self._ce)
         return gradient
 
 

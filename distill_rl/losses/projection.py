@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from distill_rl.losses.chunks import segment_sum
 from distill_rl.losses.shards import VocabularyShard
 
 RELAXED_WEIGHT = 0.6
@@ -149,10 +150,10 @@ class ColumnProduct:
         self._matrix = _sparse(rows, slots, kept, size)
         order = slots.sort(stable=True).indices
         self._transposed = _sparse(slots[order], rows[order], kept[order], size[::-1])
-        empty = bridge.indptr.diff()[shard.offset : shard.offset + shard.size] == 0
-        self.rest = torch.cat([empty.to(dtype), weights.new_zeros(1)])
+        lengths = bridge.indptr.diff()[shard.offset : shard.offset + shard.size]
+        outside = segment_sum(torch.where(self._slots < 0, weights, 0), lengths)
+        self.rest = torch.cat([torch.where(lengths == 0, 1, outside), weights.new_zeros(1)])
         """[Vl + 1], the part of each row of W outside the columns; 1 where a row is empty"""
-        self.rest.index_add_(0, self._rows, torch.where(self._slots < 0, weights, 0))
         self._gradient = weights.new_zeros(weights.shape[0])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:

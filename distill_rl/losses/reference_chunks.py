@@ -70,19 +70,20 @@ def chunk_kd_loss(
     )
     student = (z / temperature).log_softmax(1)
     realised = student.gather(1, picked)[:, 0]
+    zero = 0 * torch.where(z.isfinite(), z, 0).sum()  # keeps a batch without chunks connected to the graph
     values, counted = [], 0
     for number in range(chunks.count):
         of_student = (chunks.student == number).nonzero()[:, 0]
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
         value = _chunk(method, student[of_student], realised[of_student], _select(teacher, of_teacher), settings)
         counted += value is not None
-        values.append(0 * z.sum() if value is None else temperature**2 * value)
+        values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
     whole = reduction == "sum"
     nothing = z.new_zeros(())
-    # the term of weight 0 keeps a batch without chunks connected to the graph
-    total = kd.sum() + 0 * torch.where(z.isfinite(), z, 0).sum()
-    return ChunkOutput(total if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing)
+    return ChunkOutput(
+        kd.sum() + zero if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing
+    )
 
 
 def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:

@@ -23,7 +23,7 @@ FULL_MASS = 1 - 1e-6
 
 class TopKRows:
     """(T²·D, cross-entropy, the label's log-probability at T) per row, the last two where there are labels, the last only on
-    request; also the mass of teacher and student in the teacher's k columns.
+    request and of rows whose label is an entry; also the mass of teacher and student in the teacher's k columns.
 
     An id of −1 is an absent entry: neither side has mass there.
 
@@ -86,7 +86,9 @@ class TopKRows:
             at_one = lse if self.temperature == 1 else _logsumexp(top * self.temperature, self.rest.log(rows, -1))
             self.values[1][rows] = self.label.cross_entropy(rows, at_one)
             if len(self.values) > 2:
-                self.values[2][rows] = self.label.realised(rows, lse)
+                label = self.teacher.ids[rows] == self.label.ids[rows, None]
+                others = _logsumexp(torch.where(label, floor_of(top.dtype), top), rest_lse)
+                self.values[2][rows] = self.label.realised(rows, others)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
         """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""

@@ -31,7 +31,7 @@ MODELS = ("teacher", "student_before", "student_after", "ce_only")
 
 # The same data, order, steps and seed as the run it is compared with; only what is learnt from differs.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
-ALIGNED = {"one_to_one_share": "align/one_to_one_share", "coverage": "align/coverage"}
+ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 

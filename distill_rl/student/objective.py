@@ -202,7 +202,8 @@ class Objective(nn.Module):
             relaxed=self.config.gold_relaxed,
             tau=self.config.alm_tau,
         )
-        per_label = denominator / max(shared.num_chunks, 1)
+        compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
+        per_label = denominator / max(compared, 1)
         loss = output.kd * (kd * per_label / denominator) + output.ce * (ce / denominator)
         return _Term(loss, output.kd.detach() * per_label, output.ce.detach(), output.teacher_mass)
 

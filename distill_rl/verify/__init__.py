@@ -1,7 +1,7 @@
 """Sanity checks that a user can run on tokenizers and rows of their own: `distill-rl align --verify`."""
 
-from distill_rl.verify.alignment import check_alignment
+from distill_rl.verify.alignment import check_alignment, check_chats
 from distill_rl.verify.check import Check
 from distill_rl.verify.losses import check_losses
 
-__all__ = ["Check", "check_alignment", "check_losses"]
+__all__ = ["Check", "check_alignment", "check_chats", "check_losses"]

@@ -6,7 +6,7 @@ alignment was found is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Vocabulary
 from distill_rl.verify.check import Check, every
 
+Message = Mapping[str, str]
 _PAD_LEFT, _PAD_RIGHT = 3, 5
 
 
@@ -68,15 +69,40 @@ def check_alignment(
     ]
 
 
+def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> list[Check]:
+    """Two checks on chats, each written by either side's own template.
+
+    Raises:
+        ValueError: a tokenizer without a chat template.
+    """
+    found = [(chat, aligner.align_messages(chat)) for chat in chats]
+    return [
+        every(
+            "a chunk of a chat spells the same bytes on both sides",
+            (_chunks_problem(aligner, one, b"") for _, one in found if one.exact),
+            "exact chats",
+        ),
+        every(
+            "the end of every answer is paired, so that a student learns to stop",
+            (stop_problem(chat, one) for chat, one in found),
+            "chats",
+        ),
+    ]
+
+
 def bytes_problem(aligner: TokenAligner, text: str, found: Alignment) -> str | None:
     """An exact alignment's chunks spell the text from its start, the same bytes on both sides."""
     expected = aligner.normalize(text).encode()
     ours = _spelled(aligner.student, found.student_ids, found.student_chunk, found.num_chunks, expected)
-    theirs = _spelled(aligner.teacher, found.teacher_ids, found.teacher_chunk, found.num_chunks, expected)
-    for number, (left, right) in enumerate(zip(ours, theirs)):
-        if left != right:
-            return f"chunk {number} is {left!r} for the student, {right!r} for the teacher"
-    return None if expected.startswith(b"".join(ours)) else "the chunks do not spell the text"
+    problem = _chunks_problem(aligner, found, expected)
+    return problem or (None if expected.startswith(b"".join(ours)) else "the chunks do not spell the text")
+
+
+def stop_problem(chat: Sequence[Message], found: Alignment) -> str | None:
+    """There are as many paired stop tokens as the assistant has turns, or more: other turns may end with one, too."""
+    turns = sum(message["role"] == "assistant" for message in chat)
+    pairs = len(found.stop_pairs)
+    return None if pairs >= turns else f"{pairs} paired stop tokens for {turns} answers"
 
 
 def order_problem(found: Alignment) -> str | None:
@@ -135,10 +161,24 @@ def _half(aligner: TokenAligner, text: str, found: Alignment) -> Alignment:
     return aligner.align(text, max_student_tokens=ours, max_teacher_tokens=theirs)
 
 
+def _chunks_problem(aligner: TokenAligner, found: Alignment, text: bytes) -> str | None:
+    ours = _spelled(aligner.student, found.student_ids, found.student_chunk, found.num_chunks, text)
+    theirs = _spelled(aligner.teacher, found.teacher_ids, found.teacher_chunk, found.num_chunks, text)
+    for number, (left, right) in enumerate(zip(ours, theirs)):
+        if left != right:
+            return f"chunk {number} is {left!r} for the student, {right!r} for the teacher"
+    return None
+
+
 def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
-    """(chunk, bytes) of every token in a chunk; a dummy space before the text is taken off the first."""
+    """(chunk, bytes) of every token in a chunk; a dummy space before `text`, where it is given, is taken off the first."""
     pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
-    if pieces and pieces[0][1].startswith(b" ") and not text.startswith(b"".join(piece for _, piece in pieces)):
+    if (
+        text
+        and pieces
+        and pieces[0][1].startswith(b" ")
+        and not text.startswith(b"".join(piece for _, piece in pieces))
+    ):
         pieces[0] = (pieces[0][0], pieces[0][1][1:])
     return pieces
 

@@ -32,7 +32,9 @@ from distill_rl.losses import (
 from distill_rl.verify.check import Check, within
 
 BOUND = 1e-6
-CHUNKS_OF_A_KIND = 6
+CHUNKS_OF_A_KIND = 4
+ROWS_OF_ITSELF = 12
+"""rows beside a teacher that is the student"""
 OTHER_IDS = 200
 """ids of either side, and pairs of both, that the reference sees besides those of the chunks"""
 TOP_K = 32
@@ -125,7 +127,8 @@ class Cut:
     """int64, ids kept, ascending"""
     teacher: np.ndarray
     small: Bridge
-    """over the kept ids, renumbered"""
+    """over the kept ids, renumbered, and as many empty ones as make both sides equal where that is possible: `gold` sorts
+    no further than the shorter side goes"""
     full: Bridge
     """the same entries among all ids"""
 
@@ -147,18 +150,17 @@ def cut(projection: Projection, sample: Sample) -> Cut:
     kept = np.isin(projection.student_common, student) & np.isin(projection.teacher_common, teacher)
     pairs = projection.student_common[kept], projection.teacher_common[kept]
     values = projection.values[entries]
-    full_lengths = np.zeros(projection.num_student, dtype=np.int64)
-    full_lengths[student] = lengths
+    width = max(len(student), len(teacher))
     small = Bridge.from_arrays(
-        np.concatenate([[0], np.cumsum(lengths)]),
+        _ends(lengths, np.arange(len(student)), min(width, projection.num_student)),
         np.searchsorted(teacher, columns),
         values,
-        num_teacher=len(teacher),
+        num_teacher=min(width, projection.num_teacher),
         student_common=np.searchsorted(student, pairs[0]),
         teacher_common=np.searchsorted(teacher, pairs[1]),
     )
     full = Bridge.from_arrays(
-        np.concatenate([[0], np.cumsum(full_lengths)]),
+        _ends(lengths, student, projection.num_student),
         columns,
         values,
         num_teacher=projection.num_teacher,
@@ -168,11 +170,18 @@ def cut(projection: Projection, sample: Sample) -> Cut:
     return Cut(student, teacher, small, full)
 
 
+def _ends(lengths: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count + 1]: indptr of `count` rows, those named by `rows` with these lengths, the others empty."""
+    whole = np.zeros(count + 1, dtype=np.int64)
+    whole[rows + 1] = lengths
+    return whole.cumsum()
+
+
 def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
     part = cut(projection, sample)
     student, teacher = (_Side.random(*side, draw) for side in (
-        (part.student, projection.num_student, sample.student_labels),
-        (part.teacher, projection.num_teacher, sample.teacher_labels),
+        (part.student, part.small.num_student, part.full.num_student, sample.student_labels),
+        (part.teacher, part.small.num_teacher, part.full.num_teacher, sample.teacher_labels),
     ))  # fmt: skip
     counts = ", ".join(f"{sample.kinds.count(kind)} {kind}" for kind in COUNTS if kind in sample.kinds)
     for method, exports in METHODS.items():
@@ -200,9 +209,10 @@ def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator)
     # Of two ids with the same bytes one is matched; the other would be sent into it, as it should between two tokenizers.
     matched = identity.student_common[identity.student_common == identity.teacher_common]
     kept = np.intersect1d(part.student, matched)
-    side = _Side.random(kept, identity.num_student, sample.student_labels, draw)
-    count = len(sample.student_labels) - 1
-    numbers = torch.tensor([*range(count), -1])
+    labels = sample.student_labels[:-1][:ROWS_OF_ITSELF]
+    side = _Side.random(kept, len(kept), identity.num_student, labels, draw)
+    count = len(labels)
+    numbers = torch.arange(count)
     for method, exports in METHODS.items():
         apart: list[float] = []
         for export in exports:
@@ -232,11 +242,12 @@ class _Side:
     full: _Rows
 
     @classmethod
-    def random(cls, ids: np.ndarray, columns: int, labels: Tensor, draw: torch.Generator) -> _Side:
+    def random(cls, ids: np.ndarray, width: int, columns: int, labels: Tensor, draw: torch.Generator) -> _Side:
+        """`width` and `columns` are how many there are in all; what is none of the ids has no probability."""
         kept = torch.from_numpy(ids)
-        logits = 3 * torch.randn(len(labels), len(ids), dtype=torch.float64, generator=draw)
-        whole = torch.full((len(labels), columns), ABSENT, dtype=torch.float64)
-        whole[:, kept] = logits
+        logits, whole = (torch.full((len(labels), size), ABSENT, dtype=torch.float64) for size in (width, columns))
+        logits[:, : len(ids)] = 3 * torch.randn(len(labels), len(ids), dtype=torch.float64, generator=draw)
+        whole[:, kept] = logits[:, : len(ids)]
         renumbered = torch.where(labels == IGNORED, IGNORED, torch.searchsorted(kept, labels.clamp_min(0)))
         return cls(_Rows(logits, renumbered), _Rows(whole, labels))
 

@@ -142,7 +142,8 @@ def _start(
     """All models load at the same time."""
     config, timeout_s = job.config, job.config.ray.start_timeout_s
     for group in (aligners, *teachers.values(), student):
-        group.identify(timeout_s)
+        if group.actors:
+            group.identify(timeout_s)
     started = aligners.submit("start")
     for group, parallel, replicas in (
         *((teachers[t.name], t.parallel, True) for t in config.teachers if t.name in teachers),

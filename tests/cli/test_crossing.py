@@ -69,11 +69,11 @@ def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, materia
 
 def test_an_aligner_killed_in_mid_run_changes_no_bit(material, tmp_path):
     """The second of two, over and over: whatever it was doing is done again by another."""
-    steps = ("train.steps=40", "schedule.steps=40", "aligner.workers=2")
+    steps = ("train.steps=200", "schedule.steps=200", "aligner.workers=2")
     calm = train(material, tmp_path / "calm", *steps)
     log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
     with running("train", "-c", material.config(tmp_path / "hit", "foreign"), *steps, log=log) as process:
-        for step in (2, 12):
+        for step in (2, 40):
             until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
             os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
         assert process.wait(timeout=120) == 0, log.read_text()

@@ -135,7 +135,8 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
             flat_chunks(shared, torch.device("cpu")), bridge_of(folders["projection"]),
             method=method, labels=labels, top_k=TOP, **loss,
         )  # fmt: skip
-        (output.kd / shared.num_chunks + CE_WEIGHT * output.ce / ours.num_labels).backward()
+        compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
+        (output.kd / compared + CE_WEIGHT * output.ce / ours.num_labels).backward()
         wanted[method] = whole_gradients(model)
     return wanted
 

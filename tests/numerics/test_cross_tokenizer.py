@@ -43,8 +43,8 @@ def test_a_teacher_equal_to_the_student_gives_zero(method: str, dtype: torch.dty
             )
             output.kd.backward()
             assert 0 <= output.kd.item() / 8 < 1e-6, (divergence, kind)
-            # the L1 has a kink where it is zero, the others a minimum
-            assert method == "uld" or student.grad.abs().max() < 1e-5, (divergence, kind)
+            # an L1 has a kink where it is zero, the others a minimum
+            assert method == "uld" or divergence == "tvd" or student.grad.abs().max() < 1e-5, (divergence, kind)
 
 
 def of_float(data: Documents, kind: str) -> DenseLogits | TopKLogprobs:
@@ -125,23 +125,29 @@ def test_realised_probabilities_of_zero_and_one_have_finite_slopes(divergence: s
         assert x.grad.isfinite().all()
 
 
-def test_a_student_that_is_certain_is_pulled_back_and_nothing_is_lost_to_a_clamp() -> None:
-    """KL between coins at q → 1 in fp32 against fp64, whose student knows what is left to 1e-16."""
-    logits = torch.zeros(3, 5, dtype=torch.float64)
-    logits[:, 0] = torch.tensor([10.0, 14.0, 16.0])
-    chunks, labels = Chunks(torch.arange(3), torch.arange(3), 3), torch.zeros(3, dtype=torch.int64)
-    target = DenseLogits(torch.zeros(3, 5), torch.full((3,), -1.0))
+@pytest.mark.parametrize("method", ["alm", "hybrid", "gold"])
+def test_a_student_that_is_certain_is_pulled_back_as_in_fp64(method: str) -> None:
+    """Labels with a logit far above all others, where logit − logsumexp is 0 in fp32 or a multiple of its rounding."""
+    gaps = torch.tensor([5.0, 10.0, 16.0, 20.0, 30.0, 40.0, 60.0])
+    logits = torch.zeros(2 * len(gaps), 5, dtype=torch.float64)
+    logits[:, 0] = gaps.repeat_interleave(2)
+    logits[:, 1] = 0.3
+    rows = torch.arange(len(gaps)).repeat_interleave(2)
+    labels = torch.zeros(2 * len(gaps), dtype=torch.int64)
+    target = DenseLogits(torch.zeros(len(rows), 5, dtype=torch.float64), torch.full((len(rows),), -0.5))
     values, gradients = [], []
     for dtype in (torch.float32, torch.float64):
-        student = logits.to(dtype, copy=True).requires_grad_()
-        output = chunk_kd_loss(student, target, chunks, identity(5), method="alm", labels=labels, reduction="none")
+        student = (logits + 7).to(dtype).requires_grad_()
+        output = chunk_kd_loss(
+            student, target, Chunks(rows, rows, len(gaps)), identity(5), method=method, labels=labels,
+            chunk_average="chain", reduction="none",
+        )  # fmt: skip
         output.kd.sum().backward()
         values.append(output.kd.detach().double())
         gradients.append(student.grad.double())
-    torch.testing.assert_close(*values, rtol=0.1, atol=0)
-    assert (gradients[0][:, 0] >= 0).all()
-    assert (gradients[0][:, 1:] < 0).all()
-    torch.testing.assert_close(gradients[0][:2], gradients[1][:2], rtol=0.1, atol=0)
+    torch.testing.assert_close(*values, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-9 if method == "gold" else 0)
+    assert method == "gold" or (gradients[0][:, 0] > 0.25).all()
 
 
 def raw_p_kl(student: Tensor, teacher: Tensor, bridge: Bridge, k: int, temperature: float) -> Tensor:
@@ -229,7 +235,7 @@ ROWS, STUDENT, TEACHER = 256, 8192, 8192
 
 
 @pytest.mark.parametrize(("method", "limit"), [
-    ("hybrid", 2.5), ("alm", 2.5), ("strict", 3.2), ("xtoken", 3.2), ("gold", 3.6), ("uld", 3.6),
+    ("hybrid", 2.5), ("alm", 2.5), ("strict", 2.5), ("xtoken", 3.0), ("gold", 3.0), ("uld", 3.0),
 ])  # fmt: skip
 def test_extra_memory_is_the_gradient_and_a_few_pieces(method: str, limit: float) -> None:
     """Bytes per student logit in bf16, 2 of them the gradient, with pieces of N/64 rows."""

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.align.canonical import CanonicalTables
-from distill_rl.align.dp import align_window, align_windows
+from distill_rl.align.dp import align_window, align_windows, load_backend
+from distill_rl.align.dp_problem import make_problem
 from tests.helpers.windows import STUDENT, TEACHER, best_score, check_chunks, same, score, vocabulary
 
 LEFT, RIGHT = vocabulary(STUDENT), vocabulary(TEACHER)
@@ -30,9 +31,35 @@ windows = st.tuples(ids(len(STUDENT)), ids(len(TEACHER)))
 @given(windows)
 def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> None:
     student, teacher = ([side[i].encode() for i in part] for side, part in zip((STUDENT, TEACHER), window))
-    chunks = align_window(*window, TABLES, band=LONGEST)
-    check_chunks(student, teacher, chunks)
-    assert score(*chunks) == best_score(student, teacher)
+    if not (student and teacher):
+        return
+    problem = make_problem(*TABLES.look_up(*window), LONGEST)
+    for backend in ("numba", "numpy"):
+        *marks, count = load_backend(backend)([problem])[0]
+        chunks = [np.where(side < 0, -1, count - 1 - side) for side in marks]
+        assert score(*chunks) == best_score(student, teacher)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from("aabbc "), max_size=20).map("".join), st.randoms(use_true_random=False), st.integers(1, 20))
+def test_chunks_of_one_text_lie_where_the_text_has_them(text, draw, band) -> None:
+    """Both sides cut the same text: a chunk has as many bytes before it on either side, also where words repeat."""
+
+    def cut(tokens: list[str]) -> list[int]:
+        ids, done = [], 0
+        while done < len(text):
+            ids.append(draw.choice([i for i, token in enumerate(tokens) if token and text.startswith(token, done)]))
+            done += len(tokens[ids[-1]])
+        return ids
+
+    student, teacher = (["", *"abc ", *side] for side in (STUDENT, TEACHER))
+    window = np.array(cut(student), np.int32), np.array(cut(teacher), np.int32)
+    chunks = align_window(*window, CanonicalTables(vocabulary(student), vocabulary(teacher)), band=band)
+    spelled = [[side[i].encode() for i in ids] for side, ids in zip((student, teacher), window)]
+    check_chunks(*spelled, chunks)
+    before = [np.cumsum([0, *map(len, side)]) for side in spelled]
+    for chunk in range(int(chunks[0].max(initial=-1)) + 1):
+        assert before[0][np.argmax(chunks[0] == chunk)] == before[1][np.argmax(chunks[1] == chunk)]
 
 
 @settings(max_examples=300, deadline=None)

@@ -166,3 +166,13 @@ def test_bad_settings_are_named() -> None:
         load_backend("torch")
     with pytest.raises(ValueError, match=r"at least 1 token; it is 0"):
         align_window(np.array([0]), np.array([0]), tables, band=0)
+
+
+def test_a_repeated_word_is_not_paired_with_itself_elsewhere() -> None:
+    """The second student token and the last teacher token are both " to", of different places in one text."""
+    student = ["We", " to", "go to", " the", " sea"]
+    teacher = ["We", " ", "togo", " to", " the sea"]
+    assert aligned(student, teacher) == ([0, -1, -1, 1, 1], [0, -1, -1, -1, 1])
+    # a space that only one side writes proves no less; another letter leaves it open which the pair is
+    assert aligned([" We", *student[1:]], teacher)[0] == [-1, -1, -1, 0, 0]
+    assert aligned(["Me", *student[1:]], teacher)[0] == [-1, 0, -1, 1, 1]

@@ -101,7 +101,7 @@ def test_the_summary_of_two_tokenizers_has_the_means_of_their_match_and_the_tabl
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [
-        {"step": step, "train/tokens": 100, "timing/step": 0.5, "align/one_to_one_share": share, "align/coverage": 0.96}
+        {"step": step, "train/tokens": 100, "timing/step": 0.5, "align/one_to_one": share, "align/coverage": 0.96}
         for step, share in ((1, 0.30), (2, 0.40))
     ]
     metrics = write_metrics(tmp_path / "metrics.jsonl", *steps, {"step": 2, "validation/kl_loss": 1.0})

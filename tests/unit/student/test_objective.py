@@ -184,7 +184,7 @@ def test_dense_logits_of_a_table_padded_otherwise_are_those_of_the_same_tokens()
 
 def test_micro_batches_of_chunks_number_their_chunks_through():
     rows = ChunkRows(
-        np.array([[0, 0, 1, -1], [-1, -1, -1, -1], [-1, 0, -1, 1]]), np.array([[0, 1], [-1, -1], [0, 1]]), 9, 5
+        np.array([[0, 0, 1, -1], [-1, -1, -1, -1], [-1, 0, -1, 1]]), np.array([[0, 1], [-1, -1], [0, 1]]), 9, 5, 5
     )
     flat = flat_chunks(rows, torch.device("cpu"))
     assert flat.student.tolist() == [0, 0, 1, -1, -1, -1, -1, -1, -1, 2, -1, 3]
@@ -201,7 +201,7 @@ def test_chunks_are_divided_by_their_own_number_and_labels_by_theirs():
         student_common=range(VOCABULARY), teacher_common=range(VOCABULARY),
     )  # fmt: skip
     numbers = np.array([[0, 1, 2, -1, -1], [0, 1, -1, 2, 3]])
-    shared = ChunkRows(numbers, numbers, 7, 7)
+    shared = ChunkRows(numbers, numbers, 7, 7, 7)
     objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0), [("hybrid", identity)])
     whole = objective(logits, labels, wire(targets), 10, [shared])
     (wanted,) = torch.autograd.grad(whole.loss, logits)

@@ -1,0 +1,267 @@
+"""Small tokenizers of every family, trained on the spot, and a slow aligner that shares no code with the real one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from distill_rl.align import Alignment
+from tests.helpers.tokenizers import CHAT_TEMPLATE, seeded_words
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+REAL = ("qwen3", "mistral-tekken", "mistral-v1", "llm-jp-v2.2", "cl100k_base", "gpt2", "roberta-base", "minimind")
+REAL_LOSSY = ("t5-small", "bert-uncased")
+
+SPECIALS = ("<s>", "</s>", "<pad>", "<|turn|>", "<|end|>", "<unk>")
+OTHER_TEMPLATE = (
+    "{% for message in messages %}{{ '<|turn|>[' + message['role'] + ']: ' + message['content'].strip() + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>[assistant]: ' }}{% endif %}"
+)
+SENTENCES = (
+    "The cat sat on the mat, and 12345 dogs ran home in 1999.",
+    "def f(x):\n    return x + 1  # done\n",
+    "naïve café Übergröße — “quoted” text…",
+    "日本語の文章と中文的句子。",
+    "Привет, мир! नमस्ते دنیا",
+)
+_SPLIT = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _texts(seed: int) -> list[str]:
+    words = seeded_words(seed, 3000)
+    return [" ".join(words[i : i + 15]) for i in range(0, len(words), 15)] + list(SENTENCES) * 4
+
+
+def _specials() -> list[AddedToken]:
+    return [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+
+
+def _train_bpe(tokenizer: Tokenizer, seed: int, size: int, alphabet: Sequence[str] = ()) -> None:
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=_specials(), initial_alphabet=list(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+
+
+def _edited(tokenizer: Tokenizer, edit: Callable[[dict], None]) -> Tokenizer:
+    described = json.loads(tokenizer.to_str())
+    edit(described)
+    return Tokenizer.from_str(json.dumps(described))
+
+
+def _byte_level(seed: int, *, split: bool = False, composed: bool = False, prefix: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split))
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
+    parts = [pre_tokenizers.Split(Regex(_SPLIT), "isolated")] if split else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, whole])
+    tokenizer.decoder = decoders.ByteLevel()
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    _train_bpe(tokenizer, seed, 420 + 40 * seed, sorted(pre_tokenizers.ByteLevel.alphabet()))
+    return tokenizer
+
+
+def _sentencepiece(seed: int, scheme: str) -> Tokenizer:
+    """`scheme`: prepend (the old normalizer), first or always (Metaspace)."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    if scheme == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    trainer = trainers.BpeTrainer(vocab_size=380, special_tokens=_specials(), show_progress=False, max_token_length=8)
+    tokenizer.train_from_iterator([" ".join(text.split()) for text in _texts(seed)], trainer)
+
+    def add_bytes(described: dict) -> None:
+        vocabulary = described["model"]["vocab"]
+        for byte in range(256):
+            vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+        described["model"]["byte_fallback"] = True
+
+    made = _edited(tokenizer, add_bytes)
+    made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", made.token_to_id("<s>"))])
+    return made
+
+
+def _unigram(seed: int, *, fallback: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    prefix = normalizers.Replace(Regex(r"(?<!\n)^"), "▁")
+    tokenizer.normalizer = normalizers.Sequence([prefix, normalizers.Replace(" ", "▁")])
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=_specials(), unk_token="<unk>", show_progress=False, max_piece_length=6
+    )
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+
+    def add_bytes(described: dict) -> None:
+        described["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
+        described["model"]["byte_fallback"] = True
+
+    made = _edited(tokenizer, add_bytes) if fallback else tokenizer
+    made.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", made.token_to_id("</s>"))])
+    return made
+
+
+def _wordpiece(seed: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=420, special_tokens=_specials(), show_progress=False)
+    tokenizer.train_from_iterator(_texts(seed), trainer)
+    return tokenizer
+
+
+_FAMILIES: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": lambda: _byte_level(0),
+    "byte_level_other": lambda: _byte_level(1),
+    "byte_level_nfc": lambda: _byte_level(2, composed=True),
+    "byte_level_prefix": lambda: _byte_level(4, prefix=True),
+    "tiktoken": lambda: _byte_level(3, split=True),
+    "spm_prepend": lambda: _sentencepiece(4, "prepend"),
+    "spm_first": lambda: _sentencepiece(5, "first"),
+    "spm_always": lambda: _sentencepiece(6, "always"),
+    "unigram_fallback": lambda: _unigram(7, fallback=True),
+    "unigram": lambda: _unigram(8, fallback=False),
+    "wordpiece": lambda: _wordpiece(9),
+}
+FAMILIES = tuple(_FAMILIES)
+LOSSLESS = tuple(name for name in FAMILIES if name not in ("unigram", "wordpiece"))
+
+
+@cache
+def family(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of that family, with bos, eos, pad, unk and a chat template."""
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=_FAMILIES[name](),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = OTHER_TEMPLATE if name.startswith(("spm", "unigram")) else CHAT_TEMPLATE
+    return fast
+
+
+@cache
+def real(name: str) -> PreTrainedTokenizerFast:
+    """One of the tokenizers of the shared data; the caller has found that they are there."""
+    return AutoTokenizer.from_pretrained(DATA / "tokenizers" / name)
+
+
+@cache
+def slow_table(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
+    """id → bytes, by rules written down a second time: specials have none, other added tokens are literal."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    byte_level = '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["normalizer"]])
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    letter = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+    table = {}
+    for piece, number in tokenizer.get_vocab().items():
+        if byte_level:
+            table[number] = bytes(letter[char] for char in piece) if set(piece) <= letter.keys() else piece.encode()
+        elif described["model"].get("byte_fallback") and len(piece) == 6 and piece.startswith("<0x"):
+            table[number] = bytes.fromhex(piece[3:5])
+        elif described["model"].get("type") == "WordPiece":
+            table[number] = piece.removeprefix("##").encode()
+        else:
+            table[number] = piece.replace("▁", " ").encode()
+    for token in described["added_tokens"]:
+        table[token["id"]] = b"" if token["special"] else token["content"].encode()
+    return table
+
+
+def slow_walk(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, text: bytes) -> list[tuple[int, int]] | None:
+    """(start, end) in bytes of every token, one by one; None if their bytes are not the text's.
+
+    If the tokens spell the text behind one space more, that space belongs to no text and is left out.
+    """
+    table = slow_table(tokenizer)
+    pieces = [table[number] for number in ids.tolist()]
+    spelled = b"".join(pieces)
+    if spelled == text:
+        surplus = 0
+    elif spelled == b" " + text:
+        surplus = 1
+    else:
+        return None
+    places, cursor = [], 0
+    for piece in pieces:
+        size = len(piece)
+        if surplus and size:
+            size, surplus = size - 1, 0
+        places.append((cursor, cursor + size))
+        cursor += size
+    return places
+
+
+def slow_chunks(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Chunk numbers of two walks over one text, by sets of ends and a loop over tokens."""
+    common = sorted({end for start, end in left if end > start} & {end for start, end in right if end > start})
+    number_of = {end: number for number, end in enumerate(common)}
+
+    def numbers(places: list[tuple[int, int]]) -> list[int]:
+        found, number = [], 0
+        for start, end in places:
+            if start == end or number == len(common):
+                found.append(-1)
+                continue
+            found.append(number)
+            if end in number_of:
+                number += 1
+        return found
+
+    return numbers(left), numbers(right)
+
+
+def check_row(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, text: str, found: Alignment) -> None:
+    """Holds a whole row against the slow walk: exact rows chunk by chunk, others flagged and never wrong in a chunk."""
+    raw = text.encode()
+    walks = [slow_walk(side, ids, raw) for side, ids in ((student, found.student_ids), (teacher, found.teacher_ids))]
+    left, right = walks
+    assert found.exact == (left is not None and right is not None), text
+    if left is not None and right is not None:
+        assert (found.student_chunk.tolist(), found.teacher_chunk.tolist()) == slow_chunks(left, right), text
+        assert found.method == "bytes"
+        return
+    check_chunks_spell_alike(student, teacher, found)
+
+
+def chunk_bytes(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, chunk: np.ndarray, count: int) -> list[bytes]:
+    """What the tokens of each chunk spell."""
+    table, pieces = slow_table(tokenizer), [b""] * count
+    for number, token in zip(chunk.tolist(), ids.tolist()):
+        if number >= 0:
+            pieces[number] += table[token]
+    return pieces
+
+
+def check_chunks_spell_alike(
+    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, found: Alignment
+) -> None:
+    """Every chunk's bytes are equal, but for one space at its front, or those that a WordPiece drops between words."""
+    drops = any(isinstance(side.backend_tokenizer.model, models.WordPiece) for side in (student, teacher))
+    left = chunk_bytes(student, found.student_ids, found.student_chunk, found.num_chunks)
+    right = chunk_bytes(teacher, found.teacher_ids, found.teacher_chunk, found.num_chunks)
+    for ours, theirs in zip(left, right):
+        if drops:
+            assert ours.replace(b" ", b"") == theirs.replace(b" ", b"")
+        else:
+            assert ours.removeprefix(b" ") == theirs.removeprefix(b" ")
+
+
+def check_numbers(found: Alignment) -> None:
+    """Chunk numbers run from 0 without holes or steps back, each has tokens on both sides, and kinds add up."""
+    for chunk in (found.student_chunk, found.teacher_chunk):
+        used = chunk[chunk >= 0]
+        assert chunk.dtype == np.int32
+        assert np.array_equal(np.unique(used), np.arange(found.num_chunks))
+        assert (np.diff(used) >= 0).all()
+    assert list(found.counts) == ["1:1", "1:n", "n:1", "m:n"]
+    assert sum(found.counts.values()) == found.num_chunks

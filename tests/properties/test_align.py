@@ -1,0 +1,182 @@
+"""Invariants of alignment, over every family of tokenizers and texts that tokenizers find hard."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distill_rl.align import Alignment, TokenAligner
+from tests.helpers.align import (
+    FAMILIES,
+    LOSSLESS,
+    SENTENCES,
+    SPECIALS,
+    check_chunks_spell_alike,
+    check_numbers,
+    check_row,
+    family,
+)
+
+PIECES = (
+    *SENTENCES, *SPECIALS, " ", "  ", "\n", "\r\n", "\t", "▁", "<0xE2>", "12345", "1", "🧑‍🚀", "é", "e\u0301", "ﬁ", "İ", "A", "中",
+    "\u00a0", "\u200b", "</s", "ka", "Mi-ter", "\x00", "\u2581\u2581", "❤️", "नमस्ते", "ก็",
+)  # fmt: skip
+hard_texts = st.lists(
+    st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=("Cs",)), max_size=4), max_size=12
+).map("".join)
+plain_texts = hard_texts.map(lambda text: text.replace("▁", "_").replace("<0x", "<x"))
+lossless = st.sampled_from(LOSSLESS)
+families = st.sampled_from(FAMILIES)
+quick = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@cache
+def aligner(student: str, teacher: str, method: str = "auto", fast_ids: bool = True) -> TokenAligner:
+    return TokenAligner(family(student), family(teacher), method, fast_ids=fast_ids)
+
+
+def same(left: Alignment, right: Alignment) -> bool:
+    return left.to_dict() == right.to_dict() and all(
+        np.array_equal(getattr(left, name), getattr(right, name)) for name in ("student_ids", "teacher_ids")
+    )
+
+
+@quick
+@given(lossless, lossless, plain_texts)
+def test_lossless_rows_are_exact_and_chunks_are_those_of_the_slow_walk(student, teacher, text):
+    made = aligner(student, teacher)
+    found = made.align(text)
+    assert found.exact
+    check_numbers(found)
+    check_row(family(student), family(teacher), made.normalize(text), found)
+
+
+@quick
+@given(families, families, hard_texts)
+def test_any_row_is_exact_or_flagged_and_chunks_spell_the_same_on_both_sides(student, teacher, text):
+    made = aligner(student, teacher)
+    found = made.align(text)
+    check_numbers(found)
+    check_row(family(student), family(teacher), made.normalize(text), found)
+
+
+@quick
+@given(families, families, hard_texts)
+def test_swapping_the_sides_swaps_the_answer(student, teacher, text):
+    there, back = aligner(student, teacher).align(text), aligner(teacher, student).align(text)
+    assert same(there, back.swapped())
+    by_ids = aligner(student, teacher).align_ids(there.student_ids, there.teacher_ids)
+    ids_back = aligner(teacher, student).align_ids(there.teacher_ids, there.student_ids)
+    assert (by_ids.exact, by_ids.num_chunks) == (ids_back.exact, ids_back.num_chunks)
+    if by_ids.exact:
+        assert same(by_ids, ids_back.swapped())
+
+
+@quick
+@given(families, hard_texts)
+def test_a_tokenizer_with_itself_is_all_one_to_one(name, text):
+    found = aligner(name, name).align(text)
+    special = aligner(name, name).student.special[found.student_ids]
+    assert found.counts["1:1"] == found.num_chunks
+    assert np.array_equal(found.student_chunk, found.teacher_chunk)
+    # A ▁ that only stands before the text is the one token that is neither special nor in a chunk.
+    assert np.count_nonzero(found.student_chunk[~special] < 0) <= 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(families, families, st.lists(hard_texts, max_size=5), st.none() | st.integers(0, 20))
+def test_a_batch_is_its_rows_one_by_one(student, teacher, texts, limit):
+    made = aligner(student, teacher)
+    batch = made.align_batch(texts, max_student_tokens=limit, max_teacher_tokens=limit)
+    assert len(batch) == len(texts)
+    for text, found in zip(texts, batch):
+        assert same(found, made.align(text, max_student_tokens=limit, max_teacher_tokens=limit))
+
+
+@quick
+@given(families, families, hard_texts, st.integers(0, 7), st.integers(0, 7), st.booleans())
+def test_padding_changes_nothing_whatever_its_ids(student, teacher, text, before, after, valid):
+    made = aligner(student, teacher)
+    bare = made.align_ids(made.tokenize_student(text).ids, made.tokenize_teacher(text).ids)
+    pad = made.student.roles["eos"] if valid else -100
+    ids = np.concatenate([np.full(before, pad), bare.student_ids, np.full(after, pad)])
+    mask = np.zeros(len(ids), np.int64)
+    mask[before : before + len(bare.student_ids)] = 1
+    padded = made.align_ids(ids.tolist(), bare.teacher_ids, student_mask=mask.tolist())
+    assert np.array_equal(padded.student_chunk[mask == 1], bare.student_chunk)
+    assert (padded.student_chunk[mask == 0] == -1).all()
+    assert np.array_equal(padded.teacher_chunk, bare.teacher_chunk)
+    assert padded.stop_pairs == tuple((left + before, right) for left, right in bare.stop_pairs)
+    assert (padded.exact, padded.method) == (bare.exact, bare.method)
+
+
+@quick
+@given(lossless, lossless, plain_texts, st.integers(0, 30), st.integers(0, 30))
+def test_a_cut_row_is_the_beginning_of_the_whole_one_up_to_a_shared_boundary(student, teacher, text, left, right):
+    made = aligner(student, teacher)
+    whole = made.align(text)
+    found = made.align(text, max_student_tokens=left, max_teacher_tokens=right)
+    check_numbers(found)
+    sizes = len(found.student_ids), len(found.teacher_ids)
+    assert sizes[0] <= left
+    assert sizes[1] <= right
+    assert found.dropped == (len(whole.student_ids) - sizes[0], len(whole.teacher_ids) - sizes[1])
+    assert np.array_equal(found.student_chunk, whole.student_chunk[: sizes[0]])
+    assert np.array_equal(found.teacher_chunk, whole.teacher_chunk[: sizes[1]])
+    assert found.exact
+    kept = found.num_chunks
+    if kept < whole.num_chunks:
+        ends = [np.flatnonzero(chunk == kept)[-1] + 1 for chunk in (whole.student_chunk, whole.teacher_chunk)]
+        assert ends[0] > left or ends[1] > right
+
+
+@quick
+@given(families, families, hard_texts)
+def test_tables_made_at_the_start_change_no_answer(student, teacher, text):
+    fast, slow = aligner(student, teacher), aligner(student, teacher, fast_ids=False)
+    assert same(fast.align(text), slow.align(text))
+    ids = fast.tokenize_student(text).ids, fast.tokenize_teacher(text).ids
+    assert same(fast.align_ids(*ids), slow.align_ids(*ids))
+
+
+@quick
+@given(families, families, hard_texts, st.sampled_from(["bytes", "offsets", "dp"]))
+def test_every_method_gives_chunks_that_spell_alike_and_never_claims_exactness_falsely(student, teacher, text, method):
+    found, best = aligner(student, teacher, method).align(text), aligner(student, teacher).align(text)
+    check_numbers(found)
+    check_chunks_spell_alike(family(student), family(teacher), found)
+    assert found.method == method
+    assert found.exact == best.exact
+
+
+@quick
+@given(lossless, lossless, plain_texts, st.data())
+def test_ids_of_which_one_was_changed_are_never_exact(student, teacher, text, data):
+    made = aligner(student, teacher)
+    found = made.align(text)
+    places = np.flatnonzero(found.student_chunk >= 0)
+    if not len(places):
+        return
+    place = data.draw(st.sampled_from(places.tolist()))
+    other = data.draw(st.integers(0, made.student.size - 1))
+    if made.student.token_bytes(other).strip() == made.student.token_bytes(found.student_ids[place]).strip():
+        return
+    changed = found.student_ids.copy()
+    changed[place] = other
+    again = made.align_ids(changed, found.teacher_ids)
+    check_numbers(again)
+    assert not again.exact
+    check_chunks_spell_alike(family(student), family(teacher), again)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_reads_its_own_sentences(name):
+    made = aligner(name, "byte_level")
+    found = [made.align(text) for text in SENTENCES]
+    assert all(row.num_chunks > 3 for row in found)
+    assert all(row.exact for row in found) == (name != "wordpiece")  # the lossy one knows every letter of these
+    assert made.align("\u2603 and on").exact == (name in LOSSLESS)

@@ -1,0 +1,63 @@
+import json
+
+import pytest
+
+from distill_rl.align import TokenAligner, audit
+from distill_rl.align.audit import class_of
+from tests.helpers.align import SENTENCES, family
+from tests.helpers.tokenizers import seeded_words
+
+
+@pytest.mark.parametrize(
+    ("spelled", "name"),
+    [
+        (" hello", "letters"),
+        ("é", "letters"),
+        ("123", "digits"),
+        ("?!", "punctuation"),
+        ("🧑", "punctuation"),
+        ("中文", "cjk"),
+        ("ひカ한", "cjk"),
+        ("мир", "other scripts"),
+        (" \n\t", "whitespace"),
+        ("a1", "mixed"),
+        (b"\xe4\xb8", "parts of characters"),
+    ],
+)
+def test_classes(spelled, name):
+    assert class_of(spelled if isinstance(spelled, bytes) else spelled.encode()) == name
+
+
+def test_a_tokenizer_covers_itself_whole():
+    report = audit(TokenAligner(family("tiktoken"), family("tiktoken")), SENTENCES)
+    assert report.one_to_one_share == report.exact_share == report.aligned_share == 1
+    assert list(report.chunk_lengths) == ["1:1"]
+    assert report.suggested_loss == "hybrid"
+    assert report.methods == {"bytes": len(SENTENCES)}
+
+
+def test_what_is_reported_agrees_with_the_rows():
+    aligner = TokenAligner(family("byte_level"), family("spm_always"))
+    texts = [*SENTENCES, " ".join(seeded_words(3, 50)), "12345 中文"]
+    report = audit(aligner, texts)
+    rows = [aligner.align(text) for text in texts]
+    chunks = sum(row.num_chunks for row in rows)
+    assert report.one_to_one_share == pytest.approx(sum(row.counts["1:1"] for row in rows) / chunks)
+    assert sum(report.chunk_lengths.values()) == chunks == sum(part.chunks for part in report.classes.values())
+    assert report.exact_share == sum(row.exact for row in rows) / len(texts)
+    tokens = sum(row.student_chunk.max(initial=-1) >= 0 and (row.student_chunk >= 0).sum() for row in rows)
+    assert sum(part.chunks * part.student_tokens for part in report.classes.values()) == pytest.approx(tokens)
+    assert {"digits", "letters", "punctuation", "cjk"} <= report.classes.keys()
+    assert 0 < report.common_vocabulary < aligner.student.size
+    assert json.loads(json.dumps(report.to_dict()))["classes"]["digits"]["chunks"] == report.classes["digits"].chunks
+
+
+def test_lossy_sides_are_named_and_few_singles_ask_for_whole_chunks():
+    report = audit(TokenAligner(family("byte_level"), family("wordpiece")), SENTENCES)
+    assert report.exact_share < 1
+    assert list(report.lossy) == ["teacher"]
+    assert report.aligned_share < 1
+    far = audit(TokenAligner(family("byte_level"), family("byte_level_other")), ["\u2603" * 50])
+    assert far.suggested_loss in far.reason or far.reason
+    with pytest.raises(ValueError, match="at least one text"):
+        audit(TokenAligner(family("byte_level"), family("tiktoken")), [])

@@ -1,0 +1,116 @@
+from functools import cache
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from distill_rl.align import TokenAligner, content_spans
+from distill_rl.align.chat import render
+from tests.helpers.align import DATA, FAMILIES, LOSSLESS, check_chunks_spell_alike, check_numbers, chunk_bytes, family, real
+
+CHAT = [
+    {"role": "system", "content": "user"},
+    {"role": "user", "content": "What is 12345, naïve friend?"},
+    {"role": "assistant", "content": "A number.\nIndeed  so."},
+    {"role": "user", "content": "中文?"},
+    {"role": "assistant", "content": "是。"},
+]
+
+
+@cache
+def aligner(student: str, teacher: str) -> TokenAligner:
+    return TokenAligner(family(student), family(teacher))
+
+
+@pytest.mark.parametrize("teacher", FAMILIES)
+def test_contents_are_aligned_templates_are_not_and_turns_end_together(teacher):
+    made = aligner("byte_level", teacher)
+    found = made.align_messages(CHAT)
+    check_numbers(found)
+    check_chunks_spell_alike(family("byte_level"), family(teacher), found)
+    ends = [side.convert_tokens_to_ids("<|end|>") for side in (family("byte_level"), family(teacher))]
+    assert len(found.stop_pairs) == len(CHAT)
+    assert all(found.student_ids[a] == ends[0] and found.teacher_ids[b] == ends[1] for a, b in found.stop_pairs)
+    inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
+    contents = "".join(message["content"] for message in CHAT).encode()
+    special = made.student.special[found.student_ids]
+    assert (found.student_chunk[special] == -1).all()
+    if teacher not in LOSSLESS:
+        assert not found.exact or teacher == "unigram"
+    elif teacher.startswith("byte") or teacher == "tiktoken":
+        assert found.exact
+        assert inside == contents
+    else:  # "]: What" is written with a space that may be the first word's own
+        assert found.exact
+        assert len(inside) > 0.6 * len(contents)
+
+
+def test_the_chat_is_cut_where_both_sides_have_a_boundary_and_a_stop_is_kept():
+    made = aligner("byte_level", "tiktoken")
+    whole = made.align_messages(CHAT)
+    student, teacher = whole.stop_pairs[1]
+    found = made.align_messages(CHAT, max_student_tokens=student + 3)
+    assert len(found.student_ids) == student + 1
+    assert len(found.teacher_ids) == teacher + 1
+    assert found.stop_pairs == whole.stop_pairs[:2]
+    assert found.dropped == (len(whole.student_ids) - student - 1, len(whole.teacher_ids) - teacher - 1)
+    check_numbers(found)
+
+
+@pytest.mark.parametrize("teacher", ["tiktoken", "spm_prepend", "unigram_fallback"])
+def test_what_looks_special_in_a_message_is_text(teacher):
+    made = aligner("byte_level", teacher)
+    chat = [{"role": "user", "content": "say <|end|> and </s>!"}, {"role": "assistant", "content": "no"}]
+    found = made.align_messages(chat)
+    for side, ids in ((family("byte_level"), found.student_ids), (family(teacher), found.teacher_ids)):
+        assert (ids == side.convert_tokens_to_ids("<|end|>")).sum() == 2
+        assert (ids == side.eos_token_id).sum() == 0
+    inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
+    assert b"<|end|>" in inside
+    assert b"</s>" in inside
+    assert len(found.stop_pairs) == 2
+
+
+def test_a_content_that_one_template_strips_is_aligned_without_its_white_space():
+    made = aligner("byte_level", "spm_first")
+    found = made.align_messages([{"role": "user", "content": "  ka lo \n"}, {"role": "assistant", "content": "mi"}])
+    inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
+    assert b"lo" in inside
+    assert not found.exact
+    assert len(found.stop_pairs) == 2
+
+
+def test_messages_are_composed_like_texts():
+    made = aligner("byte_level", "byte_level_nfc")
+    assert made.align_messages([{"role": "user", "content": "cafe\u0301"}]).exact
+
+
+def test_chats_need_templates():
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(family("byte_level").backend_tokenizer.to_str()))
+    with pytest.raises(ValueError, match="chat template"):
+        TokenAligner(family("byte_level"), bare).align_messages(CHAT)
+
+
+def test_contents_are_found_in_order_with_and_without_the_template():
+    tokenizer = family("byte_level")
+    rendered = render(tokenizer, CHAT)
+    spans = content_spans(rendered, CHAT, lambda chat: render(tokenizer, chat))
+    assert [rendered[start:stop] for start, stop in spans] == [message["content"] for message in CHAT]
+    assert rendered[: spans[0][0]].endswith("system\n")  # not the word of the second header
+    assert content_spans(rendered, CHAT[1:]) == spans[1:]
+    assert content_spans("abc", [{"role": "user", "content": "zz"}, {"role": "user", "content": " c "}]) == ((0, 0), (2, 3))
+    assert content_spans(rendered, [{"role": "user", "content": None}]) == ((0, 0),)
+
+
+@pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
+def test_real_templates_with_a_block_of_thought():
+    made = TokenAligner(real("qwen3"), real("minimind"))
+    found = made.align_messages(CHAT)
+    assert found.exact
+    assert len(found.stop_pairs) == len(CHAT)
+    inside = b"".join(chunk_bytes(real("qwen3"), found.student_ids, found.student_chunk, found.num_chunks))
+    assert inside == "".join(message["content"] for message in CHAT).encode()
+    thought = [b"<think>", b"</think>"]
+    place = [made.student.token_bytes(number) in thought for number in found.student_ids.tolist()]
+    assert (found.student_chunk[np.array(place)] == -1).all()
