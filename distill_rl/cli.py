@@ -104,12 +104,17 @@ def _export(options: argparse.Namespace) -> int:
 
 def _align(options: argparse.Namespace) -> int:
     from distill_rl.commands.align import align
-    from distill_rl.config.schema import DataConfig
 
     given = {"text_key": options.text_key, "messages_key": options.messages_key, "split": options.split}
-    data = DataConfig(path=options.data, **{key: value for key, value in given.items() if value is not None})
+    columns = {key: value for key, value in given.items() if value is not None}
     return align(
-        options.student, options.teacher, data, limit=options.limit, json_file=options.json, verify=options.verify
+        options.student,
+        options.teacher,
+        options.data,
+        columns,
+        limit=options.limit,
+        json_file=options.json,
+        verify=options.verify,
     )
 
 

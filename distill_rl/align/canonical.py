@@ -31,9 +31,11 @@ class Strings:
     """int32 [n]"""
     inner: np.ndarray
     """bool [n]: False for an empty string and for one whose leading space was taken off"""
+    widths: np.ndarray
+    """int32 [n]: the bytes that both sides are expected to keep: all, or without white space where a side is lossy"""
 
     def take(self, chosen: np.ndarray) -> Strings:
-        return Strings(self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen])
+        return Strings(self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen], self.widths[chosen])
 
     def joined(self) -> np.ndarray:
         """uint8: all strings, one directly after another."""
@@ -113,7 +115,13 @@ def _inside(table: Spelled, ids: np.ndarray) -> Spelled:
         )
     taken = table.take(np.where(valid, ids, 0))
     strings = taken.strings
-    strings = Strings(strings.flat, strings.starts, np.where(valid, strings.lengths, 0), strings.inner & valid)
+    strings = Strings(
+        strings.flat,
+        strings.starts,
+        np.where(valid, strings.lengths, 0),
+        strings.inner & valid,
+        np.where(valid, strings.widths, 0),
+    )
     return Spelled(strings, np.where(valid, taken.ids, NONE).astype(np.int32), taken.hashes, taken.powers)
 
 
@@ -124,7 +132,7 @@ def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], st
     starts = vocabulary.starts[inside] if vocabulary.size else np.zeros(len(ids), np.int64)
     lengths = np.where(valid, vocabulary.lengths[inside] if vocabulary.size else 0, 0).astype(np.int32)
     if fold is None:
-        return Strings(vocabulary.flat, starts, lengths, lengths > 0)
+        return Strings(vocabulary.flat, starts, lengths, lengths > 0, lengths)
     flat = vocabulary.flat.tobytes()
     folded = [_folded(flat[start : start + n], fold) for start, n in zip(starts.tolist(), lengths.tolist())]
     new_lengths = np.fromiter((len(text) for text, _ in folded), np.int32, len(folded))
@@ -132,7 +140,8 @@ def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], st
     np.cumsum(new_lengths[:-1], out=new_starts[1:])
     new_flat = np.frombuffer(b"".join(text for text, _ in folded), np.uint8)
     glued = np.fromiter((inner for _, inner in folded), bool, len(folded))
-    return Strings(new_flat, new_starts, new_lengths, glued & (new_lengths > 0))
+    widths = np.fromiter((sum(map(len, text.split())) for text, _ in folded), np.int32, len(folded))
+    return Strings(new_flat, new_starts, new_lengths, glued & (new_lengths > 0), widths)
 
 
 def _folded(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:

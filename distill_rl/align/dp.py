@@ -14,7 +14,7 @@ import numpy as np
 
 from distill_rl.align.canonical import Spelled
 from distill_rl.align.dp_check import settle
-from distill_rl.align.dp_problem import Problem, make_problem
+from distill_rl.align.dp_problem import Problem, make_problems, score_of
 
 if TYPE_CHECKING:
     from distill_rl.align.canonical import CanonicalTables
@@ -36,7 +36,7 @@ def align_window(
         student, teacher: int [n], [m]: the window's token ids of the two vocabularies; either may be empty.
         tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, made once per pair.
         backend: numba | numpy | cuda; all give the same answer.
-        band: half-width in tokens of the strip around the diagonal of equal shares of bytes that is searched.
+        band: half-width in tokens of the strip that is searched, which follows the bytes that both sides spell.
     Returns:
         int32 [n], int32 [m]: chunks 0, 1, … in the order of the text, each on both sides: one token on one side and
         one to four on the other that spell the same canonical string; −1 for a token of a gap, of an unequal pair,
@@ -60,15 +60,16 @@ def align_windows(
     if band < 1:
         raise ValueError(f"band must be at least 1 token; it is {band}; set aligner.dp.band: 64")
     sides = [_oriented(*tables.look_up(student, teacher)) for student, teacher in windows]
-    solved = iter(
-        solve([make_problem(rows, columns, band) for rows, columns, _ in sides if len(rows) and len(columns)])
-    )
+    problems = [make_problems(rows, columns, band) if len(rows) and len(columns) else [] for rows, columns, _ in sides]
+    solved = iter(solve([problem for strips in problems for problem in strips]))
     results = []
-    for rows, columns, swapped in sides:
-        if len(rows) and len(columns):
-            chunks = settle(rows, columns, *next(solved))
-        else:
+    for (rows, columns, swapped), strips in zip(sides, problems):
+        # The first of equally good ones, so that every backend takes the same.
+        found = max((next(solved) for _ in strips), key=lambda marks: score_of(*marks), default=None)
+        if found is None:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
+        else:
+            chunks = settle(rows, columns, *found)
         results.append(chunks[::-1] if swapped else chunks)
     return results
 

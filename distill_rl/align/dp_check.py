@@ -11,6 +11,8 @@ from distill_rl.align.canonical import Spelled
 # How many chunks in a row may be out of place between two that agree.
 REACH = 16
 
+_WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
+
 
 def settle(
     rows: Spelled, columns: Spelled, row_marks: np.ndarray, column_marks: np.ndarray, count: int
@@ -65,7 +67,8 @@ def _in_place(
     sides cut the text differently. If both sides spell the same bytes between two chunks (or an end of the window),
     then that stretch of text is known, and a chunk inside of it that has more bytes before it on one side than on the
     other is such a pair. Where a lossy side changed the text the bytes differ and nothing is disproved. Without
-    `spaces` the same is found of the other bytes alone, since a side may write a space that the other does not.
+    `spaces` the same is found of the bytes that are no white space, which a side may write or drop where the other
+    does not.
     """
     true = np.ones(count, bool)
     texts, begins, ends = zip(
@@ -96,7 +99,7 @@ def _places(side: Spelled, chunk: np.ndarray, count: int, spaces: bool) -> tuple
     text = side.strings.joined()
     reached = np.concatenate(([0], np.cumsum(side.strings.lengths, dtype=np.int64)))
     if not spaces:
-        kept = text != ord(" ")
+        kept = ~_WHITE[text]
         text, reached = text[kept], np.concatenate(([0], np.cumsum(kept)))[reached]
     inside = np.flatnonzero(chunk >= 0)
     first, last = np.zeros(count, np.int64), np.zeros(count, np.int64)

@@ -40,11 +40,17 @@ class Problem:
     """int64 [n + 2]: cell (i, j) is the number offsets[i] + j − low[i]"""
 
 
-def make_problem(rows: Spelled, columns: Spelled, band: int) -> Problem:
-    low, high = _strip(rows, columns, band)
-    offsets = np.zeros(len(rows) + 2, np.int64)
-    np.cumsum(high - low + 1, out=offsets[1:])
-    return Problem(rows.ids, columns.ids, _joins(rows), _joins(columns), low, high, offsets)
+def make_problems(rows: Spelled, columns: Spelled, band: int) -> list[Problem]:
+    """One window of at least a token on either side, with each strip that is worth a search: the one of equal shares,
+    and the one of equal bytes where that is another."""
+    joins = _joins(rows), _joins(columns)
+    problems = []
+    for middle in _middles(rows, columns, band):
+        low, high = _strip(middle, len(columns), band)
+        offsets = np.zeros(len(rows) + 2, np.int64)
+        np.cumsum(high - low + 1, out=offsets[1:])
+        problems.append(Problem(rows.ids, columns.ids, *joins, low, high, offsets))
+    return problems
 
 
 def _joins(side: Spelled) -> np.ndarray:
@@ -63,26 +69,47 @@ def _not_zero(hashes: np.ndarray) -> np.ndarray:
     return np.maximum(hashes, np.uint64(1))
 
 
-def _strip(rows: Spelled, columns: Spelled, band: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last column of each row.
+def _middles(rows: Spelled, columns: Spelled, band: int) -> list[np.ndarray]:
+    """int64 [n + 1] each: the column where every row's path is expected.
 
-    The strip's middle is where both sides have spelled equal shares of their bytes (of their tokens, where a side
-    spells nothing), which is the very path where the bytes agree, however differently the two sides cut them. A row
-    reaches from `band` columns before the middle of the row above to `band` columns after its own: rows overlap
+    Where both sides spell the whole window, a row's place is where the columns have spelled the same share of their
+    bytes, however differently the two sides cut the text; a lossy side that drops letters throughout is followed, too.
+    Where one side ends early (cut off at some length), it is where the columns have spelled as many bytes. Where a
+    side spells nothing, tokens are counted in place of bytes. (Bytes are `Strings.widths`.)
+    """
+    n, m = len(rows), len(columns)
+    spelt_rows, spelt_columns = (np.cumsum(side.strings.widths, dtype=np.int64) for side in (rows, columns))
+    known = bool(spelt_rows[-1] and spelt_columns[-1])
+    if not known:
+        spelt_rows, spelt_columns = np.arange(1, n + 1), np.arange(1, m + 1)
+    shares = np.zeros(n + 1, np.int64)
+    shares[1:] = np.searchsorted(spelt_columns * spelt_rows[-1], spelt_rows * spelt_columns[-1], side="right")
+    if not known:
+        return [shares]
+    same = np.zeros(n + 1, np.int64)
+    same[1:] = np.searchsorted(spelt_columns, spelt_rows, side="right")
+    return [shares, same] if np.abs(shares - same).max() > band // 2 else [shares]
+
+
+def _strip(middle: np.ndarray, m: int, band: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last column of each row, int32 [n + 1].
+
+    A row reaches from `band` columns before the middle of the row above to `band` columns after its own: rows overlap
     whatever the two lengths are, so a path of gaps always exists, and all rows together have at most
     (n + 1)·(2·band + 1) + m cells.
     """
-    n, m = len(rows), len(columns)
-    spelt_rows, spelt_columns = (np.cumsum(side.strings.lengths, dtype=np.int64) for side in (rows, columns))
-    if not (n and m and spelt_rows[-1] and spelt_columns[-1]):
-        spelt_rows, spelt_columns = np.arange(1, n + 1), np.arange(1, m + 1)
-    middle = np.zeros(n + 1, np.int64)
-    if n and m:
-        middle[1:] = np.searchsorted(spelt_columns * spelt_rows[-1], spelt_rows * spelt_columns[-1], side="right")
     low, high = middle - band, np.minimum(middle + band, m)
     low[1:] = low[:-1].copy()
     high[-1] = m
     return np.maximum(low, 0).astype(np.int32), high.astype(np.int32)
+
+
+def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int:
+    """The (doubled) score of what `trace_back` found; an unequal pair counts as the two gaps that it is worth."""
+    sizes = [np.bincount(marks[marks >= 0], minlength=count) for marks in (row_marks, column_marks)]
+    larger = np.maximum(*sizes)
+    unpaired = int((row_marks < 0).sum() + (column_marks < 0).sum())
+    return int(np.where(larger == 1, EQUAL_SCORE, JOIN_SCORE * larger).sum()) + GAP_SCORE * unpaired
 
 
 def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -108,7 +108,9 @@ class IdAligner:
             stops = _tail(spelled, ends, starts)
             window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
             count = _append(numbers, window, starts, head.count)
-            tail, _, _ = chunks_by_ends(*(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops)))
+            tail, _, _ = chunks_by_ends(
+                *(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
+            )
             _append(numbers, (tail.student, tail.teacher), stops, count)
         return Found(_numbered([side.full(part) for side, part in zip(sides, numbers)]), sides, False, method)
 

@@ -94,13 +94,14 @@ class Side:
 
     def spell(self, chosen: np.ndarray | None = None) -> np.ndarray:
         """uint8: the bytes of all, or of the chosen tokens, without the dropped ones."""
-        starts = self.vocabulary.starts.take(self.ids)
-        for place in self.dropped:
-            starts[place] += 1
         if chosen is None:
-            return gather(self.vocabulary, starts, self.lengths, self.ends)
-        lengths = self.lengths.take(chosen)
-        return gather(self.vocabulary, starts.take(chosen), lengths, lengths.cumsum(dtype=np.int64))
+            starts, lengths, ends = self.vocabulary.starts.take(self.ids), self.lengths, self.ends
+        else:
+            starts, lengths = self.vocabulary.starts.take(self.ids.take(chosen)), self.lengths.take(chosen)
+            ends = lengths.cumsum(dtype=np.int64)
+        for place in self.dropped:
+            starts[place if chosen is None else chosen == place] += 1
+        return gather(self.vocabulary, starts, lengths, ends)
 
     @cached_property
     def ends(self) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,22 @@ class Rows:
     """empty for rows of text"""
 
 
-def align(student: str, teacher: str, data: DataConfig, *, limit: int, json_file: Path | None, verify: bool) -> int:
+def align(
+    student: str,
+    teacher: str,
+    path: str,
+    columns: Mapping[str, str],
+    *,
+    limit: int,
+    json_file: Path | None,
+    verify: bool,
+) -> int:
     """Prints a coverage audit, and with `verify` the checks; 1 if a check failed, else 0.
 
     Args:
         student, teacher: folders or hub names; only the tokenizers are read.
-        data: path, split and columns.
+        path: as `data.path`.
+        columns: `split`, `text_key`, `messages_key` of `data` where they are not the defaults.
         limit: at most so many rows, evenly spaced over the data.
         json_file: gets the audit and the checks.
 
@@ -47,12 +57,16 @@ def align(student: str, teacher: str, data: DataConfig, *, limit: int, json_file
     from rich.console import Console
 
     from distill_rl.align import TokenAligner, audit
+    from distill_rl.config.schema import DataConfig
     from distill_rl.files import write_json
     from distill_rl.models.hub import read_tokenizer
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
     ours, theirs = read_tokenizer(student), read_tokenizer(teacher)
+    data = DataConfig(path=path)
+    for key, value in columns.items():
+        setattr(data, key, value)
     rows = read_rows(data, limit)
     aligner = TokenAligner(ours, theirs)
     report = audit(aligner, rows.texts)

@@ -14,7 +14,16 @@ from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
 from distill_rl.errors import DataError
-from distill_rl.types import IGNORE_INDEX, BatchInfo, ChunkRows, DocumentBatch, RankBatch, TokenRows
+from distill_rl.types import (
+    IGNORE_INDEX,
+    AlignmentInfo,
+    BadRow,
+    BatchInfo,
+    ChunkRows,
+    DocumentBatch,
+    RankBatch,
+    TokenRows,
+)
 
 _ROW_MULTIPLE = 8
 """Rows are as long as a multiple of this, which matrix multiplications on tensor cores ask for."""
@@ -183,19 +192,33 @@ def build_batch(
     began = time.perf_counter()
     encoded = [NOTHING if document["row"] in skip else tokenization.encode(document) for document in batch.documents]
     rows = lay_out(encoded, plan)
-    num_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-    info = BatchInfo(
+    info = describe(batch, encoded, rows, began)
+    num_labels = info.num_labels
+    student, *teachers = (divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
+    return info, student, teachers
+
+
+def describe(
+    batch: DocumentBatch,
+    encoded: Sequence[Encoded],
+    rows: TokenRows,
+    began: float,
+    alignments: tuple[AlignmentInfo, ...] = (),
+    bad_rows: tuple[BadRow, ...] = (),
+) -> BatchInfo:
+    """What the driver needs to know; `began` is when the work did, by `time.perf_counter`."""
+    return BatchInfo(
         index=batch.index,
         cursor=batch.cursor,
         num_documents=len(encoded),
         num_rows=rows.shape[0],
         num_tokens=sum(len(document.input_ids) for document in encoded),
-        num_labels=num_labels,
+        num_labels=int(np.count_nonzero(rows.labels != IGNORE_INDEX)),
         num_truncated=sum(document.truncated for document in encoded),
         seconds=time.perf_counter() - began,
+        alignments=alignments,
+        bad_rows=bad_rows,
     )
-    student, *teachers = (divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
-    return info, student, teachers
 
 
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:

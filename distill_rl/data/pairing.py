@@ -6,14 +6,25 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Tokenized, content_spans
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.chat import render_document
-from distill_rl.data.collate import NOTHING, BatchPlan, Encoded, Tokenization, build_batch, divide, lay_out, pad_id
+from distill_rl.data.chat import render, render_document
+from distill_rl.data.collate import (
+    NOTHING,
+    BatchPlan,
+    Encoded,
+    Tokenization,
+    build_batch,
+    describe,
+    divide,
+    lay_out,
+    pad_id,
+)
 from distill_rl.errors import DataError
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -118,18 +129,7 @@ class BatchBuilder:
             infos.append(_describe(partner.name, paired, shared))
             supervised = int(np.count_nonzero(theirs.labels != IGNORE_INDEX))
             teachers.append(divide(theirs, share.dp, batch.index, supervised))
-        info = BatchInfo(
-            index=batch.index,
-            cursor=batch.cursor,
-            num_documents=len(encoded),
-            num_rows=rows.shape[0],
-            num_tokens=sum(len(document.input_ids) for document in encoded),
-            num_labels=num_labels,
-            num_truncated=sum(document.truncated for document in encoded),
-            seconds=time.perf_counter() - began,
-            alignments=tuple(infos),
-            bad_rows=tuple(bad),
-        )
+        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad))
         return info, divide(rows, self._plan.student.dp, batch.index, num_labels, chunks), teachers
 
     def _pair_or_leave(self, document: Mapping[str, Any], bad: list[BadRow]) -> tuple[Encoded, list[Paired | None]]:
@@ -181,7 +181,7 @@ class BatchBuilder:
                 message["content"] = partner.aligner.normalize(message["content"])
         row = document["row"]
         encoded, text = self._tokenization.encode_chat({"row": row, "messages": messages})
-        student = Tokenized(encoded.input_ids, text, content_spans(text, messages))
+        student = _chat(encoded.input_ids, text, messages, self._tokenization.tokenizer)
         theirs = [None if partner is None else _tokenize_for(partner, messages, row) for partner in self._partners]
         return student, encoded, theirs
 
@@ -205,7 +205,11 @@ class BatchBuilder:
 def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
     text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False)
     ids = partner.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return Tokenized(np.asarray(ids, dtype=np.int32), text, content_spans(text, messages))
+    return _chat(np.asarray(ids, dtype=np.int32), text, messages, partner.tokenizer)
+
+
+def _chat(ids: np.ndarray, text: str, messages: Sequence[Mapping[str, str]], tokenizer: Any) -> Tokenized:
+    return Tokenized(ids, text, content_spans(text, messages, partial(render, tokenizer)))
 
 
 def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> Paired:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distill_rl.align.canonical import CanonicalTables
 from distill_rl.align.dp import align_window, align_windows, load_backend
-from distill_rl.align.dp_problem import make_problem
+from distill_rl.align.dp_problem import make_problems
 from tests.helpers.windows import STUDENT, TEACHER, best_score, check_chunks, same, score, vocabulary
 
 LEFT, RIGHT = vocabulary(STUDENT), vocabulary(TEACHER)
@@ -33,7 +33,7 @@ def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> Non
     student, teacher = ([side[i].encode() for i in part] for side, part in zip((STUDENT, TEACHER), window))
     if not (student and teacher):
         return
-    problem = make_problem(*TABLES.look_up(*window), LONGEST)
+    problem = make_problems(*TABLES.look_up(*window), LONGEST)[0]
     for backend in ("numba", "numpy"):
         *marks, count = load_backend(backend)([problem])[0]
         chunks = [np.where(side < 0, -1, count - 1 - side) for side in marks]
@@ -41,7 +41,9 @@ def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> Non
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from("aabbc "), max_size=20).map("".join), st.randoms(use_true_random=False), st.integers(1, 20))
+@given(
+    st.lists(st.sampled_from("aabbc "), max_size=20).map("".join), st.randoms(use_true_random=False), st.integers(1, 20)
+)
 def test_chunks_of_one_text_lie_where_the_text_has_them(text, draw, band) -> None:
     """Both sides cut the same text: a chunk has as many bytes before it on either side, also where words repeat."""
 

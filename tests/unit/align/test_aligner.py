@@ -38,7 +38,9 @@ def test_characters_are_cut_at_shared_bytes_inside_of_them():
     assert found.counts == {"1:1": 3, "1:n": 0, "n:1": 0, "m:n": 0}
 
 
-@pytest.mark.parametrize("text", ["12345", "1 12 123 1234", "x  y   z\t\t \n", "a\r\nb\r\n", "🧑‍🚀👨‍👩‍👧‍👦", "if x:\n        y = 10_000\n"])
+@pytest.mark.parametrize(
+    "text", ["12345", "1 12 123 1234", "x  y   z\t\t \n", "a\r\nb\r\n", "🧑‍🚀👨‍👩‍👧‍👦", "if x:\n        y = 10_000\n"]
+)
 @pytest.mark.parametrize("teacher", LOSSLESS)
 def test_digits_white_space_and_joined_emoji_are_exact_in_chunks_of_any_size(text, teacher):
     found = aligner("tiktoken", teacher).align(text)
@@ -111,7 +113,8 @@ def test_lower_casing_loses_capitals_and_keeps_the_rest():
     assert found.method == "offsets"
     chunk_of = dict(zip(spelled(made, found, "teacher"), found.teacher_chunk.tolist()))
     assert chunk_of[b"the"] == -1
-    assert chunk_of[b"sat"] >= 0
+    assert chunk_of[b"at"] >= 0
+    assert chunk_of[b"1"] >= 0
     assert found.lossy >= 1
     check_numbers(found)
 
@@ -140,7 +143,9 @@ def test_what_looks_special_is_text_and_the_callers_tokenizer_stays_as_it_was(na
 
 
 def test_padding_and_truncation_on_the_callers_tokenizer_do_not_reach_the_aligner():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(family("byte_level").backend_tokenizer.to_str()))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(family("byte_level").backend_tokenizer.to_str())
+    )
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding(length=50)
     text = "a longer text than that"

@@ -7,7 +7,16 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
 from distill_rl.align.chat import render
-from tests.helpers.align import DATA, FAMILIES, LOSSLESS, check_chunks_spell_alike, check_numbers, chunk_bytes, family, real
+from tests.helpers.align import (
+    DATA,
+    FAMILIES,
+    LOSSLESS,
+    check_chunks_spell_alike,
+    check_numbers,
+    chunk_bytes,
+    family,
+    real,
+)
 
 CHAT = [
     {"role": "system", "content": "user"},
@@ -30,8 +39,9 @@ def test_contents_are_aligned_templates_are_not_and_turns_end_together(teacher):
     check_numbers(found)
     check_chunks_spell_alike(family("byte_level"), family(teacher), found)
     ends = [side.convert_tokens_to_ids("<|end|>") for side in (family("byte_level"), family(teacher))]
-    assert len(found.stop_pairs) == len(CHAT)
-    assert all(found.student_ids[a] == ends[0] and found.teacher_ids[b] == ends[1] for a, b in found.stop_pairs)
+    turns = [pair for pair in found.stop_pairs if pair != (0, 0)]  # bos, where both templates begin with it
+    assert len(turns) == len(CHAT)
+    assert all(found.student_ids[a] == ends[0] and found.teacher_ids[b] == ends[1] for a, b in turns)
     inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
     contents = "".join(message["content"] for message in CHAT).encode()
     special = made.student.special[found.student_ids]
@@ -49,11 +59,11 @@ def test_contents_are_aligned_templates_are_not_and_turns_end_together(teacher):
 def test_the_chat_is_cut_where_both_sides_have_a_boundary_and_a_stop_is_kept():
     made = aligner("byte_level", "tiktoken")
     whole = made.align_messages(CHAT)
-    student, teacher = whole.stop_pairs[1]
+    student, teacher = whole.stop_pairs[2]
     found = made.align_messages(CHAT, max_student_tokens=student + 3)
     assert len(found.student_ids) == student + 1
     assert len(found.teacher_ids) == teacher + 1
-    assert found.stop_pairs == whole.stop_pairs[:2]
+    assert found.stop_pairs == whole.stop_pairs[:3]
     assert found.dropped == (len(whole.student_ids) - student - 1, len(whole.teacher_ids) - teacher - 1)
     check_numbers(found)
 
@@ -69,14 +79,16 @@ def test_what_looks_special_in_a_message_is_text(teacher):
     inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
     assert b"<|end|>" in inside
     assert b"</s>" in inside
-    assert len(found.stop_pairs) == 2
+    assert len([pair for pair in found.stop_pairs if pair != (0, 0)]) == 2
 
 
 def test_a_content_that_one_template_strips_is_aligned_without_its_white_space():
     made = aligner("byte_level", "spm_first")
-    found = made.align_messages([{"role": "user", "content": "  ka lo \n"}, {"role": "assistant", "content": "mi"}])
+    found = made.align_messages(
+        [{"role": "user", "content": "  Indeed, the 12345th lot! \n"}, {"role": "assistant", "content": "mi"}]
+    )
     inside = b"".join(chunk_bytes(family("byte_level"), found.student_ids, found.student_chunk, found.num_chunks))
-    assert b"lo" in inside
+    assert b"12345" in inside
     assert not found.exact
     assert len(found.stop_pairs) == 2
 
@@ -99,7 +111,10 @@ def test_contents_are_found_in_order_with_and_without_the_template():
     assert [rendered[start:stop] for start, stop in spans] == [message["content"] for message in CHAT]
     assert rendered[: spans[0][0]].endswith("system\n")  # not the word of the second header
     assert content_spans(rendered, CHAT[1:]) == spans[1:]
-    assert content_spans("abc", [{"role": "user", "content": "zz"}, {"role": "user", "content": " c "}]) == ((0, 0), (2, 3))
+    assert content_spans("abc", [{"role": "user", "content": "zz"}, {"role": "user", "content": " c "}]) == (
+        (0, 0),
+        (2, 3),
+    )
     assert content_spans(rendered, [{"role": "user", "content": None}]) == ((0, 0),)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from distill_rl.align.canonical import CanonicalTables
 from distill_rl.align.dp import BACKENDS, align_window, align_windows, load_backend
-from distill_rl.align.dp_problem import make_problem
+from distill_rl.align.dp_problem import make_problems
 from tests.helpers.windows import STUDENT, TEACHER, check_chunks, random_windows, same, vocabulary
 
 CPU = [name for name in BACKENDS if name != "cuda"]
@@ -101,7 +101,7 @@ def test_equal_hashes_of_unequal_bytes_make_no_chunk() -> None:
     half = len(word) // 2
     tables = CanonicalTables(vocabulary(["x", word[:half], word[half:], "y"]), vocabulary(["x", other, "y"]))
     rows, columns = tables.look_up(np.arange(4), np.arange(3))
-    problem = make_problem(columns, rows, 64)
+    (problem,) = make_problems(columns, rows, 64)
     assert problem.row_joins[1, 0] == problem.column_joins[2, 1] != 0
     for backend in CPU:
         found = align_window(np.arange(4), np.arange(3), tables, backend=backend)
@@ -148,16 +148,37 @@ def test_the_strip_follows_the_bytes() -> None:
     assert [max(side[:100]) for side in found] == [-1, -1]
 
 
+@pytest.mark.parametrize("band", [1, 8])
+def test_a_side_that_ends_early_is_followed_to_its_end(band: int) -> None:
+    words = [f" {number}" for number in range(400)]
+    for kept in (150, 399):
+        found = aligned(words, words[:kept], band=band)
+        assert found == ([*range(kept), *[-1] * (400 - kept)], list(range(kept)))
+
+
+def test_a_lossy_side_that_drops_white_space_is_followed() -> None:
+    """600 line breaks in the first half and none in the second; the other side has no white space at all."""
+    lines = [part for number in range(200) for part in (f"{number}", "\n", "\n", "\n")]
+    words = [f" {number}" for number in range(200, 400)]
+    found = aligned([*lines, *words], [str(number) for number in range(400)], band=4, lossy=True)
+    assert found[1] == list(range(400))
+    assert [place for place, number in enumerate(found[0]) if number < 0] == [
+        place for place, part in enumerate(lines) if part == "\n"
+    ]
+
+
 @pytest.mark.parametrize(("student", "teacher"), [(2048, 2048), (2048, 1), (4096, 512), (65536, 40000)])
 def test_cells_grow_linearly(student: int, teacher: int) -> None:
     tables = CanonicalTables(vocabulary(["a", "aaaaaaa", ""]), vocabulary(["a", "aaa", ""]))
     draw = np.random.default_rng(0)
     sides = sorted(tables.look_up(draw.integers(0, 3, student), draw.integers(0, 3, teacher)), key=len)
-    problem = make_problem(*sides, 64)
-    assert problem.offsets[-1] <= (len(sides[0]) + 1) * (2 * 64 + 1) + len(sides[1])
-    assert problem.low[0] == 0
-    assert problem.high[-1] == len(sides[1])
-    assert (problem.low[1:] <= problem.high[:-1]).all()
+    problems = make_problems(*sides, 64)
+    assert len(problems) <= 2
+    for problem in problems:
+        assert problem.offsets[-1] <= (len(sides[0]) + 1) * (2 * 64 + 1) + len(sides[1])
+        assert problem.low[0] == 0
+        assert problem.high[-1] == len(sides[1])
+        assert (problem.low[1:] <= problem.high[:-1]).all()
 
 
 def test_bad_settings_are_named() -> None:

@@ -30,7 +30,12 @@ PAIRS = [
     ("mistral-v1", "mistral-tekken"),
     ("roberta-base", "cl100k_base"),
 ]
-LOSSY_PAIRS = [("qwen3", "t5-small"), ("qwen3", "bert-uncased"), ("t5-small", "mistral-v1"), ("bert-uncased", "t5-small")]
+LOSSY_PAIRS = [
+    ("qwen3", "t5-small"),
+    ("qwen3", "bert-uncased"),
+    ("t5-small", "mistral-v1"),
+    ("bert-uncased", "t5-small"),
+]
 SCRIPTS = ("cmn_hans", "cmn_hant", "jpn", "arb", "hin", "tha", "kor", "rus", "ell_polytonic", "vie", "heb", "eng")
 
 
@@ -53,7 +58,21 @@ def texts() -> tuple[str, ...]:
     for name in ("ast.py", "heapq.py", "json/decoder.py", "textwrap.py", "decimal.py", "_pydecimal.py"):
         found += cuts((library / name).read_text("utf-8"), 3, 500)
     found += mathematics(draw)
-    found += ["", " ", "  ", "\n", "▁", "▁▁ x", "a\u0301e\u0301", "\r\n\t x", "</s>", "<|im_end|> <s>", "<0xE2>", "🧑‍🚀👨‍👩‍👧", "12345 1,234.5"]
+    found += [
+        "",
+        " ",
+        "  ",
+        "\n",
+        "▁",
+        "▁▁ x",
+        "a\u0301e\u0301",
+        "\r\n\t x",
+        "</s>",
+        "<|im_end|> <s>",
+        "<0xE2>",
+        "🧑‍🚀👨‍👩‍👧",
+        "12345 1,234.5",
+    ]
     return tuple(found)
 
 

@@ -12,6 +12,7 @@ from distill_rl.align import TokenAligner
 from distill_rl.align.projection import build_projection
 from distill_rl.losses import METHODS
 from distill_rl.verify import losses as checks
+from distill_rl.verify.sample import CHUNKS_OF_A_KIND, IGNORED, cut, take_chunks
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 
 STUDENT, TEACHER = tiny_tokenizer(320, seed=1), tiny_tokenizer(420, seed=2)
@@ -28,27 +29,27 @@ def test_every_method_passes_both_checks() -> None:
 
 def test_the_sample_has_chunks_of_every_kind_that_the_texts_have() -> None:
     found = [ALIGNER.align(text) for text in TEXTS]
-    sample = checks.take_chunks(found)
+    sample = take_chunks(found)
     assert set(sample.kinds) == {kind for one in found for kind, count in one.counts.items() if count}
-    assert max(sample.kinds.count(kind) for kind in sample.kinds) <= checks.CHUNKS_OF_A_KIND
+    assert max(sample.kinds.count(kind) for kind in sample.kinds) <= CHUNKS_OF_A_KIND
     for numbers, labels in (
         (sample.chunks.student, sample.student_labels),
         (sample.chunks.teacher, sample.teacher_labels),
     ):
         assert numbers.shape == labels.shape
         assert numbers[-2:].tolist() == [-1, -1]
-        assert labels[-1] == checks.IGNORED
+        assert labels[-1] == IGNORED
         assert sorted(set(numbers[:-2].tolist())) == list(range(sample.chunks.count))
 
 
 def test_the_cut_keeps_whole_rows_of_the_projection_and_the_pairs_among_its_ids() -> None:
     projection = build_projection(STUDENT, TEACHER, student_columns=320, teacher_columns=420)
-    part = checks.cut(projection, checks.take_chunks([ALIGNER.align(TEXTS[0])]))
+    part = cut(projection, take_chunks([ALIGNER.align(TEXTS[0])]))
     assert len(part.student) < 320
-    for small, big in enumerate(part.student):
-        ours = slice(part.small.indptr[small], part.small.indptr[small + 1])
-        whole = slice(projection.indptr[big], projection.indptr[big + 1])
-        assert part.teacher[part.small.indices[ours]].tolist() == projection.indices[whole].tolist()
+    ends, whole_ends = part.small.indptr.tolist(), projection.indptr.tolist()
+    for small, big in enumerate(part.student.tolist()):
+        ours, whole = slice(*ends[small : small + 2]), slice(*whole_ends[big : big + 2])
+        assert [part.teacher[column] for column in part.small.indices[ours]] == projection.indices[whole].tolist()
         assert np.array_equal(part.small.values[ours].numpy(), projection.values[whole])
     pairs = zip(part.small.student_common.tolist(), part.small.teacher_common.tolist())
     whole_pairs = set(zip(projection.student_common.tolist(), projection.teacher_common.tolist()))
@@ -59,7 +60,7 @@ def test_the_cut_keeps_whole_rows_of_the_projection_and_the_pairs_among_its_ids(
 
 def test_texts_without_a_chunk_are_refused() -> None:
     with pytest.raises(ValueError, match="must have a chunk"):
-        checks.take_chunks([ALIGNER.align("")])
+        take_chunks([ALIGNER.align("")])
 
 
 def test_a_loss_that_is_off_by_a_little_fails_its_method_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +75,18 @@ def test_a_loss_that_is_off_by_a_little_fails_its_method_and_no_other(monkeypatc
     failed = [check.name for check in checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS) if not check.passed]
     assert len(failed) == 2
     assert all(name.startswith("alm") for name in failed)
+
+
+def test_a_loss_with_the_right_value_and_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = checks.chunk_kd_loss
+
+    def wrong(*arguments, **settings):
+        output = plain(*arguments, **settings)
+        return replace(output, kd=2 * output.kd - output.kd.detach())
+
+    monkeypatch.setattr(checks, "chunk_kd_loss", wrong)
+    found = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    assert not any(check.passed for check in found if "gradient" in check.name)
 
 
 def test_a_loss_that_gives_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,251 @@
+"""Time of alignment on one core, beside what is commonly used, with two real tokenizers and a text of one's own.
+
+    bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt]
+
+Every row has 2,048 tokens on the student's side unless it says otherwise. Times are medians of rounds in which the
+contenders take turns. TRL's walk is given byte offsets that are already computed: it is timed for the walk alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from distill_rl.align import TokenAligner
+from distill_rl.bench import record
+
+TOKENS, LONG, PADS = 2048, 65_536, 1500
+REPEATED = "The cat sat. "
+Run = Callable[[], Any]
+
+OURS, PAIR, BARE, ENCODES, PROGRAMME, WALK = (
+    "align_ids", "align with the text, encodes left out", "np.intersect1d of the two boundary arrays", "the two encodes",
+    "dynamic programme on the whole row", "TRL's walk over byte offsets",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair of id rows to align."""
+
+    name: str
+    text: str
+    student: np.ndarray
+    """int32 [n]"""
+    teacher: np.ndarray
+    """int32 [m]"""
+    masks: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def padded(self) -> bool:
+        return bool(self.masks)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = record.parser("Time of alignment beside other implementations")
+    parser.add_argument(
+        "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="two tokenizers' folders"
+    )
+    parser.add_argument("--text", type=Path, help="an English text in UTF-8, 400 KB or more")
+    parser.add_argument("--chinese", type=Path, help="a Chinese text in UTF-8, 30 KB or more")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--no-projection", action="store_true", help="leave the vocabulary projection out")
+    given = parser.parse_args(arguments)
+    missing = _missing(given)
+    if missing:
+        print(f"align: error: {missing}", file=sys.stderr)
+        return 2
+    from transformers import AutoTokenizer
+
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in given.tokenizers]
+    start = time.perf_counter()
+    aligner, programme = TokenAligner(*tokenizers), TokenAligner(*tokenizers, "dp")
+    built = (time.perf_counter() - start) / 2
+    texts = {"English": given.text.read_text("utf-8")}
+    if given.chinese:
+        texts["Chinese"] = given.chinese.read_text("utf-8")
+    results = [measure(each, aligner, programme, given.rounds) for each in rows(aligner, texts)]
+    figures = {
+        "settings": {
+            "student": given.tokenizers[0].name,
+            "teacher": given.tokenizers[1].name,
+            "vocabularies": [aligner.student.size, aligner.teacher.size],
+            "rounds": given.rounds,
+            "trl": walk()[1],
+        },
+        "aligner_seconds": round(built, 2),
+        "results": results,
+        "projection": None if given.no_projection else projection(given.tokenizers),
+    }
+    show(results)
+    print(f"written: {record.write('align', figures, given.out)}")
+    return 0
+
+
+def _missing(given: argparse.Namespace) -> str | None:
+    if not given.tokenizers or not given.text:
+        return "needs --tokenizers STUDENT TEACHER (folders) and --text FILE: it measures real tokenizers on real text"
+    wanted = [folder / "tokenizer.json" for folder in given.tokenizers] + [given.text, *filter(None, [given.chinese])]
+    absent = next((path for path in wanted if not path.is_file()), None)
+    return f"{absent}: no such file" if absent else None
+
+
+def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
+    """Language by language, then repeats, a padded row, a long one."""
+    for name, text in texts.items():
+        yield row(aligner, name, text, TOKENS)
+    yield row(aligner, "repeats", REPEATED * 3000, TOKENS)
+    short = row(aligner, "padded", texts["English"], TOKENS - PADS)
+    pads = [
+        np.concatenate([ids, np.full(PADS, _pad(vocabulary), np.int32)])
+        for ids, vocabulary in ((short.student, aligner.student), (short.teacher, aligner.teacher))
+    ]
+    masks = [np.r_[np.ones(len(ids), np.int32), np.zeros(PADS, np.int32)] for ids in (short.student, short.teacher)]
+    name = f"{PADS:,} pads of {TOKENS:,}"
+    yield Row(name, short.text, pads[0], pads[1], {"student_mask": masks[0], "teacher_mask": masks[1]})
+    english = texts["English"]
+    yield row(aligner, f"{LONG:,} tokens", english * (1 + 8 * LONG // len(english)), LONG)
+
+
+def _pad(vocabulary: Any) -> int:
+    return int(vocabulary.roles.get("pad", vocabulary.roles.get("eos", 0)))
+
+
+def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
+    """The beginning of a text that has about so many tokens on the student's side."""
+    size = min(len(text), 12 * tokens)
+    found = aligner.align(text[:size], max_student_tokens=tokens)
+    ids = found.student_ids[found.student_chunk >= 0]
+    spelled = b"".join(aligner.student.token_bytes(number) for number in ids.tolist())
+    kept = spelled.decode(errors="ignore")
+    student, teacher = aligner.tokenize_student(kept), aligner.tokenize_teacher(kept)
+    return Row(name, kept, student.ids, teacher.ids)
+
+
+def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
+    """Milliseconds by contender, and what kind of row it was."""
+    found = aligner.align_ids(row.student, row.teacher, **row.masks)
+    ends = [
+        np.unique(vocabulary.lengths[ids].cumsum())
+        for vocabulary, ids in ((aligner.student, row.student), (aligner.teacher, row.teacher))
+    ]
+    runs: dict[str, Run] = {
+        OURS: lambda: aligner.align_ids(row.student, row.teacher, **row.masks),
+        BARE: lambda: np.intersect1d(ends[0], ends[1], assume_unique=True),
+    }
+    if not row.padded:
+        tokenized = aligner.tokenize_student(row.text), aligner.tokenize_teacher(row.text)
+        runs[PAIR] = lambda: aligner.pair(*tokenized)
+        runs[ENCODES] = lambda: (aligner.tokenize_student(row.text), aligner.tokenize_teacher(row.text))
+        trl = walk()[0]
+        if trl is not None:
+            pairs = [np.stack([np.r_[0, side[:-1]], side], 1).tolist() for side in ends]
+            runs[WALK] = lambda: trl(*pairs)
+    if len(row.student) <= TOKENS + PADS:
+        runs[PROGRAMME] = lambda: programme.align_ids(row.student, row.teacher, **row.masks)
+    times = medians(runs, rounds if len(row.student) < LONG else rounds // 10)
+    encodes = times.get(ENCODES)
+    return {
+        "row": row.name,
+        "tokens": [len(row.student), len(row.teacher)],
+        "bytes": len(row.text.encode()),
+        "chunks": dict(found.counts),
+        "exact": found.exact,
+        "milliseconds": times,
+        "over_intersect1d": round(times[OURS] / times[BARE], 2),
+        "share_of_encodes": round(times[OURS] / encodes, 4) if encodes else None,
+    }
+
+
+def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
+    """Milliseconds; contenders take turns of ten runs, so that a slow moment hits all. Slow ones have shorter turns."""
+    times: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        run()  # a warm-up, which for the dynamic programme compiles it
+        times[name] = [_seconds(run)]
+    turns = {name: max(1, min(10, int(5e-3 / seconds[0]))) for name, seconds in times.items()}
+    for _ in range(max(1, rounds // 10)):
+        for name, run in runs.items():
+            times[name] += [_seconds(run) for _ in range(turns[name])]
+    return {name: round(1e3 * median(seconds), 4) for name, seconds in times.items()}
+
+
+def _seconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def walk() -> tuple[Callable[..., Any] | None, str]:
+    """TRL's walk, and its version or why there is none."""
+    if importlib.util.find_spec("trl") is None:
+        return None, "not installed"
+    try:
+        module = importlib.import_module("trl.experimental.gold.gold_trainer")
+    except Exception as error:  # its own dependencies must not cost the other figures
+        return None, f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+    owner = next((part for part in vars(module).values() if hasattr(part, "_align_by_byte_offsets")), None)
+    if owner is None:
+        return None, "not in this version"
+    return owner._align_by_byte_offsets, importlib.metadata.version("trl")
+
+
+_PROJECTION = """
+import resource, sys, time
+from transformers import AutoTokenizer
+from distill_rl.align.projection import build_projection
+tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in sys.argv[1:]]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = time.perf_counter()
+made = build_projection(*tokenizers, student_columns=len(tokenizers[0]), teacher_columns=len(tokenizers[1]))
+seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(seconds, before, peak, len(made.indptr) - 1, made.num_teacher, len(made.indices))
+"""
+
+
+def projection(folders: list[Path]) -> dict[str, Any]:
+    """Time and memory of W, in a process of its own, so that the peak is its own."""
+    command = [sys.executable, "-c", _PROJECTION, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
+    if done.returncode:
+        return {"status": f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}"}
+    seconds, before, peak, *sizes = (float(part) for part in done.stdout.split())
+    return {
+        "seconds": round(seconds, 2),
+        "peak_mib": round(peak / 1024, 1),
+        "peak_mib_before": round(before / 1024, 1),
+        "shape": [int(size) for size in sizes[:2]],
+        "entries": int(sizes[2]),
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    names = (OURS, PAIR, BARE, ENCODES, PROGRAMME, WALK)
+    table = Table("row", "tokens", *names, "over intersect1d", title="milliseconds, medians")
+    for line in results:
+        times = line["milliseconds"]
+        cells = [f"{times[name]:.3f}" if name in times else "–" for name in names]
+        table.add_row(line["row"], " : ".join(map(str, line["tokens"])), *cells, f"{line['over_intersect1d']:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""`distill-rl align` as a user runs it: figures, checks, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from distill_rl.commands import align as command
+from tests.helpers.align import family
+from tests.helpers.command import distill_rl
+from tests.helpers.corpus import write_corpus
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.cli
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenizers by name, a corpus of text and one of chats."""
+    root = tmp_path_factory.mktemp("align")
+    for name, tokenizer in {
+        "student": tiny_tokenizer(320, seed=1),
+        "teacher": tiny_tokenizer(420, seed=2),
+        "lossy": family("wordpiece"),
+        "latin": _one_script("abcdefghijklmnopqrstuvwxyz"),
+        "greek": _one_script("αβγδεζηθικλμνξοπρστυφχψω"),
+    }.items():
+        tokenizer.save_pretrained(root / name)
+    write_corpus(root / "text.jsonl", rows=40, seed=3)
+    chats = [
+        [{"role": "user", "content": f"ka lo {n}"}, {"role": "assistant", "content": f"mi ter {n}{n}"}]
+        for n in range(30)
+    ]
+    (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return root
+
+
+def _one_script(letters: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows the letters of one script and nothing else."""
+    core = Tokenizer(
+        models.WordPiece({"[UNK]": 0} | {letter: i for i, letter in enumerate(letters, 1)}, unk_token="[UNK]")
+    )
+    core.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
+
+
+def align(
+    root: Path, *extra: str | Path, student: str = "student", teacher: str = "teacher", data: str = "text.jsonl"
+) -> Any:
+    return distill_rl("align", "--student", root / student, "--teacher", root / teacher, "--data", root / data, *extra)
+
+
+def test_the_figures_are_printed_and_written_and_agree_with_the_library(root: Path, tmp_path: Path) -> None:
+    from distill_rl.align import TokenAligner, audit
+
+    ended = align(root, "--json", tmp_path / "found.json", "--limit", "25")
+    assert ended.code == 0, ended.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    texts = [json.loads(line)["text"] for line in (root / "text.jsonl").read_text().splitlines()]
+    spaced = [texts[round(place * 39 / 24)] for place in range(25)]
+    expected = audit(TokenAligner(tiny_tokenizer(320, seed=1), tiny_tokenizer(420, seed=2)), spaced).to_dict()
+    assert {key: found[key] for key in expected} == json.loads(json.dumps(expected))
+    assert found["checks"] == []
+    assert f"{found['one_to_one_share']:.1%} of {sum(found['chunk_lengths'].values()):,}" in ended.out
+    assert f"{found['common_vocabulary']} of them in common" in ended.out
+    assert "suggested  loss.cross_tokenizer=hybrid" in ended.out
+
+
+def test_verify_runs_every_check_on_the_pair_and_passes(root: Path, tmp_path: Path) -> None:
+    ended = align(root, "--verify", "--json", tmp_path / "found.json", data="chats.jsonl")
+    assert ended.code == 0, ended.out + ended.err
+    checks = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert len(checks) == 7 + 2 + 12
+    assert all(check["passed"] for check in checks)
+    assert "21 of 21 checks passed" in ended.out
+
+
+def test_a_failed_check_is_shown_and_the_exit_code_is_1(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distill_rl import verify
+    from distill_rl.verify import Check
+
+    monkeypatch.setattr(verify, "check_losses", lambda *_: [Check("a loss is right", False, "off by 1")])
+    folders = (str(root / name) for name in ("student", "teacher"))
+    code = command.align(
+        *folders, str(root / "text.jsonl"), {}, limit=5, json_file=tmp_path / "found.json", verify=True
+    )
+    assert code == 1
+    assert "7 of 8 checks passed" in capsys.readouterr().out
+    assert not json.loads((tmp_path / "found.json").read_text())["checks"][-1]["passed"]
+
+
+def test_the_same_tokenizer_twice_is_all_one_to_one(root: Path) -> None:
+    ended = align(root, teacher="student")
+    assert ended.code == 0
+    assert "1:1 100.0%" in ended.out
+    assert "320 and 320 ids, 317 of them in common" in ended.out, "all but three special tokens without a role"
+
+
+def test_another_column_is_read_when_it_is_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"body": "ka lo mi"}\n{"body": "ter an 42"}\n')
+    assert align(root, data=str(tmp_path / "rows.jsonl")).code == 2
+    ended = align(root, "--text-key", "body", data=str(tmp_path / "rows.jsonl"))
+    assert ended.code == 0, ended.err
+    assert "2, 100.0% spelled in full" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"student": "latin", "teacher": "greek"}, ("common vocabulary is empty",)),
+        ({"teacher": "lossy"}, ("none of 40 texts", "teacher's tokenizer")),
+        ({"teacher": "absent"}, ("absent", "no such folder")),
+        ({"data": "absent.jsonl"}, ("absent.jsonl",)),
+    ],
+    ids=["nothing in common", "all rows lossy", "no tokenizer", "no data"],
+)
+def test_a_pair_or_data_from_which_nothing_could_be_learnt_is_refused_in_one_line(
+    root: Path, change: dict[str, str], words: tuple[str, ...]
+) -> None:
+    ended = align(root, **change)
+    assert ended.code == 2, ended.out + ended.err
+    assert len(ended.errors) == len(ended.err.splitlines()) == 1
+    assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_slow_tokenizer_and_rows_without_text_are_refused_in_one_line(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
+    for change, words in (
+        ({"teacher": str(tmp_path / "slow")}, ("fast tokenizer", "ByT5Tokenizer")),
+        ({"data": str(tmp_path / "empty.jsonl")}, ("must hold text", "3 rows")),
+    ):
+        ended = align(root, **change)
+        assert ended.code == 2, ended.err
+        assert len(ended.errors) == len(ended.err.splitlines()) == 1
+        assert all(word in ended.err for word in words), ended.err
+
+
+def test_a_limit_below_one_is_refused(root: Path) -> None:
+    ended = align(root, "--limit", "0")
+    assert (ended.code, len(ended.errors)) == (2, 1)
+    assert "--limit" in ended.err

@@ -1,0 +1,109 @@
+"""A student that hears of the end of a text only from a teacher of another tokenizer learns to stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.align.projection import cached_projection
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data import pairing
+from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from tests.helpers.engines import engine_config, engine_targets, fixed_targets
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+OURS, THEIRS = 320, 600
+TEXTS = [
+    f"{number} {word}"
+    for number, word in enumerate(["kalo mi", "ter an sol", "be", "ru ing est und", "mi mi mi", "oo"])
+]
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = open_world(rank=0, dp=1, tp=1)
+    yield world
+    close_world(world)
+
+
+def build() -> tuple[RankBatch, RankBatch]:
+    student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    plan = BatchPlan(Share(1, 6), (Share(1, 6),), 32, packing=False, pad_id=7)
+    tokenization = Tokenization(student, format="text", loss_on="all", max_length=32)
+    documents = tuple({"row": row, "text": text} for row, text in enumerate(TEXTS))
+    partners = [Partner.of("t0", student, teacher, AlignerConfig())]
+    _, (ours,), ((theirs,),) = BatchBuilder(tokenization, plan, partners).build(DocumentBatch(0, documents, Cursor()))
+    return ours, theirs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A student with random weights, and a teacher that knows the six texts by heart."""
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("stop")
+    ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    write_tiny_model(root / "student", seed=1, tokenizer=ours)
+    write_tiny_model(root / "teacher", seed=2, tokenizer=theirs)
+    model = AutoModelForCausalLM.from_pretrained(root / "teacher")
+    _, batch = build()
+    ids = torch.tensor(batch.rows.input_ids, dtype=torch.long)
+    length = [len(theirs(text).input_ids) + 1 for text in TEXTS]
+    labels = torch.tensor(
+        [[i if place < n else -100 for place, i in enumerate(row)] for row, n in zip(ids.tolist(), length)]
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(120):
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.5
+    model.save_pretrained(root / "teacher")
+    projection = cached_projection(root, ours, theirs, student_columns=OURS, teacher_columns=THEIRS)
+    return {"student": root / "student", "teacher": root / "teacher", "projection": projection}
+
+
+def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
+    """After 120 steps of KD alone: the student's mean probability of eos where a text ends, and elsewhere in it."""
+    ours, theirs = build()
+    config = engine_config(
+        folders["student"], [folders["teacher"]], loss__ce_weight=0.0, loss__top_k=32, optimizer__lr=1e-2,
+        optimizer__weight_decay=0.0, schedule__kind="constant", train__micro_batch_size=6,
+    )  # fmt: skip
+    config.teachers[0].export = "topk" if method in ("hybrid", "alm") else "logits"
+    targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS), theirs)
+    source = fixed_targets([targets], theirs.rows.shape[1])
+    crossings = [Crossing(method, str(folders["projection"]))]
+    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=120, crossings=crossings)
+    for _ in range(120):
+        engine.train_step(ours, source)
+    with torch.no_grad():
+        chance = engine._logits(ours.rows).float().softmax(-1)[..., tiny_tokenizer(OURS).eos_token_id]
+    ends = torch.tensor(ours.rows.labels == tiny_tokenizer(OURS).eos_token_id)
+    inside = torch.tensor(ours.rows.labels >= 0) & ~ends
+    assert int(ends.sum()) == len(TEXTS)
+    return chance[ends].mean().item(), chance[inside].mean().item()
+
+
+@pytest.mark.parametrize("method", ["hybrid", "alm", "xtoken", "gold", "strict"])
+def test_a_student_taught_across_tokenizers_learns_to_stop(world, folders, method):
+    at_the_end, inside = chance_to_stop(world, folders, method)
+    assert at_the_end > 0.6
+    assert inside < 0.1
+
+
+def test_without_the_paired_stop_tokens_it_would_not(world, folders, monkeypatch):
+    """What the test above hangs on."""
+    whole = pairing._pair_up
+    monkeypatch.setattr(pairing, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest))
+    assert chance_to_stop(world, folders, "hybrid")[0] < 0.3
