@@ -2,6 +2,7 @@
 # Makes the quickstart's material, distils, trains the control, evaluates, exports, and prints the table.
 #
 #   bash launch/quickstart.sh [--seed N] [key=value ...]       runs go to runs/quickstart and runs/quickstart-ce
+#   bash launch/quickstart.sh --cross [...]                    a teacher with another tokenizer; runs/quickstart-cross…
 #
 # It deletes what an earlier quickstart left there.
 set -euo pipefail

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
 from distill_rl.align.ids import IdAligner, same_spelling
 from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
-from distill_rl.align.side import Side, StopPairs, pair_stops
+from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
-from distill_rl.align.vocabulary import STOPS, Vocabulary, canonical_ids, compose, read_vocabulary
+from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
+from distill_rl.align.vocabulary import canonical_ids, compose, read_vocabulary
 
 METHODS = ("auto", "bytes", "offsets", "dp")
 
@@ -172,10 +173,14 @@ class TokenAligner:
     def _tokenize(self, side: int, text: str, end: bool) -> Tokenized:
         text = self.normalize(text)
         encode(text)
-        ids, eos = self._encoders[side].ids(text), self._vocabularies[side].roles.get("eos")
+        vocabulary, encoder = self._vocabularies[side], self._encoders[side]
+        # Where bytes seldom prove equal, offsets come with the first reading of the text.
+        ids, offsets = encoder.offsets(text) if vocabulary.lossy else (encoder.ids(text), None)
+        eos = vocabulary.roles.get("eos")
         if end and eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
-        return Tokenized(ids, text)
+            offsets = None if offsets is None else np.concatenate([offsets, np.zeros((1, 2), np.int64)])
+        return Tokenized(ids, text, None, offsets)
 
     def pair(
         self,
@@ -216,8 +221,9 @@ class TokenAligner:
             for vocabulary, row, text in zip(self._vocabularies, ids, texts)
         ]
         left, right = known
+        spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
         if left is not None and right is not None and self.method in ("auto", "bytes"):
-            stops = self._stops(ids, (left, right), np.array([[0, len(texts[0]), 0, len(texts[1])]]))
+            stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
             return self._made(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
         sides = [Side.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
         if self.method in ("auto", "bytes"):
@@ -225,8 +231,7 @@ class TokenAligner:
             if found is not None:
                 return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
         if self.method in ("auto", "offsets"):
-            spans = np.array([[0, len(texts[0]), 0, len(texts[1])]])
-            made = self._by_places(tokenized, known, spans)
+            made = self._by_places(tokenized, known, spans, spans)
             if made is not None and (made.num_chunks or self.method == "offsets"):
                 return made
         found = self._by_ids.align(*sides, whole=self.method == "dp")
@@ -240,16 +245,24 @@ class TokenAligner:
             place_by_bytes(vocabulary, side.ids, text, written_specials=True)
             for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
         ]
-        spans, alike = equal_spans(tokenized, texts)
-        made = self._by_places(tokenized, known, spans)
+        equal, spans = equal_spans(tokenized, texts)
+        made = self._by_places(tokenized, known, equal, spans)
         if made is None:
             raise ValueError("ids with spans are those of their text, got others; tokenise with tokenize_messages")
+        alike = np.array_equal(equal, spans)
         return replace(made, exact=made.exact and alike)
 
     def _by_places(
-        self, tokenized: tuple[Tokenized, Tokenized], known: Sequence[Placed | None], spans: np.ndarray
+        self,
+        tokenized: tuple[Tokenized, Tokenized],
+        known: Sequence[Placed | None],
+        equal: np.ndarray,
+        spans: np.ndarray,
     ) -> Alignment | None:
-        """By bytes on a side whose place is known and by offsets on the other; None where it has none."""
+        """Chunks inside `equal`, stops behind `spans`: by bytes on a side whose place is known and by offsets on the other.
+
+        None where that one has no offsets.
+        """
         places, method = [], "bytes"
         for number, (side, place) in enumerate(zip(tokenized, known)):
             if place is None or self.method == "offsets":
@@ -261,19 +274,22 @@ class TokenAligner:
         ids = tokenized[0].ids, tokenized[1].ids
         if self._same and np.array_equal(*ids):  # what is lost is lost alike
             places = [replace(place, faithful=None) for place in places]
-        chunks = chunks_by_spans(places[0], places[1], spans)
+        chunks = chunks_by_spans(places[0], places[1], equal)
+        stops = pair_stops_of_spans(self._vocabularies, ids, (places[0], places[1]), spans)
         exact = all(place is not None and place.exact for place in known)
-        return self._made(ids, chunks, method, exact, self._stops(ids, (places[0], places[1]), spans))
+        return self._made(ids, chunks, method, exact, stops)
 
     def _offsets(self, side: int, tokenized: Tokenized) -> np.ndarray | None:
         """The characters that each token covers, of ids that the tokenizer makes of this text; None of others."""
         if tokenized.offsets is not None:
             return tokenized.offsets
         encoder, ids = self._encoders[side], tokenized.ids
+        ways: list[Callable[[str], tuple[np.ndarray, np.ndarray]]] = [
+            encoder.offsets,
+            partial(encoder.offsets, add_special=False),
+        ]
         if tokenized.spans is not None:
             ways = [partial(encoder.marked, contents=tokenized.spans)]
-        else:
-            ways = [encoder.offsets, partial(encoder.offsets, add_special=False)]
         for way in ways:
             made, offsets = way(tokenized.text)
             size = min(len(made), len(ids))
@@ -281,36 +297,6 @@ class TokenAligner:
             if np.array_equal(made[:size], ids[:size]) and self._vocabularies[side].special[rest].all():
                 return np.concatenate([offsets[:size], np.zeros((len(rest), 2), np.int64)])
         return None
-
-    def _stops(self, ids: tuple[np.ndarray, np.ndarray], places: tuple[Placed, Placed], spans: np.ndarray) -> StopPairs:
-        """bos with bos at the start; the eos or end-of-turn behind the i-th span with its like."""
-        each = (self._stops_of(*side) for side in zip(self._vocabularies, ids, places, (spans[:, :2], spans[:, 2:])))
-        left, right = each
-        return tuple(sorted((left[key], right[key]) for key in left.keys() & right.keys()))
-
-    @staticmethod
-    def _stops_of(vocabulary: Vocabulary, ids: np.ndarray, place: Placed, spans: np.ndarray) -> dict[int, int]:
-        """Span number → the token that stops it; −1 → bos."""
-        roles = vocabulary.roles
-        found = {}
-        opening = np.flatnonzero((place.starts == 0) & (ids == roles.get("bos", -1)))
-        if len(opening) and not (place.ends > place.starts)[: opening[0]].any():
-            found[-1] = int(opening[0])
-        stops = np.flatnonzero(np.isin(ids, [roles[role] for role in STOPS if role in roles]))
-        stops = stops[stops != found.get(-1, -1)]
-        speaks = np.flatnonzero(place.ends > place.starts)
-        starts = place.starts[speaks]
-        for number, stop in enumerate(spans[:, 1].tolist()):
-            after = speaks[: starts.searchsorted(stop)]
-            first = int(after[-1]) + 1 if len(after) else 0
-            until = len(ids)
-            if number + 1 < len(spans):
-                later = speaks[starts.searchsorted(spans[number + 1, 0]) :]
-                until = int(later[0]) if len(later) else until
-            candidates = stops[(stops >= first) & (stops < until)]
-            if len(candidates):
-                found[number] = int(candidates[0])
-        return found
 
     def _window(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The dynamic programme on what bytes left open; chunks of which a side is lossy spell the same, or are none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +46,7 @@ class Alignment:
     """whether both sides' tokens spell the same bytes, those of the text that was kept"""
     dropped: tuple[int, int] = (0, 0)
     """tokens cut off at the end (student, teacher)"""
-    stop_pairs: tuple[tuple[int, int], ...] = ()
+    stop_pairs: list[tuple[int, int]] = field(default_factory=list)
     """(student position, teacher position) of bos, eos and end-of-turn tokens of the same place and role"""
     lossy: int = 0
     """stretches of the text with shared ends that are no chunk because a side spells something else there"""
@@ -89,7 +89,7 @@ class Alignment:
                 self.dropped[0] + len(self.student_ids) - student,
                 self.dropped[1] + len(self.teacher_ids) - teacher,
             ),
-            stop_pairs=tuple(pair for pair in self.stop_pairs if pair[0] < student and pair[1] < teacher),
+            stop_pairs=[pair for pair in self.stop_pairs if pair[0] < student and pair[1] < teacher],
         )
 
     def _last_place(self, student_limit: int, teacher_limit: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class Alignment:
             student_chunk=self.teacher_chunk,
             teacher_chunk=self.student_chunk,
             dropped=self.dropped[::-1],
-            stop_pairs=tuple((teacher, student) for student, teacher in self.stop_pairs),
+            stop_pairs=[(teacher, student) for student, teacher in self.stop_pairs],
         )
 
     def to_dict(self) -> dict[str, Any]:

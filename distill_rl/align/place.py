@@ -152,28 +152,29 @@ def byte_positions(text: str) -> np.ndarray:
     return np.r_[0, widths.cumsum()]
 
 
-def equal_spans(sides: tuple[Tokenized, Tokenized], texts: tuple[bytes, bytes]) -> tuple[np.ndarray, bool]:
-    """The parts of both sides' spans that read the same.
+def equal_spans(sides: tuple[Tokenized, Tokenized], texts: tuple[bytes, bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """The parts of both sides' spans that read the same, and all spans that are not empty.
 
     A span that one template has stripped of white space is compared with the other's stripped.
 
     Returns:
-        int64 [k, 4]: student start and stop, teacher start and stop in bytes; whether all spans read the same.
+        int64 [k, 4], [l, 4]: student start and stop, teacher start and stop in bytes. The two are equal if all spans
+        read the same.
     """
-    found, alike = [], True
+    equal, spans = [], []
     places = [byte_positions(side.text) for side in sides]
-    for spans in zip(sides[0].spans or (), sides[1].spans or ()):
-        bounds = [(int(at[start]), int(at[stop])) for at, (start, stop) in zip(places, spans)]
+    for pair in zip(sides[0].spans or (), sides[1].spans or ()):
+        bounds = [(int(at[start]), int(at[stop])) for at, (start, stop) in zip(places, pair)]
         parts = [text[start:stop] for text, (start, stop) in zip(texts, bounds)]
+        if not any(parts):
+            continue
+        spans.append([*bounds[0], *bounds[1]])
         if parts[0] != parts[1]:
-            alike = False
             bounds = [_stripped(part, start) for part, (start, _) in zip(parts, bounds)]
             parts = [text[start:stop] for text, (start, stop) in zip(texts, bounds)]
         if parts[0] == parts[1] and parts[0]:
-            found.append([*bounds[0], *bounds[1]])
-        else:
-            alike &= parts[0] == parts[1]
-    return np.array(found, np.int64).reshape(-1, 4), alike
+            equal.append([*bounds[0], *bounds[1]])
+    return np.array(equal, np.int64).reshape(-1, 4), np.array(spans, np.int64).reshape(-1, 4)
 
 
 def _stripped(part: bytes, start: int) -> tuple[int, int]:

@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from distill_rl.align.spans import gather, stretch
-from distill_rl.align.vocabulary import STOPS, Vocabulary
+from distill_rl.align.vocabulary import Vocabulary
 
-StopPairs = tuple[tuple[int, int], ...]
 Places = slice | np.ndarray
 
 
@@ -29,7 +28,7 @@ class Side:
     lengths: np.ndarray
     """int32, of those tokens, without dropped bytes"""
     silent: np.ndarray
-    """intp: where tokens stand that spell nothing and are no padding"""
+    """intp: where tokens stand that spell nothing, but for padding and the unknown token"""
     dropped: tuple[int, ...] = ()
     """places in `ids` whose leading space is not in the text"""
 
@@ -52,7 +51,10 @@ class Side:
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
         spelling = stretch(lengths.nonzero()[0])
         silent = (lengths == 0).nonzero()[0]
-        return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], _at(real, silent))
+        if vocabulary.unknown is not None:
+            silent = silent[wide[silent] != vocabulary.unknown]
+        silent = silent + real.start if isinstance(real, slice) else real[silent]
+        return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], silent)
 
     def readings(self) -> Iterator[Side]:
         """This side without spaces that its tokenizer may have put before the text and behind specials.
@@ -68,7 +70,8 @@ class Side:
 
     def _droppable(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         vocabulary = self.vocabulary
-        first, later = (), ()
+        first: tuple[int, ...] = ()
+        later: tuple[int, ...] = ()
         if len(self.ids) and vocabulary.dummy and vocabulary.opens_with_space(self.ids[0]):
             first = (0,)
         if vocabulary.dummy_after_special and not isinstance(self.tokens, slice):
@@ -132,34 +135,3 @@ def _at(places: Places, chosen: Places) -> Places:
     if isinstance(chosen, slice):
         return slice(places.start + chosen.start, places.start + chosen.stop)
     return chosen + places.start
-
-
-def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
-    """bos with bos before the first byte, eos and end-of-turn with their like behind the same byte.
-
-    A role is found by its id and its place, since a tokenizer may use one id for several roles and for padding, too.
-    """
-    if not len(student.silent) or not len(teacher.silent):
-        return ()
-    (left_bos, left), (right_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
-    pairs = [(left_bos, right_bos)] if left_bos is not None and right_bos is not None else []
-    return (*pairs, *((left[place], right[place]) for place in sorted(left.keys() & right.keys())))
-
-
-def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
-    """(the last bos before any byte, the first stop token behind each byte position)."""
-    roles = side.vocabulary.roles
-    positions = side.positions(side.silent)
-    found = ids[side.silent]
-    opening = ((found == roles.get("bos", -1)) & (positions == 0)).nonzero()[0]
-    bos = int(side.silent[opening[-1]]) if len(opening) else None
-    stop = np.zeros(len(found), bool)
-    for role in STOPS:
-        stop |= found == roles.get(role, -1)
-    stop &= (positions > 0) | (len(side.ids) == 0)
-    if bos is not None:
-        stop &= side.silent > bos
-    places, tokens = positions[stop], side.silent[stop]
-    first = np.ones(len(places), bool)
-    first[1:] = places[1:] != places[:-1]
-    return bos, dict(zip(places[first].tolist(), tokens[first].tolist()))

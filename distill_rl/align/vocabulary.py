@@ -6,32 +6,18 @@ import hashlib
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chat import render
 from distill_rl.align.encoder import Encoder
 from distill_rl.align.families import Description
+from distill_rl.align.probes import end_of_turn, losses, spaces
 
 ROLES = ("bos", "eos", "pad", "unk")
 STOPS = ("eos", "end_of_turn")
 SPACE = 0x20
-
-# Texts that tokenizers are known to change: case, composition, compatibility forms, white space, control characters.
-_PROBES = (
-    "Hello World",
-    "hello world",
-    "\u00e9",
-    "\ufb01 \u2460",
-    "a  b",
-    " a",
-    "a\nb\tc\r\nd",
-    "a\u00a0b",
-    "a\u200bb",
-    "a\x07b",
-    "中 \U0001f600",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,15 +85,16 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
     description = encoder.description
     roles = {role: found for role in ROLES if (found := getattr(tokenizer, f"{role}_token_id", None)) is not None}
     unknown = description.unknown
-    table, fallback, special, literals = _table(description, {*roles.values(), *({unknown} - {None})})
+    table, fallback, special, literals = _table(description, {*roles.values(), *([] if unknown is None else [unknown])})
     lengths = np.fromiter(map(len, table), np.int32, len(table))
     starts = np.zeros(len(table) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     if unknown is not None:
         roles.setdefault("unk", unknown)
-    turn = _end_of_turn(tokenizer, encoder)
+    turn = end_of_turn(tokenizer, encoder)
     if turn is not None:
         roles["end_of_turn"] = turn
+    dummy, after_special, drops = spaces(encoder, table)
     return Vocabulary(
         np.frombuffer(b"".join(table), np.uint8),
         starts,
@@ -115,12 +102,14 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
         special,
         fallback,
         roles,
-        *_losses(encoder, table, special, unknown),
+        *losses(encoder, table, unknown),
         family=description.family,
         hash=hashlib.sha256(encoder.decisive.encode(errors="surrogatepass")).hexdigest(),
         unknown=unknown,
         literals=literals,
-        **_spaces(encoder, table, special),
+        dummy=dummy,
+        dummy_after_special=after_special,
+        drops_spaces=drops,
     )
 
 
@@ -151,68 +140,13 @@ def _table(description: Description, named: set[int]) -> tuple[list[bytes], np.n
     return table, fallback, special, literals
 
 
-def _spell(encoder: Encoder, table: list[bytes], text: str) -> tuple[np.ndarray, bytes]:
-    ids = encoder.ids(text, add_special=False)
-    return ids, b"".join(table[number] for number in ids.tolist())
-
-
-def _losses(encoder: Encoder, table: list[bytes], special: np.ndarray, unknown: int | None) -> tuple[str, str | None]:
-    """(normalization, why bytes do not round-trip)."""
-    description = encoder.description
-    plain = (
-        "nfc" if description.composes() or _spell(encoder, table, "e\u0301")[1].endswith("\u00e9".encode()) else "none"
-    )
-    part = description.changes_text()
-    for probe in _PROBES:
-        ids, spelled = _spell(encoder, table, probe)
-        if unknown is not None and unknown in ids:
-            continue
-        if spelled not in (probe.encode(), b" " + probe.encode()):
-            back = spelled.decode(errors="replace")
-            return "lossy", f"{part or 'the tokenizer'} changes the text: {probe!r} is spelled {back!r}"
-    if part:
-        return "lossy", f"{part} changes or drops some texts"
-    if description.can_be_unknown():
-        return plain, "characters outside its vocabulary become the unknown token"
-    return plain, None
-
-
-def _spaces(encoder: Encoder, table: list[bytes], special: np.ndarray) -> dict[str, bool]:
-    """Where this tokenizer writes a space that is not in the text, and whether it leaves some out: found by trying."""
-    letters = [letter for letter in "ax1.e中" if _spell(encoder, table, letter)[1].strip() == letter.encode()]
-    found = {"dummy": False, "dummy_after_special": False, "drops_spaces": False}
-    for letter in letters[:1]:
-        found["dummy"] = _spell(encoder, table, letter)[1] == b" " + letter.encode()
-        spelled = _spell(encoder, table, f"{letter} {letter}")[1]
-        found["drops_spaces"] = spelled.replace(b" ", b"") == spelled == letter.encode() * 2
-        for literal in list(encoder.specials)[: 8 * found["dummy"]]:
-            ids = encoder.marked(letter + literal + letter)[0].tolist()
-            if encoder.specials[literal] in ids:
-                after = ids[ids.index(encoder.specials[literal]) + 1 :]
-                spelled = b"".join(table[number] for number in after)
-                found["dummy_after_special"] |= spelled == b" " + letter.encode()
-    return found
-
-
-def _end_of_turn(tokenizer: Any, encoder: Encoder) -> int | None:
-    """The first special token that the chat template writes after an assistant's answer."""
-    question, answer = "\ue000question\ue001", "\ue000answer\ue001"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    try:
-        text = render(tokenizer, messages)
-    except Exception:  # no template, or one that refuses this chat: no role, whatever it raises
-        return None
-    rest = text.rpartition(answer)[2] if answer in text else ""
-    return encoder.first_special(rest)
-
-
 def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """int32 [V_s], int32 [V_t]: equal numbers, within a side and across, exactly for equal bytes; −1 for no bytes."""
     index: dict[bytes, int] = {b"": -1}
     sides = []
     for vocabulary in (student, teacher):
         flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
-        spelled = (flat[start:stop] for start, stop in zip(starts, starts[1:]))
+        spelled = (flat[start:stop] for start, stop in pairwise(starts))
         numbers = (index.setdefault(piece, len(index)) for piece in spelled)
         sides.append(np.fromiter(numbers, np.int32, vocabulary.size))
     return sides[0], sides[1]

@@ -75,9 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from transformers import AutoTokenizer
 
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in given.tokenizers]
+    student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in given.tokenizers)
     start = time.perf_counter()
-    aligner, programme = TokenAligner(*tokenizers), TokenAligner(*tokenizers, "dp")
+    aligner, programme = TokenAligner(student, teacher), TokenAligner(student, teacher, "dp")
     built = (time.perf_counter() - start) / 2
     texts = {"English": given.text.read_text("utf-8")}
     if given.chinese:

@@ -69,7 +69,9 @@ def learn_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedToke
 def write_material(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
     """student/, teacher/ and text.jsonl."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     draw = random.Random(0)
     syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]

@@ -43,6 +43,8 @@ _TURN_TEMPLATE = (
 
 # Letters, one digit, or signs, each with the space before it; or white space.
 PIECES = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s"
+MERGED_DIGITS = DIGITS[:6]
+"""digits that `pieces` has as one token with the space before them; of the others the space is a token of its own"""
 _WHOLE = 2**16
 """far more ids than there is to merge: every piece of the corpus becomes one token"""
 
@@ -65,7 +67,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "words": Kind(_ARROW_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
         "lines": Kind(_LINE_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
-        # A word falls into two or three tokens, a digit stays one: only the chunks of digits and of the end are 1:1.
+        # A word falls into two or three tokens, and so do some digits with their space: two chunks of five are 1:1.
         "pieces": Kind(
             _TURN_TEMPLATE,
             ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>"),
@@ -120,5 +122,5 @@ def _corpus(*, whole: bool) -> list[str]:
     names = " ".join(TASKS).split()
     if whole:
         return [text for piece in [*WORDS, *DIGITS, ARROW, *names] for text in (piece, f" {piece}")]
-    # What occurs most is merged first: here a space and a digit, before any two letters.
-    return [f" {piece}" for piece in [*WORDS, *names, *DIGITS * 10]]
+    # What occurs most is merged first: here a space and one of some digits, before any two letters.
+    return [f" {piece}" for piece in [*WORDS, *names, *MERGED_DIGITS * 10]]

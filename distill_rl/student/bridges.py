@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from distill_rl.align.projection import load_projection
+from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.losses import Bridge, LearnableProjection
 from distill_rl.parallel.mesh import DP, World
 from distill_rl.types import Crossing
@@ -46,6 +48,22 @@ def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
     placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     projection.logits = nn.Parameter(placed)
     return crossing.method, projection
+
+
+def save_learnt(
+    projections: Mapping[str, LearnableProjection], crossings: Sequence[Crossing | None], folder: Path
+) -> None:
+    """Writes what was learnt of each projection into `folder`, in the form that `projection.path` takes.
+
+    Args:
+        projections: by the teacher's number, as `Objective` keeps them.
+    """
+    for number, projection in projections.items():
+        crossing = crossings[int(number)]
+        assert crossing is not None
+        values = projection().values.detach().cpu().numpy()
+        folder.mkdir(exist_ok=True)
+        save_projection(replace(load_projection(crossing.projection), values=values), folder / f"{number}.safetensors")
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:

@@ -31,7 +31,7 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.bridges import complete_gradient, open_bridges
+from distill_rl.student.bridges import complete_gradient, open_bridges, save_learnt
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
@@ -82,6 +82,7 @@ class StudentEngine:
             revision=student.revision,
             packing=config.data.packing,
         )
+        self.crossings = tuple(crossings)
         bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
         self.objective = Objective(config.loss, config.teachers, bridges)
         self.kd_scale = 1.0
@@ -194,7 +195,7 @@ class StudentEngine:
         return dict(state.extra)
 
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
-        """Writes the student as a Hugging Face folder."""
+        """Writes the student as a Hugging Face folder, and what it learnt of projections into `projections` beside it."""
         export_model(
             self.model,
             source=self.config.student.model,
@@ -203,6 +204,8 @@ class StudentEngine:
             card=card,
             revision=self.config.student.revision,
         )
+        if self.world.rank == 0:
+            save_learnt(self.objective.learnt, self.crossings, Path(out_dir).with_name("projections"))
 
     def _sweep(self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool) -> LossSums:
         """All micro-batches, also those without a label: the other ranks wait for their collectives."""

@@ -90,6 +90,11 @@ class Objective(nn.Module):
         self.projections = nn.ModuleDict(learnt)
         _check_weights(config, [teacher.weight for teacher in self.teachers])
 
+    @property
+    def learnt(self) -> dict[str, LearnableProjection]:
+        """Projections that are trained, by their teacher's number."""
+        return {name: module for name, module in self.projections.items() if isinstance(module, LearnableProjection)}
+
     def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
         """The weights of a step.
 

@@ -142,7 +142,7 @@ class AlignerPool:
         """Raises what no second try can mend; puts a new actor in the place of one that died or does not answer."""
         if error.exit_code == 2:
             raise error
-        log.warning("%s", error)
+        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
         if not self._group.actors:
             return
         name = self._group.names[place]

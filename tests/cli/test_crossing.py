@@ -101,6 +101,12 @@ def test_two_ranks_of_either_kind_have_the_losses_of_one_process(material, tmp_p
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
         assert len(ours) == 4
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
+    learnable = "projection.learnable=true" in overrides
+    assert (whole / "projections" / "0.safetensors").exists() is learnable
+    if learnable:  # what was learnt is a projection like any other
+        path = whole / "projections" / "0.safetensors"
+        again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *overrides, f"projection.path={path}")
+        assert again.code == 0, again.err
 
 
 def test_teachers_of_both_kinds_teach_together_and_are_weighed_by_how_well_they_know_the_text(material, tmp_path):

@@ -1,4 +1,5 @@
-"""The quickstart as a user runs it, once, with its own sizes: what it promises and what it leaves."""
+"""The quickstart as a user runs it, once with one tokenizer and once with two, with its own sizes: what it promises and
+what it leaves."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distill_rl.quickstart.recipe import RECIPES
 from tests.helpers.command import Ended, environment, series
 
 pytestmark = pytest.mark.cli
@@ -21,20 +23,31 @@ DEADLINE_S = 1200
 
 @dataclass(frozen=True)
 class Quickstart:
+    name: str
     ended: Ended
     runs: Path
     material: Path
 
     @property
     def run(self) -> Path:
-        return self.runs / "quickstart"
+        return self.runs / self.name
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--cross",) if self.crosses else ()
+
+    @property
+    def crosses(self) -> bool:
+        return self.name == "quickstart-cross"
 
     @property
     def summary(self) -> dict:
         return json.loads((self.run / "summary.json").read_text())
 
     def again(self, *arguments: str) -> Ended:
-        return quickstart("--runs", self.runs, "--material", self.material, "--seed", str(SEED), *arguments)
+        return quickstart(
+            "--runs", self.runs, "--material", self.material, "--seed", str(SEED), *self.flags, *arguments
+        )
 
 
 def quickstart(*arguments: str | Path) -> Ended:
@@ -43,20 +56,21 @@ def quickstart(*arguments: str | Path) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    root = tmp_path_factory.mktemp("quickstart")
+@pytest.fixture(scope="module", params=RECIPES)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    root = tmp_path_factory.mktemp(request.param)
     runs, material = root / "runs", root / "material"
-    ended = quickstart("--runs", runs, "--material", material, "--seed", str(SEED))
+    flags = ["--cross"] if request.param == "quickstart-cross" else []
+    ended = quickstart("--runs", runs, "--material", material, "--seed", str(SEED), *flags)
     assert ended.code == 0, ended.out + ended.err
-    return Quickstart(ended, runs, material)
+    return Quickstart(request.param, ended, runs, material)
 
 
 def test_the_teacher_knows_the_tasks_the_student_does_not_and_distillation_beats_the_control(finished):
     summary = finished.summary
     assert summary["teacher"] > 0.95
     assert summary["student_before"] < 0.05
-    # The control is far behind (about 0.65 against 0.95): not by the luck of 600 questions.
+    # The control is far behind (about 0.65 against 0.95, or 0.9 across tokenizers): not by the luck of 600 questions.
     assert summary["intervals"]["student_after"][0] > summary["intervals"]["ce_only"][1]
     assert (summary["seed"], summary["num_questions"]) == (SEED, 600)
     assert summary["tokens_per_second"] > 0
@@ -70,7 +84,7 @@ def test_the_table_shows_the_figures_of_the_summary_and_the_honest_note(finished
 
 
 def test_run_and_control_had_the_same_data_in_the_same_order(finished):
-    control = finished.runs / "quickstart-ce"
+    control = finished.runs / f"{finished.name}-ce"
     for metric in ("train/tokens", "align/tokens"):
         assert series(finished.run, metric) == series(control, metric)
         assert len(series(control, metric)) == 600
@@ -91,8 +105,29 @@ def test_the_export_answers_a_question_that_was_held_out(finished):
     )
     ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == row["answer"]
-    learnt = (finished.material / f"seed-{SEED}" / "train.jsonl").read_text()
+    learnt = (finished.material / f"{RECIPES[finished.name].folder}-{SEED}" / "train.jsonl").read_text()
     assert json.dumps(row["prompt"][0]["content"]) not in learnt
+
+
+def test_across_tokenizers_most_chunks_are_not_one_to_one_all_of_them_are_learnt_and_the_student_stops(finished):
+    summary = finished.summary
+    if not finished.crosses:
+        assert "one_to_one_share" not in summary
+        return
+    assert 0.35 < summary["one_to_one_share"] < 0.45
+    assert summary["coverage"] == 1
+    assert "42% are one token on either side" in " ".join(finished.ended.out.split())
+    assert {count for _, count in series(finished.run, "align/method/bytes")} == {32}
+    assert {share for _, share in series(finished.run, "align/exact")} == {1}
+    answers = (finished.run / "evals" / "student_after" / "exact_match.json").read_text()
+    assert json.loads(answers)["truncated"] <= 6, "the end of an answer is learnt as well as its words"
+
+
+def test_the_report_shows_what_was_compared(finished):
+    page = (finished.run / "report.html").read_text()
+    assert "Distillation loss (KD)" in page
+    assert "Cross-entropy with the data (CE)" in page
+    assert ("Alignment across tokenizers" in page) == finished.crosses
 
 
 def test_the_report_stands_alone_and_compares_the_four_models(finished):
@@ -111,7 +146,9 @@ def test_a_second_quickstart_without_clean_is_refused_and_changes_nothing(finish
 
 
 def test_bad_input_of_a_run_comes_back_with_its_code(finished, tmp_path):
-    ended = quickstart("--runs", tmp_path, "--material", finished.material, "--seed", str(SEED), "train.stepz=5")
+    ended = quickstart(
+        "--runs", tmp_path, "--material", finished.material, "--seed", str(SEED), *finished.flags, "train.stepz=5"
+    )
     assert ended.code == 2
     assert "train.stepz" in ended.err
     assert "Traceback" not in ended.err

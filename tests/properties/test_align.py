@@ -110,7 +110,7 @@ def test_padding_changes_nothing_whatever_its_ids(student, teacher, text, before
     assert np.array_equal(padded.student_chunk[mask == 1], bare.student_chunk)
     assert (padded.student_chunk[mask == 0] == -1).all()
     assert np.array_equal(padded.teacher_chunk, bare.teacher_chunk)
-    assert padded.stop_pairs == tuple((left + before, right) for left, right in bare.stop_pairs)
+    assert padded.stop_pairs == [(left + before, right) for left, right in bare.stop_pairs]
     assert (padded.exact, padded.method) == (bare.exact, bare.method)
 
 

@@ -116,7 +116,7 @@ def test_slow_tokenizers_and_empty_ones_are_refused():
     class Slow:
         pass
 
-    with pytest.raises(ValueError, match="fast tokenizer .* got Slow"):
+    with pytest.raises(ValueError, match=r"fast tokenizer .* got Slow"):
         Vocabulary.from_tokenizer(Slow())
     with pytest.raises(ValueError, match="with tokens"):
         Vocabulary.from_tokenizer(Tokenizer(models.BPE()))

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.derive import (
+    EXPORTS,
     Facts,
     ModelFacts,
     aligner_workers,
@@ -171,3 +172,14 @@ def test_the_pool_has_half_the_jobs_gpus_and_no_more_than_the_free_cores(load, w
     given = [] if workers is None else [f"aligner.workers={workers}"]
     config = load("student.parallel.dp=4", "teachers.0.parallel.tp=2", *given)
     assert aligner_workers(config, gpus=gpus, cpus=cpus) == expected
+
+
+def test_the_losses_that_can_be_configured_are_those_that_there_are_and_need_what_they_say():
+    from typing import get_args
+
+    from distill_rl.config.schema import CrossTokenizerLoss, TeacherLoss
+    from distill_rl.losses import METHODS
+
+    assert EXPORTS == METHODS
+    assert set(get_args(CrossTokenizerLoss)) == set(METHODS)
+    assert set(get_args(TeacherLoss)) == {"same", *METHODS}

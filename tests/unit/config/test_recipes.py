@@ -43,6 +43,26 @@ def test_the_llama_recipe_has_the_published_settings():
     assert (config.student.dtype, config.teachers[0].dtype) == ("bf16", "bf16")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "teacher", "ranks"),
+    [
+        ("llama3.2-1b-from-phi-4-mini-1n8g", "microsoft/Phi-4-mini-instruct", 8),
+        ("llama3.2-1b-from-qwen3-4b-2n8g", "Qwen/Qwen3-4B", 16),
+    ],
+)
+def test_the_recipes_across_tokenizers_have_the_published_schedule_and_fill_their_machine(recipe, teacher, ranks):
+    config = load_config(CONFIGS / f"recipes/{recipe}.yaml")
+    assert (config.student.model, config.teachers[0].model) == ("meta-llama/Llama-3.2-1B", teacher)
+    assert (config.train.steps, config.schedule.warmup_steps, config.schedule.kind) == (80000, 4000, "cosine")
+    assert (config.schedule.steps, config.schedule.min_lr_ratio) == (None, 0.0), "76,000 steps of cosine, to zero"
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (5e-5, [0.9, 0.98], 1e-5)
+    assert (config.optimizer.weight_decay, config.train.max_grad_norm) == (0.1, 1.0)
+    assert (config.train.global_batch_size, config.data.max_length, config.run.seed) == (768, 4096, 42)
+    assert (config.loss.cross_tokenizer, config.loss.dynamic_scale) == ("hybrid", "on")
+    assert config.student.parallel.dp == config.teachers[0].parallel.dp == ranks
+    assert (config.ray.address is not None) == (ranks > 8), "more than one node is one Ray cluster"
+
+
 def test_the_llama_recipe_s_targets_fit_beside_the_models():
     config = load_config(CONFIGS / "recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml")
     (teacher,) = sizes(config, Facts(vocabulary_size=128256, gpus=8)).teachers

@@ -1,0 +1,33 @@
+"""What `distill-rl align --verify` looks at, on pairs of tokenizers of every family."""
+
+from __future__ import annotations
+
+import pytest
+
+from distill_rl.align import TokenAligner
+from distill_rl.verify import check_alignment, check_chats, check_losses
+from tests.helpers.align import FAMILIES, SENTENCES, family
+from tests.helpers.tokenizers import seeded_words
+
+TEXTS = [*SENTENCES, " ".join(seeded_words(11, 60)), "", "  a\r\n\tb  12345 中é🙂"]
+CHATS = [
+    [{"role": "user", "content": "ka lo 12"}, {"role": "assistant", "content": "mi ter"}],
+    [
+        {"role": "user", "content": "中文 naïve"},
+        {"role": "assistant", "content": "42 ß"},
+        {"role": "user", "content": "ka"},
+        {"role": "assistant", "content": "lo"},
+    ],
+]
+# Each family once on either side, a lossless one against each lossy one, and two that write chats by other templates.
+PAIRS = list(zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]]))
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_every_check_passes_on_a_pair(student: str, teacher: str) -> None:
+    ours, theirs = family(student), family(teacher)
+    aligner = TokenAligner(ours, theirs)
+    found = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, CHATS)
+    found += check_losses(aligner, ours, theirs, TEXTS)
+    assert [(check.name, check.detail) for check in found if not check.passed] == []
+    assert len(found) == 7 + 2 + 12
