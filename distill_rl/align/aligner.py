@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from distill_rl.align.alignment import Alignment, Tokenized
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
-from distill_rl.align.ids import IdAligner, same_spelling
+from distill_rl.align.ids import IdAligner
 from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
 from distill_rl.align.vocabulary import canonical_ids, compose, read_vocabulary
+from distill_rl.align.window import WindowSolver
 
 METHODS = ("auto", "bytes", "offsets", "dp")
 
@@ -59,9 +60,9 @@ class TokenAligner:
         self._composes = "nfc" in (self.student.normalization, self.teacher.normalization)
         self._same = self.student.hash == self.teacher.hash
         canonical = canonical_ids(self.student, self.teacher) if fast_ids else None
-        window = self._window if method in ("auto", "dp") else None
+        self._windows = WindowSolver(self.student, self.teacher, fast_ids=fast_ids, backend=backend, band=band)
+        window = self._windows if method in ("auto", "dp") else None
         self._by_ids = IdAligner(canonical, window)
-        self._dp_tables: Any = None
 
     def normalize(self, text: str) -> str:
         """NFC if one of the tokenizers composes its text, else the text as it is; twice is as good as once."""
@@ -92,8 +93,22 @@ class TokenAligner:
             [Tokenized(ids, text) for ids, text in zip(encoder.batch(normalized), normalized)]
             for encoder in self._encoders
         ]
+        pairs = list(zip(*sides))
+        self.solve_ahead(pairs)
         limits = {"max_student_tokens": max_student_tokens, "max_teacher_tokens": max_teacher_tokens}
-        return [self.pair(student, teacher, **limits) for student, teacher in zip(*sides)]
+        return [self.pair(student, teacher, **limits) for student, teacher in pairs]
+
+    def solve_ahead(self, pairs: Iterable[tuple[Tokenized, Tokenized]]) -> None:
+        """Lets a GPU work on the dynamic programmes of many rows at once, before `pair` is called on each; no answer
+        depends on it. Backends of the CPU gain nothing and are left alone.
+        """
+        if self.backend == "cuda" and self.method in ("auto", "dp"):
+            self._windows.ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
+
+    def warm_up(self) -> None:
+        """Does at once what the first row that needs the dynamic programme would wait for."""
+        if self.method == "dp" or (self.method == "auto" and (self.student.lossy or self.teacher.lossy)):
+            self._windows.warm_up()
 
     def align_ids(
         self,
@@ -297,16 +312,6 @@ class TokenAligner:
             if np.array_equal(made[:size], ids[:size]) and self._vocabularies[side].special[rest].all():
                 return np.concatenate([offsets[:size], np.zeros((len(rest), 2), np.int64)])
         return None
-
-    def _window(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dynamic programme on what bytes left open; chunks of which a side is lossy spell the same, or are none."""
-        from distill_rl.align.canonical import CanonicalTables
-        from distill_rl.align.dp import align_window
-
-        if self._dp_tables is None:
-            self._dp_tables = CanonicalTables(self.student, self.teacher, fast_ids=self.fast_ids)
-        chunks = align_window(student_ids, teacher_ids, self._dp_tables, backend=self.backend, band=self.band)
-        return same_spelling(self._vocabularies, (student_ids, teacher_ids), chunks)
 
     @staticmethod
     def _made(ids: Sequence[np.ndarray], chunks: Chunks, method: str, exact: bool, stop_pairs: StopPairs) -> Alignment:

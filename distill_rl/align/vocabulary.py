@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -155,13 +155,15 @@ def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray,
 def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """The ids that spell the same bytes in both vocabularies, one to one.
 
-    Of several ids with the same bytes a plain piece is taken before a byte-fallback one, then the lowest id. eos,
-    end_of_turn and bos are appended as pairs where both ids are still without a partner; other tokens without bytes
-    never match.
+    Of several ids with the same bytes a plain piece is taken before a byte-fallback one, then the lowest id. Tokens
+    without bytes come behind them, where both ids are still without a partner: eos, end_of_turn and bos as pairs, then
+    special tokens that are written alike. Two copies of one tokenizer have every id in common.
 
     Returns:
-        int32 [n] student ids, ascending up to the appended roles; int32 [n] teacher ids.
+        int32 [n] student ids, ascending up to the appended ones; int32 [n] teacher ids.
     """
+    if student.hash == teacher.hash:
+        return np.arange(student.size, dtype=np.int32), np.arange(teacher.size, dtype=np.int32)
     chosen = []
     for vocabulary, canonical in zip((student, teacher), canonical_ids(student, teacher)):
         ids = np.flatnonzero(canonical >= 0)
@@ -173,13 +175,22 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
     left, right = student_ids[in_student], teacher_ids[in_teacher]
     order = np.argsort(left)
     matched = left[order].tolist(), right[order].tolist()
+    for pair in _silent_pairs(student, teacher):
+        if pair[0] not in matched[0] and pair[1] not in matched[1]:
+            matched[0].append(pair[0])
+            matched[1].append(pair[1])
+    return np.array(matched[0], np.int32), np.array(matched[1], np.int32)
+
+
+def _silent_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[int, int]]:
     for role in (*STOPS, "bos"):
         if role in student.roles and role in teacher.roles:
-            pair = student.roles[role], teacher.roles[role]
-            if pair[0] not in matched[0] and pair[1] not in matched[1]:
-                matched[0].append(pair[0])
-                matched[1].append(pair[1])
-    return np.array(matched[0], np.int32), np.array(matched[1], np.int32)
+            yield student.roles[role], teacher.roles[role]
+    written = {literal: number for number, literal in sorted(teacher.literals.items(), reverse=True)}
+    for number, literal in sorted(student.literals.items()):
+        found = written.get(literal)
+        if found is not None and number != student.unknown and found != teacher.unknown:  # each knows other texts
+            yield number, found
 
 
 def compose(text: str) -> str:

@@ -113,7 +113,7 @@ def refusals(report: CoverageReport) -> list[str]:
         remedy = "check that both are text models; only loss.cross_tokenizer=alm compares such a pair"
         return [str(ConfigError("--student and --teacher", rule, remedy=remedy))]
     if not report.exact_share:
-        why = "; ".join(f"the {side}'s tokenizer {reason}" for side, reason in report.lossy.items())
+        why = "; ".join(f"{side}: {reason}" for side, reason in report.lossy.items())
         rule = f"none of {report.texts} texts is spelled in full by both sides" + (f" ({why})" if why else "")
         remedy = (
             f"{report.aligned_share:.0%} of the student's tokens match all the same; use another teacher, or other text"

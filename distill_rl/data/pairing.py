@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,10 @@ from distill_rl.types import (
     TokenRows,
 )
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+Tokens = tuple[Tokenized, Encoded, list[Tokenized | None]]
+"""One document not cut yet: the student's side, with what is learnt of it, and every partner's."""
 Parts = tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]
 
 
@@ -108,8 +112,12 @@ class BatchBuilder:
             return build_batch(batch, self._tokenization, self._plan, skip)
         began = time.perf_counter()
         bad: list[BadRow] = []
+        kept = [document for document in batch.documents if document["row"] not in skip]
+        read = {document["row"]: _or_none(self._tokenize, document, document, bad) for document in kept}
+        self._solve_ahead([each for each in read.values() if each is not None])
+        nothing = NOTHING, [None if partner is None else NO_PAIR for partner in self._partners]
         documents_of = [
-            self._nothing() if document["row"] in skip else self._pair_or_leave(document, bad)
+            (_or_none(self._pair, tokens, document, bad) if (tokens := read.get(document["row"])) else None) or nothing
             for document in batch.documents
         ]
         encoded = [student for student, _ in documents_of]
@@ -132,23 +140,16 @@ class BatchBuilder:
         info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad))
         return info, divide(rows, self._plan.student.dp, batch.index, num_labels, chunks), teachers
 
-    def _pair_or_leave(self, document: Mapping[str, Any], bad: list[BadRow]) -> tuple[Encoded, list[Paired | None]]:
-        """What an alignment stumbles over is left out and reported; what the user has to mend is raised."""
-        try:
-            return self._pair(document)
-        except DataError:
-            raise
-        except Exception as error:
-            bad.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
-            return self._nothing()
+    def _solve_ahead(self, documents: Sequence[Tokens]) -> None:
+        for number, partner in enumerate(self._partners):
+            if partner is not None:
+                pairs = ((student, theirs[number]) for student, _, theirs in documents)
+                partner.aligner.solve_ahead((student, other) for student, other in pairs if other is not None)
 
-    def _nothing(self) -> tuple[Encoded, list[Paired | None]]:
-        return NOTHING, [None if partner is None else NO_PAIR for partner in self._partners]
-
-    def _pair(self, document: Mapping[str, Any]) -> tuple[Encoded, list[Paired | None]]:
+    def _pair(self, tokens: Tokens) -> tuple[Encoded, list[Paired | None]]:
         """The student's tokens up to the last boundary that it shares with every partner, and each partner's."""
+        student, encoded, theirs = tokens
         limits = dict.fromkeys(("max_student_tokens", "max_teacher_tokens"), self._tokenization.max_length)
-        student, encoded, theirs = self._tokenize(document)
         alignments = [
             None if partner is None or other is None else partner.aligner.pair(student, other, **limits)
             for partner, other in zip(self._partners, theirs)
@@ -159,7 +160,7 @@ class BatchBuilder:
             for partner, found in zip(self._partners, alignments)
         ]
 
-    def _tokenize(self, document: Mapping[str, Any]) -> tuple[Tokenized, Encoded, list[Tokenized | None]]:
+    def _tokenize(self, document: Mapping[str, Any]) -> Tokens:
         """Both sides of one document, not cut yet; the same text, normalised once for all."""
         if "messages" in document:
             return self._tokenize_chat(document)
@@ -174,7 +175,7 @@ class BatchBuilder:
         ]
         return student, encoded, theirs
 
-    def _tokenize_chat(self, document: Mapping[str, Any]) -> tuple[Tokenized, Encoded, list[Tokenized | None]]:
+    def _tokenize_chat(self, document: Mapping[str, Any]) -> Tokens:
         messages = [dict(message) for message in document["messages"]]
         for partner in self._crossing:
             for message in messages:
@@ -200,6 +201,19 @@ class BatchBuilder:
         covered = int(np.count_nonzero((student >= 0) & (rows.labels != IGNORE_INDEX)))
         chunks, one_to_one = (sum(getattr(each, name) for each in found) for name in ("num_chunks", "num_one_to_one"))
         return theirs, ChunkRows(student, teacher, chunks, one_to_one, covered)
+
+
+def _or_none(
+    function: Callable[[Given], Made], given: Given, document: Mapping[str, Any], bad: list[BadRow]
+) -> Made | None:
+    """What an alignment stumbles over is left out and reported; what the user has to mend is raised."""
+    try:
+        return function(given)
+    except DataError:
+        raise
+    except Exception as error:
+        bad.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+        return None
 
 
 def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:

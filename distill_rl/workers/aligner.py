@@ -42,6 +42,9 @@ class AlignerWorker:
             Partner.of(teacher.name, tokenizer, tokenizer_of(teacher), self._config.aligner) if crosses else None
             for teacher, crosses in zip(running_teachers(self._config), self._crossing)
         ]
+        for partner in partners:
+            if partner is not None:
+                partner.aligner.warm_up()
         self._builder = BatchBuilder(tokenization, self._plan, partners)
 
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:

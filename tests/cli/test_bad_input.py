@@ -111,7 +111,7 @@ def test_resume_and_clean_exclude_each_other_and_resume_needs_a_checkpoint(mater
     assert "--clean" in refused("train", "-c", config, "--resume")[0]
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["export"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["align"], ["export"], ["report"]])
 def test_help_teaches_and_takes_no_heavy_import(command):
     ended = distill_rl(*command, "--help")
     assert ended.code == 0

@@ -114,9 +114,10 @@ def test_across_tokenizers_most_chunks_are_not_one_to_one_all_of_them_are_learnt
     if not finished.crosses:
         assert "one_to_one_share" not in summary
         return
-    assert 0.35 < summary["one_to_one_share"] < 0.45
+    assert 0.33 < summary["one_to_one_share"] < 0.41
     assert summary["coverage"] == 1
-    assert "42% are one token on either side" in " ".join(finished.ended.out.split())
+    shown = f"{summary['one_to_one_share']:.0%} are one token on either side"
+    assert shown in " ".join(finished.ended.out.split())
     assert {count for _, count in series(finished.run, "align/method/bytes")} == {32}
     assert {share for _, share in series(finished.run, "align/exact")} == {1}
     answers = (finished.run / "evals" / "student_after" / "exact_match.json").read_text()

@@ -1,0 +1,31 @@
+"""The recorded runs of the quickstart across tokenizers: what the README and docs/losses.md say of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from distill_rl.bench.quickstart_cross import COLUMNS, SEEDS
+
+RECORD = json.loads((Path(__file__).parents[3] / "docs/benchmarks/quickstart_cross.json").read_text())
+
+
+def test_all_chunks_beat_no_teacher_on_every_seed_and_one_to_one_chunks_alone_do_not() -> None:
+    assert [one["seed"] for one in RECORD["seeds"]] == list(SEEDS)
+    assert RECORD["environment"]["commit"]
+    for one in RECORD["seeds"]:
+        intervals = one["intervals"]
+        assert intervals["student_after"][0] > intervals["ce_only"][1], "by more than the luck of the questions"
+        assert one["one_to_one_only"] < one["ce_only"]
+        assert one["one_to_one_share"] < 0.41
+        assert one["teacher"] >= 0.97
+
+
+def test_the_pages_say_what_was_recorded() -> None:
+    page = (Path(__file__).parents[3] / "docs/losses.md").read_text()
+    for one in RECORD["seeds"]:
+        cells = []
+        for name in COLUMNS.values():
+            low, high = one["intervals"][name]
+            cells.append(f"{one[name]:.3f} ({low:.3f}–{high:.3f})")
+        assert f"| {one['seed']} | " + " | ".join(cells) + " |" in page
