@@ -11,6 +11,7 @@ from distill_rl.config.derive import crossing, running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
+from distill_rl.errors import ConfigError
 from distill_rl.files import sha256
 from distill_rl.models.facts import fingerprint_model
 from distill_rl.models.hub import read_config, resolve, tokenizer_hash, tokenizer_of, vocabulary_size
@@ -63,7 +64,10 @@ def prepare(config: Config, paths: RunPaths) -> Job:
             "tokenizer": tokenizer_hash(tokenizer),
             **models,
             **{
-                f"tokenizer of teacher {teacher.name}": f"{tokenizer_hash(its)}, loss {found.method}"
+                f"crossing to teacher {teacher.name}": (
+                    f"tokenizer {tokenizer_hash(its)}, loss {found.method}, projection {sha256(found.projection)}"
+                    f"{', learnt' if config.projection.learnable else ''}"
+                )
                 for teacher, its, found in zip(running, tokenizers, crossings)
                 if found is not None
             },
@@ -79,14 +83,17 @@ def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) ->
         return Crossing(method, os.fspath(Path(config.projection.path).expanduser().absolute()))
     from distill_rl.align.projection import cached_projection
 
-    path = cached_projection(
-        Path(config.run.dir).expanduser().absolute() / ".projections",
-        ours,
-        theirs,
-        student_columns=read_config(config.student.model, config.student.revision).vocab_size,
-        teacher_columns=read_config(teacher.model, teacher.revision).vocab_size,
-    )
-    return Crossing(method, os.fspath(path))
+    folder = Path(config.run.dir).expanduser().absolute() / ".projections"
+    columns = {
+        "student_columns": read_config(config.student.model, config.student.revision).vocab_size,
+        "teacher_columns": read_config(teacher.model, teacher.revision).vocab_size,
+    }
+    try:
+        return Crossing(method, os.fspath(cached_projection(folder, ours, theirs, **columns)))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)
+        ) from error
 
 
 def _models(config: Config) -> dict[str, str]:

@@ -51,6 +51,12 @@ class DocumentBatch:
     index: int
     documents: tuple[Mapping[str, Any], ...]
     cursor: Cursor
+    source: str = "train"
+    """`train` or `validation`: whose rows the numbers are"""
+
+    @property
+    def row_numbers(self) -> tuple[int, ...]:
+        return tuple(int(document["row"]) for document in self.documents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.alignment import Alignment, Tokenized
+from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
 from distill_rl.align.ids import IdAligner
@@ -170,16 +170,25 @@ class TokenAligner:
         """`tokenize_student` on the teacher's side."""
         return self._tokenize(1, text, end)
 
-    def tokenize_messages(self, messages: Sequence[Message], side: str) -> Tokenized:
-        """A chat by the template of `side` (student | teacher), with the spans of its messages' contents."""
+    def tokenize_messages(self, messages: Sequence[Message], side: str, *, rendered: str | None = None) -> Tokenized:
+        """A chat by the template of `side` (student | teacher), with its offsets and the spans of its messages' contents.
+
+        What looks like a special token inside a content is text; what the template writes is none.
+
+        Args:
+            rendered: what that template makes of the messages, where it is at hand.
+
+        Raises:
+            ValueError: a tokenizer without a chat template; a text with a lone surrogate.
+        """
         number = ("student", "teacher").index(side)
         tokenizer = self._tokenizers[number]
         normalized = [self._normalized(message) for message in messages]
-        rendered = self.normalize(render(tokenizer, normalized))
-        encode(rendered)
-        spans = content_spans(rendered, normalized, lambda chat: self.normalize(render(tokenizer, chat)))
-        ids, offsets = self._encoders[number].marked(rendered, spans)
-        return Tokenized(ids, rendered, spans, offsets)
+        text = self.normalize(render(tokenizer, normalized) if rendered is None else rendered)
+        encode(text)
+        spans = content_spans(text, normalized, lambda chat: self.normalize(render(tokenizer, chat)))
+        ids, offsets = self._encoders[number].marked(text, spans)
+        return Tokenized(ids, text, spans, offsets)
 
     def _normalized(self, message: Message) -> Mapping[str, Any]:
         content = message.get("content")
@@ -245,13 +254,16 @@ class TokenAligner:
             found = self._by_ids.agreeing(*sides)
             if found is not None:
                 return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
-        if self.method in ("auto", "offsets"):
-            made = self._by_places(tokenized, known, spans, spans)
-            if made is not None and (made.num_chunks or self.method == "offsets"):
-                return made
+        by_places = self._by_places(tokenized, known, spans, spans) if self.method in ("auto", "offsets") else None
+        if by_places is not None and (by_places.num_chunks or self.method == "offsets"):
+            return by_places
         found = self._by_ids.align(*sides, whole=self.method == "dp")
         exact = all(place is not None and place.exact for place in known)
-        return self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+        made = self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+        if by_places is None or exact:
+            return made
+        ends = outside_of_chunks(by_places.lossy_ends, made.student_chunk, made.teacher_chunk)
+        return replace(made, lossy_ends=ends)
 
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
         """Only what both sides' spans read alike is aligned, wherever the rest of the two texts differs."""
@@ -325,5 +337,6 @@ class TokenAligner:
             exact,
             (0, 0),
             stop_pairs,
-            chunks.lossy,
+            len(chunks.lossy_ends),
+            chunks.lossy_ends[:0] if exact else chunks.lossy_ends,
         )

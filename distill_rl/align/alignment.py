@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.align.spans import no_places
+
 CharSpan = tuple[int, int]
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
@@ -50,6 +52,9 @@ class Alignment:
     """(student position, teacher position) of bos, eos and end-of-turn tokens of the same place and role"""
     lossy: int = 0
     """stretches of the text with shared ends that are no chunk because a side spells something else there"""
+    lossy_ends: np.ndarray = field(default_factory=no_places)
+    """int64 [k, 2], ascending: tokens (student, teacher) up to the ends of such stretches, none of them inside a chunk;
+    none of a row that is exact"""
 
     def chunk_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """int [num_chunks] twice: tokens of each chunk (student, teacher)."""
@@ -65,8 +70,9 @@ class Alignment:
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
         """The beginning of both sides, up to the last place that both reach within the limits.
 
-        Such places are the ends of chunks and of paired special tokens. A side that needs no cut stays whole only if
-        the other one does.
+        Such places are the ends of chunks, of lossy stretches and of paired special tokens. Where a row is not exact and
+        they leave more than half of a limit unused, each side is cut at its own limit: text of which nothing is known
+        of the other side is still text to learn. A chunk that does not end on both sides by then is none.
 
         Raises:
             ValueError: a negative limit.
@@ -76,15 +82,17 @@ class Alignment:
             raise ValueError(f"a limit of tokens is at least 0, got {min(limits)}; leave it out for no limit")
         if len(self.student_ids) <= limits[0] and len(self.teacher_ids) <= limits[1]:
             return self
-        student, teacher = self._last_place(*limits)
-        kept = int(np.count_nonzero(_firsts(self.student_chunk[:student])))
+        ends = np.stack([_ends(side, self.num_chunks) for side in (self.student_chunk, self.teacher_chunk)], axis=1)
+        student, teacher = self._last_place(limits, ends)
+        kept = int(np.count_nonzero(_within(ends, (student, teacher))))
         return replace(
             self,
             student_ids=self.student_ids[:student],
             teacher_ids=self.teacher_ids[:teacher],
-            student_chunk=self.student_chunk[:student],
-            teacher_chunk=self.teacher_chunk[:teacher],
+            student_chunk=_first_chunks(self.student_chunk[:student], kept),
+            teacher_chunk=_first_chunks(self.teacher_chunk[:teacher], kept),
             num_chunks=kept,
+            lossy_ends=self.lossy_ends[_within(self.lossy_ends, (student, teacher))],
             dropped=(
                 self.dropped[0] + len(self.student_ids) - student,
                 self.dropped[1] + len(self.teacher_ids) - teacher,
@@ -92,16 +100,17 @@ class Alignment:
             stop_pairs=[pair for pair in self.stop_pairs if pair[0] < student and pair[1] < teacher],
         )
 
-    def _last_place(self, student_limit: int, teacher_limit: int) -> tuple[int, int]:
-        student, teacher = _ends(self.student_chunk, self.num_chunks), _ends(self.teacher_chunk, self.num_chunks)
-        within = np.flatnonzero((student <= student_limit) & (teacher <= teacher_limit))
-        places = [(0, 0)]
-        if len(within):
-            places.append((int(student[within[-1]]), int(teacher[within[-1]])))
-        for pair in self.stop_pairs:
-            if pair[0] < student_limit and pair[1] < teacher_limit:
-                places.append((pair[0] + 1, pair[1] + 1))
-        return max(places)
+    def _last_place(self, limits: tuple[int, int], chunk_ends: np.ndarray) -> tuple[int, int]:
+        stops = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
+        place = 0, 0
+        for places in (chunk_ends, self.lossy_ends, stops):
+            within = places[_within(places, limits)]
+            if len(within):
+                place = max(place, (int(within[-1, 0]), int(within[-1, 1])))
+        sizes = len(self.student_ids), len(self.teacher_ids)
+        # A side that fits says nothing of how much is lost.
+        near = any(size > limit <= 2 * reached for size, limit, reached in zip(sizes, limits, place))
+        return place if self.exact or near else (min(limits[0], sizes[0]), min(limits[1], sizes[1]))
 
     def swapped(self) -> Alignment:
         """The same alignment with the sides' names exchanged."""
@@ -113,6 +122,7 @@ class Alignment:
             teacher_chunk=self.student_chunk,
             dropped=self.dropped[::-1],
             stop_pairs=[(teacher, student) for student, teacher in self.stop_pairs],
+            lossy_ends=self.lossy_ends[:, ::-1],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,10 +144,26 @@ def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
     return np.bincount(chunk + 1, minlength=count + 1)[1:]
 
 
-def _firsts(chunk: np.ndarray) -> np.ndarray:
-    """bool [n]: the first token of each chunk."""
-    best = np.maximum.accumulate(chunk) if len(chunk) else chunk
-    return (chunk >= 0) & (np.r_[-1, best[:-1]][: len(chunk)] < chunk)
+def _within(places: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
+    """bool [k]: which of the places [k, 2] both sides reach."""
+    return (places[:, 0] <= limits[0]) & (places[:, 1] <= limits[1])
+
+
+def _first_chunks(chunk: np.ndarray, count: int) -> np.ndarray:
+    """int32 [n]: numbers below `count`, −1 for others."""
+    return chunk if chunk.max(initial=-1) < count else np.where(chunk < count, chunk, np.int32(-1))
+
+
+def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> np.ndarray:
+    """Those of the places int64 [k, 2] that lie inside of no chunk: what has begun on a side has ended on both."""
+    count = int(student_chunk.max(initial=-1)) + 1
+    passed = []
+    for chunk, place in zip((student_chunk, teacher_chunk), places.T):
+        held = np.flatnonzero(chunk >= 0)[::-1]
+        starts = np.zeros(count, np.int64)
+        starts[chunk[held]] = held  # of several assignments the last one stays
+        passed += [starts.searchsorted(place), _ends(chunk, count).searchsorted(place, "right")]
+    return places[np.ptp(passed, axis=0) == 0]
 
 
 def _ends(chunk: np.ndarray, count: int) -> np.ndarray:

@@ -11,19 +11,23 @@ CharSpan = tuple[int, int]
 Render = Callable[[list[dict[str, Any]]], str]
 
 
-def render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The chat template's text; templates that print today's date get a fixed one.
+def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
+    """The chat template's text; templates that print today's date get a fixed one, so that no answer depends on the day.
+
+    Args:
+        options: of the tokenizer's `apply_chat_template`.
 
     Raises:
         ValueError: a tokenizer without a chat template.
+        jinja2.TemplateError: a chat that the template refuses.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or align text"
+            f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
         )
     today = datetime(2024, 7, 26).strftime
     chat = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, strftime_now=today))
+    return tokenizer.apply_chat_template(chat, **{"strftime_now": today, "tokenize": False, **options})
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:

@@ -7,6 +7,7 @@ made once per pair, kept in a file named by both tokenizers, and read from there
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from distill_rl.align.retokenize import Retokenizer
 from distill_rl.align.vocabulary import Vocabulary, common_vocabulary, read_vocabulary
 
 __all__ = ["Projection", "build_projection", "cached_projection", "load_projection", "save_projection"]
+
+log = logging.getLogger(__name__)
 
 MAX_PIECES = 4
 FIRST_WEIGHT, DECAY = 0.9, 0.1
@@ -74,19 +77,26 @@ def _project(
 def cached_projection(
     folder: str | Path, student_tokenizer: Any, teacher_tokenizer: Any, *, student_columns: int, teacher_columns: int
 ) -> Path:
-    """The file in `folder` that holds this pair's W, built if it is not there and checked if it is.
+    """The file in `folder` that holds this pair's W, built if it is not there or damaged.
 
     Several processes may ask at once: each that finds no file builds the same bytes and renames them into place.
 
     Raises:
-        ValueError: as `build_projection`; a file of that name that does not hold this pair's W.
+        ValueError: as `build_projection`.
     """
     student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer))
     encoder = Encoder(teacher_tokenizer)
     teacher = read_vocabulary(teacher_tokenizer, encoder)
     name = f"projection-{student.hash[:16]}-{teacher.hash[:16]}-{student_columns}x{teacher_columns}.safetensors"
     path = Path(folder) / name
-    if path.exists():
+    if not path.exists() or not _holds(path, student, teacher, student_columns, teacher_columns):
+        retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
+        save_projection(_project(student, teacher, retokenizer, student_columns, teacher_columns), path)
+    return path
+
+
+def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int) -> bool:
+    try:
         load_projection(
             path,
             student_hash=student.hash,
@@ -94,10 +104,10 @@ def cached_projection(
             student_columns=student_columns,
             teacher_columns=teacher_columns,
         )
-    else:
-        retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
-        save_projection(_project(student, teacher, retokenizer, student_columns, teacher_columns), path)
-    return path
+    except ValueError as error:
+        log.warning("%s; it is built anew", error)
+        return False
+    return True
 
 
 def _fits(side: str, vocabulary: Vocabulary, columns: int) -> None:

@@ -5,11 +5,16 @@ All of it is linear: the sides meet in a bit map over the bytes, so nothing is s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from distill_rl.align.vocabulary import Vocabulary
+
+
+def no_places() -> np.ndarray:
+    """int64 [0, 2]"""
+    return np.zeros((0, 2), np.int64)
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,9 @@ class Chunks:
     teacher: np.ndarray
     """int32 [m]"""
     count: int
-    lossy: int = 0
-    """stretches between two shared boundaries that are no chunk, since a side spells something else there"""
+    lossy_ends: np.ndarray = field(default_factory=no_places)
+    """int64 [k, 2], ascending: tokens (student, teacher) up to the end of each stretch between two shared boundaries
+    that is no chunk, since a side spells something else there"""
 
 
 @dataclass(frozen=True)
@@ -131,10 +137,13 @@ def chunks_by_spans(student: Placed, teacher: Placed, spans: np.ndarray) -> Chun
     within = span_of[1:] == span_of[:-1]
     valid = within.copy()
     rank = both.cumsum(dtype=np.int32)
-    raw = []
+    raw, lasts = [], []
     for placed, tokens, starts in sides:
         numbers = rank[starts] - 1
         numbers[numbers == len(valid)] = -1
+        last = np.zeros(len(valid) + 1, np.int64)  # the last entry is what −1 writes
+        last[numbers] = tokens + 1  # of several assignments the last one stays
+        lasts.append(last[:-1])
         if placed.faithful is not None:
             false = numbers[~placed.faithful[tokens]]
             valid[false[false >= 0]] = False
@@ -147,7 +156,7 @@ def chunks_by_spans(student: Placed, teacher: Placed, spans: np.ndarray) -> Chun
         whole = np.full(len(placed.starts), -1, np.int32)
         whole[tokens] = renumbered[numbers]
         found.append(whole)
-    return Chunks(found[0], found[1], count, int(np.count_nonzero(within & ~valid)))
+    return Chunks(found[0], found[1], count, np.stack(lasts, axis=1)[within & ~valid])
 
 
 def _inside(

@@ -253,6 +253,8 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
     roles = {"student": config.student.parallel}
     roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
     world = {}
+    if config.ray.address is not None:  # the cluster's own numbers are not known before it is joined
+        gpus = cpus = 10**6
     aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
     processes = aligners
     for name, parallel in roles.items():
@@ -260,7 +262,9 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
         processes += count
         plural = "process" if count == 1 else "processes"
         world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {count} {plural}"
-    chosen = "as configured" if config.aligner.workers is not None else "half the GPUs, at least 1"
+    chosen = "half the GPUs, at least 1" if config.ray.address is None else "half the GPUs, where the cores suffice"
+    if config.aligner.workers is not None:
+        chosen = "as configured"
     plural = "process" if aligners == 1 else "processes"
     world["aligner"] = f"{aligners} {plural} ({chosen})" if aligners else "none: the driver aligns"
     return world, processes

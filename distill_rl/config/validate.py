@@ -220,8 +220,8 @@ def _losses_named(config: Config) -> set[str]:
 
 def _aligner(config: Config) -> Iterator[str]:
     aligner = config.aligner
-    if aligner.num_gpus > 1 and aligner.num_gpus % 1:
-        rule = "must be a share below 1, or a whole number"
+    if aligner.num_gpus >= 1:
+        rule = "must be a share below 1: the ranks need the rest of the GPU"
         yield _line("aligner.num_gpus", rule, aligner.num_gpus, "for example 0.1")
     if aligner.dp.backend == "cuda" and aligner.num_gpus == 0:
         rule = "needs aligners that hold a share of a GPU"

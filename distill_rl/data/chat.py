@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from os.path import commonprefix
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from distill_rl.align import chat as templates
 from distill_rl.errors import DataError
 
 Message = Mapping[str, str]
@@ -19,35 +19,40 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def render(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> Any:
-    """The chat template's text; templates that print today's date get a fixed one, so that data never depend on the day.
+    """What the aligner reads, `align.chat.render`, by the name that data and evaluations know.
 
     Raises:
+        ValueError: a tokenizer without a chat template.
         jinja2.TemplateError: a chat that the template refuses.
     """
-    return tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        strftime_now=datetime(2024, 7, 26).strftime,
-        **{"tokenize": False, **options},
-    )
+    return templates.render(tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)
 
 
 def render_document(
-    tokenizer: Any, messages: Sequence[Message], row: int, *, find_assistant: bool
+    tokenizer: Any,
+    messages: Sequence[Message],
+    row: int,
+    *,
+    find_assistant: bool,
+    whose: str = "the student's tokenizer",
 ) -> tuple[str, list[Span]]:
     """The whole chat as text and, when asked, the character spans of the assistant's turns in it.
 
     A span runs from the first character that the model would generate to the last of the end-of-turn token.
 
+    Args:
+        whose: the tokenizer, as the user knows it, for the errors.
+
     Raises:
         DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text.
     """
     if not tokenizer.chat_template:
-        raise DataError("student.tokenizer", "has a chat template, as chat messages need one", "none")
+        remedy = "give it one, or train on text"
+        raise DataError(f"row {row}", f"chat messages need a chat template, which {whose} has not", remedy=remedy)
     try:
         whole = render(tokenizer, messages)
     except TemplateError as error:
-        raise DataError(f"row {row}", "a chat that the tokenizer's template accepts", str(error)) from error
+        raise DataError(f"row {row}", f"a chat that the template of {whose} accepts", str(error)) from error
     if not find_assistant:
         return whole, []
     spans = _spans_by_prefix(tokenizer, messages, whole)

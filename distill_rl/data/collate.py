@@ -68,14 +68,14 @@ class Tokenization:
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), whose tokens know their place in the text"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
-        self.tokenizer, self.max_length, self._assistant_only = tokenizer, max_length, loss_on == "assistant"
-        if format == "text" and self._assistant_only:
+        self.tokenizer, self.max_length, self.assistant_only = tokenizer, max_length, loss_on == "assistant"
+        if format == "text" and self.assistant_only:
             raise self._no_assistant("rows of text")
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Tokens of one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
         if "messages" in document:
-            return self.encode_chat(document)[0].cut(self.max_length)
+            return self._encode_chat(document).cut(self.max_length)
         self.require_text_is_learnt(document)
         ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
@@ -83,32 +83,28 @@ class Tokenization:
             ids = [*ids, end]
         return _encoded(ids).cut(self.max_length)
 
-    def encode_chat(self, document: Mapping[str, Any]) -> tuple[Encoded, str]:
-        """All tokens of a chat, not cut, and the text they spell."""
+    def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
         text, spans = render_document(
-            self.tokenizer, document["messages"], document["row"], find_assistant=self._assistant_only
+            self.tokenizer, document["messages"], document["row"], find_assistant=self.assistant_only
         )
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
-            return_offsets_mapping=self._assistant_only,
+            return_offsets_mapping=self.assistant_only,
             verbose=False,
         )
-        if not self._assistant_only:
-            return _encoded(encoded["input_ids"]), text
-        mask = np.zeros(len(encoded["input_ids"]), dtype=bool)
+        if not self.assistant_only:
+            return _encoded(encoded["input_ids"])
         starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-        for first, stop in spans:
-            mask |= (starts >= first) & (starts < stop)
-        return _encoded(encoded["input_ids"], mask), text
+        return _encoded(encoded["input_ids"], starting_in(spans, starts))
 
     def require_text_is_learnt(self, document: Mapping[str, Any]) -> None:
         """
         Raises:
             DataError: only what an assistant says is to be learnt, and this is no chat.
         """
-        if self._assistant_only:
+        if self.assistant_only:
             raise self._no_assistant(f"text in row {document['row']}")
 
     @staticmethod
@@ -116,6 +112,14 @@ class Tokenization:
         return DataError(
             "data.loss_on=assistant", "chat messages", found, "use data.loss_on=all or data.format=messages"
         )
+
+
+def starting_in(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndarray:
+    """bool [n]: which tokens start inside of one of the spans; `starts` int [n] and spans count characters of one text."""
+    mask = np.zeros(len(starts), dtype=bool)
+    for first, stop in spans:
+        mask |= (starts >= first) & (starts < stop)
+    return mask
 
 
 def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:

@@ -102,4 +102,4 @@ def validation_batches(source: Rows, batch_size: int, max_documents: int) -> Ite
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)
         documents = tuple(source[row] for row in range(first, stop))
-        yield DocumentBatch(index=index, documents=documents, cursor=Cursor(0, stop))
+        yield DocumentBatch(index=index, documents=documents, cursor=Cursor(0, stop), source="validation")

@@ -6,14 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from distill_rl.align import Alignment, TokenAligner, Tokenized, content_spans
+from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.chat import render, render_document
+from distill_rl.data.chat import render_document
 from distill_rl.data.collate import (
     NOTHING,
     BatchPlan,
@@ -24,6 +23,7 @@ from distill_rl.data.collate import (
     divide,
     lay_out,
     pad_id,
+    starting_in,
 )
 from distill_rl.errors import DataError
 from distill_rl.types import (
@@ -83,7 +83,8 @@ class Paired:
 
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
-NO_PAIR = Paired(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=True, method="none")
+NO_PAIR = Paired(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=False, method="none")
+"""of a row that is left out"""
 
 
 class BatchBuilder:
@@ -181,10 +182,20 @@ class BatchBuilder:
             for message in messages:
                 message["content"] = partner.aligner.normalize(message["content"])
         row = document["row"]
-        encoded, text = self._tokenization.encode_chat({"row": row, "messages": messages})
-        student = _chat(encoded.input_ids, text, messages, self._tokenization.tokenizer)
+        tokenizer, assistant_only = self._tokenization.tokenizer, self._tokenization.assistant_only
+        text, spans = render_document(tokenizer, messages, row, find_assistant=assistant_only)
+        aligner = self._crossing[0].aligner
+        student = aligner.tokenize_messages(messages, "student", rendered=text)
+        assert student.offsets is not None
+        mask = np.ones(len(student.ids), dtype=bool)
+        if assistant_only:
+            if student.text != text:  # the template's own words were composed, too
+                spans = [
+                    (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
+                ]
+            mask = starting_in(spans, student.offsets[:, 0])
         theirs = [None if partner is None else _tokenize_for(partner, messages, row) for partner in self._partners]
-        return student, encoded, theirs
+        return student, Encoded(student.ids, mask, truncated=False), theirs
 
     def _partner_rows(
         self, partner: Partner, paired: Sequence[Paired | None], rows: TokenRows
@@ -217,13 +228,9 @@ def _or_none(
 
 
 def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
-    text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False)
-    ids = partner.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return _chat(np.asarray(ids, dtype=np.int32), text, messages, partner.tokenizer)
-
-
-def _chat(ids: np.ndarray, text: str, messages: Sequence[Mapping[str, str]], tokenizer: Any) -> Tokenized:
-    return Tokenized(ids, text, content_spans(text, messages, partial(render, tokenizer)))
+    whose = f"teacher {partner.name}'s tokenizer"
+    text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False, whose=whose)
+    return partner.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
 def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> Paired:
@@ -256,7 +263,7 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> 
 
 
 def _describe(name: str, paired: Sequence[Paired | None], shared: ChunkRows) -> AlignmentInfo:
-    found = [each for each in paired if each is not None]
+    found = [each for each in paired if each is not None and each is not NO_PAIR]
     return AlignmentInfo(
         teacher=name,
         num_chunks=shared.num_chunks,

@@ -18,10 +18,6 @@ ALIGNED_CHARACTERS = 2000
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    size = student.vocabulary_size
-    if size is not None and any(model.crossing is None for model in teachers) and config.loss.top_k > size:
-        rule = f"must not exceed the {size} ids of the student's tokenizer"
-        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
     for index, (teacher, settings) in enumerate(zip(teachers, running_teachers(config))):
         ours, theirs = student.tokenizer_hash, teacher.tokenizer_hash
         if not ours or not theirs:
@@ -34,6 +30,10 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
             continue
         if teacher.crossing is not None:
             yield from _crossing_problems(config, index, student, teacher)
+    size = student.vocabulary_size
+    if size is not None and any(model.crossing is None for model in teachers) and config.loss.top_k > size:
+        rule = f"must not exceed the {size} ids of the student's tokenizer"
+        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
 
 
 def _crossing_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
@@ -85,19 +85,18 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
     teacher = crossing_teachers[0]
     if student.config is None or teacher.config is None:
         return
-    hashes = [Vocabulary.from_tokenizer(model.tokenizer).hash for model in (student, teacher)]
-    problems: list[str] = []
-    attempt(
-        "projection.path",
-        lambda: load_projection(
+
+    def read() -> None:
+        load_projection(
             Path(path).expanduser(),
-            student_hash=hashes[0],
-            teacher_hash=hashes[1],
+            student_hash=Vocabulary.from_tokenizer(student.tokenizer).hash,
+            teacher_hash=Vocabulary.from_tokenizer(teacher.tokenizer).hash,
             student_columns=student.config.vocab_size,
             teacher_columns=teacher.config.vocab_size,
-        ),
-        problems,
-    )
+        )
+
+    problems: list[str] = []
+    attempt("projection.path", read, problems)
     yield from problems
 
 
@@ -113,21 +112,36 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
             yield line("data.format", rule, kind, f"set {key}.tokenizer to one that has a template")
 
 
-def alignment_problems(config: Config, source: Any, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """A pair of tokenizers of which no sampled document aligns anywhere would teach nothing."""
+def alignment_problems(config: Config, source: Any, student: Opened, teachers: list[Opened]) -> list[str]:
+    """A pair of tokenizers of which no sampled document aligns anywhere would teach nothing; a chat that a template
+    refuses would end the run when its turn comes."""
+    problems: list[str] = []
+    for index, teacher in enumerate(teachers):
+        if teacher.crossing is not None and student.tokenizer is not None and teacher.tokenizer is not None:
+            key = f"teachers.{index}"
+            attempt(key, partial(_require_chunks, config, source, student, teacher, who(key, config)), problems)
+    return problems
+
+
+def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened, name: str) -> None:
     from distill_rl.align import TokenAligner
 
     settings = config.aligner
-    for index, teacher in enumerate(teachers):
-        if teacher.crossing is None or student.tokenizer is None:
-            continue
-        aligner = TokenAligner(student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band)
-        rows = [source[row] for row in range(min(len(source), ALIGNED_ROWS))]
-        texts = [
-            text
-            for row in rows
-            for text in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])
-        ]
-        if any(texts) and not any(aligner.align(text[:ALIGNED_CHARACTERS]).num_chunks for text in texts):
-            rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {who(f'teachers.{index}', config)}"
-            yield line(f"teachers.{index}", rule, None, "see `distill-rl align`, or set aligner.method=auto")
+    aligner = TokenAligner(student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band)
+    rows = [source[row] for row in range(min(len(source), ALIGNED_ROWS))]
+    for row in rows:
+        try:
+            found = (
+                aligner.align_messages(row["messages"])
+                if "messages" in row
+                else aligner.align(row["text"][:ALIGNED_CHARACTERS])
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ConfigError(
+                f"row {row['row']}", f"must be readable by the student and {name}", f"{type(error).__name__}: {error}"
+            ) from error
+        if found.num_chunks:
+            return
+    if any(row.get("messages") or row.get("text") for row in rows):
+        rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {name}"
+        raise ConfigError("the tokenizers", rule, None, "see `distill-rl align`, or set aligner.method=auto")

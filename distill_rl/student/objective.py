@@ -130,19 +130,25 @@ class Objective(nn.Module):
             blend: of this step; None: the settings' weights.
 
         Raises:
-            ValueError: the number of targets is not that of the teachers.
+            ValueError: the number of targets is not that of the teachers; chunks missing, or given for no reason.
         """
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
+        shared = tuple(chunks) or (None,) * len(targets)
+        for teacher, crossing, rows in zip(self.teachers, self.crossings, shared):
+            if (crossing is None) != (rows is None):
+                raise ValueError(
+                    f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
+                )
         blend = blend or self.blend()
         denominator = max(num_labels, 1)
         terms = [
-            self._crossing_term(logits, labels, target, shared, crossing, blend.kd * share, ce, denominator)
-            if crossing is not None and shared is not None and target is not None
+            self._crossing_term(logits, labels, target, rows, crossing, blend.kd * share, ce, denominator)
+            if crossing is not None and rows is not None and target is not None
             else self._term(logits, labels, target, blend.kd * share, ce, denominator)
-            for target, shared, crossing, share, ce in zip(
+            for target, rows, crossing, share, ce in zip(
                 targets or (None,),
-                tuple(chunks) or (None,) * max(len(targets), 1),
+                shared or (None,),
                 self.crossings or (None,),
                 blend.shares or (0.0,),
                 [blend.ce] + [0.0] * len(targets),

@@ -95,7 +95,9 @@ class TeacherEngine:
         if self.teacher.score == "static":
             return 0.0
         assert target.label_logprob is not None
-        values = -target.label_logprob if self.teacher.score == "ce" else entropy(target)
+        values = -target.label_logprob
+        if self.teacher.score == "entropy":
+            values = entropy(target, self.config.loss.temperature, self.chunk)
         return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 

@@ -87,11 +87,14 @@ def logits_targets(
     return DenseLogits(torch.cat(parts), torch.cat(label_logprobs))
 
 
-def entropy(target: TopKLogprobs | DenseLogits) -> Tensor:
-    """Per row, in nats, fp32 [N]; of top-k targets with everything outside the k as one more outcome."""
+def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:
+    """Per row, in nats, fp32 [N], at `temperature`; of top-k targets with everything outside the k as one more outcome."""
     if isinstance(target, DenseLogits):
-        logprobs = target.logits.float().log_softmax(1)
-    else:
-        assert target.rest_logprob is not None
-        logprobs = torch.cat([target.logprobs.float(), target.rest_logprob.float()[:, None]], 1)
+        rows = (part.float().div_(temperature).log_softmax(1) for part in target.logits.split(chunk))
+        return torch.cat([_entropy_of(logprobs) for logprobs in rows])
+    assert target.rest_logprob is not None
+    return _entropy_of(torch.cat([target.logprobs.float(), target.rest_logprob.float()[:, None]], 1))
+
+
+def _entropy_of(logprobs: Tensor) -> Tensor:
     return -torch.where(logprobs == -torch.inf, 0, logprobs.exp() * logprobs).sum(1)

@@ -62,8 +62,11 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
 def seat(config: Config, num_aligners: int = 1, *, gpus: bool) -> SeatingPlan:
     """Colocates: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
 
-    Each actor has one logical CPU. Aligners have a bundle of their own and no GPU; where `aligner.num_gpus` gives them a
+    Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus` gives them a
     share of one, they sit with the ranks, in turn.
+
+    Raises:
+        ConfigError: the aligners of one GPU leave nothing of it to the ranks.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
     groups = [student, *teachers.values()]
@@ -73,15 +76,21 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: bool) -> SeatingPlan:
     for index in range(size := max(map(len, groups))):
         together = [group[index] for group in groups if index < len(group)]
         guests = aligners[index::size] if share else []
+        if share * len(guests) >= 1:
+            raise ConfigError(
+                "aligner.num_gpus",
+                "the aligners that share a GPU with ranks must leave them some of it",
+                f"{len(guests)} aligners of {share:g} each on one GPU",
+                "lower aligner.num_gpus or aligner.workers",
+            )
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         for name in together:
             seats[name] = Seat(name, index, 1.0, (1.0 - share * len(guests)) / len(together) if gpus else 0.0)
         for name in guests:
             seats[name] = Seat(name, index, 1.0, share)
-    if aligners and not share:
-        bundles.append({"CPU": float(len(aligners))})
-        for name in aligners:
-            seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
+    for name in [] if share else aligners:
+        bundles.append({"CPU": 1.0})
+        seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
     return SeatingPlan(tuple(bundles), seats)
 
 

@@ -3,6 +3,7 @@
 `submit` returns at once with references; `settle` waits for a batch and sees to it that there is one: an aligner that
 raises, dies or overruns its deadline is asked once more (after a replacement where it did not merely raise), and if that
 fails too, the rows of the batch are tried one by one. A row that fails alone is left out, within `aligner.max_bad_rows`.
+Without actors the same is done in this process, but for deaths and deadlines, from which nothing could recover.
 
 Consumes: batches. Waits for: the aligners, in `settle`. Unblocked by: their answers or deadlines. Produces: references.
 """
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
-from distill_rl.errors import AlignmentError, DistillError, WorkerError
+from distill_rl.errors import AlignmentError, DistillError
 from distill_rl.types import BadRow, BatchInfo, DocumentBatch
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
@@ -38,31 +40,44 @@ class Pending:
 
 
 class BadRows:
-    """Rows left out of the run: listed in a file, and never more than the budget."""
+    """Rows left out of the run: listed in a file, and never more than the budget.
+
+    Raises:
+        AlignmentError: an earlier part of the run has listed more than the budget.
+    """
 
     def __init__(self, path: Path, budget: int):
         self._path, self._budget = path, budget
-        self.rows: set[int] = set()
-        if path.exists():
-            self.rows = {json.loads(line)["row"] for line in path.read_text("utf-8").splitlines()}
+        self.rows: set[tuple[str, int]] = set()
+        """(train | validation, row)"""
+        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
+            if line.endswith("\n"):  # a line that a kill cut off is found, and written, again
+                listed = json.loads(line)
+                self.rows.add((listed["source"], listed["row"]))
+        self._check("see there")
 
-    def add(self, found: BadRow) -> None:
+    def of(self, batch: DocumentBatch) -> tuple[int, ...]:
+        """Rows of this batch that are known to be bad."""
+        return tuple(sorted({row for source, row in self.rows if source == batch.source} & set(batch.row_numbers)))
+
+    def add(self, source: str, found: BadRow) -> None:
         """
         Raises:
             AlignmentError: one more than `aligner.max_bad_rows`.
         """
-        if found.row in self.rows:
+        if (source, found.row) in self.rows:
             return
-        self.rows.add(found.row)
+        self.rows.add((source, found.row))
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": found.row, "reason": found.reason[:500]}) + "\n")
-        log.warning("row %d is left out: %s", found.row, found.reason)
+            file.write(json.dumps({"source": source, "row": found.row, "reason": found.reason[:500]}) + "\n")
+        log.warning("row %d (%s) is left out: %s", found.row, source, found.reason)
+        self._check(f"the last: {found.reason}")
+
+    def _check(self, last: str) -> None:
         if len(self.rows) > self._budget:
             rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
             remedy = f"mend or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
-            raise AlignmentError(
-                "data rows that cannot be aligned", rule, f"{len(self.rows)}, the last: {found.reason}", remedy
-            )
+            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {last}", remedy)
 
 
 class AlignerPool:
@@ -108,19 +123,35 @@ class AlignerPool:
         first = pending.info
         info = self._attempt(pending, what) or self._again(pending, what)
         if info is None:
-            self._find_bad_rows(pending, what)
+            log.warning("%s failed twice; its rows are tried one by one", what)
+            self._find_bad_rows(pending)
             pending.info, *pending.parts = self._build(pending.place, pending.batch)
             info = self._wait(pending, what)
         for row in info.bad_rows:
-            self._bad_rows.add(row)
+            self._bad_rows.add(pending.batch.source, row)
         return info, pending.info is not first
 
     def _build(self, place: int, batch: DocumentBatch) -> list[ray.ObjectRef]:
-        skip = tuple(self._bad_rows.rows & {int(document["row"]) for document in batch.documents})
         if not self._group.actors:
-            return [ray.put(part) for part in self._local.build(batch, skip)]
+            return [ray.put(part) for part in self._build_here(batch)]
         actor = self._group.actors[place]
-        return actor.build.options(num_returns=1 + self._num_parts).remote(batch, skip)
+        return actor.build.options(num_returns=1 + self._num_parts).remote(batch, self._bad_rows.of(batch))
+
+    def _build_here(self, batch: DocumentBatch) -> tuple[Any, ...]:
+        try:
+            return self._local.build(batch, self._bad_rows.of(batch))
+        except DistillError:
+            raise
+        except Exception as error:
+            log.warning("aligning batch %d: %s: %s", batch.index + 1, type(error).__name__, error)
+        for document in self._unknown(batch):
+            try:
+                self._local.try_row(document)
+            except DistillError:
+                raise
+            except Exception as error:
+                self._bad_rows.add(batch.source, BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+        return self._local.build(batch, self._bad_rows.of(batch))
 
     def _again(self, pending: Pending, what: str) -> BatchInfo | None:
         log.warning("%s is tried once more", what)
@@ -132,41 +163,43 @@ class AlignerPool:
         try:
             return self._wait(pending, what)
         except DistillError as error:
-            self._recover(pending.place, error)
+            self._recover(pending.place, pending.info, error)
             return None
 
     def _wait(self, pending: Pending, what: str) -> BatchInfo:
         return self._calls.gather({pending.info: self.names[pending.place]}, what=what, timeout_s=self._deadline_s)[0]
 
-    def _recover(self, place: int, error: DistillError) -> None:
+    def _recover(self, place: int, call: ray.ObjectRef, error: DistillError) -> None:
         """Raises what no second try can mend; puts a new actor in the place of one that died or does not answer."""
         if error.exit_code == 2:
             raise error
         log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if not self._group.actors:
-            return
-        name = self._group.names[place]
-        with suppress(WorkerError):
-            self._calls.gather(self._group.submit("identify", ranks=[place]), what=f"asking {name}", timeout_s=1.0)
-            return
-        log.warning("%s is replaced", name)
-        self._group.replace(place, timeout_s=self._start_timeout_s)
+        if not _raised(call):
+            log.warning("%s is replaced", self._group.names[place])
+            self._group.replace(place, timeout_s=self._start_timeout_s)
 
-    def _find_bad_rows(self, pending: Pending, what: str) -> None:
-        log.warning("%s failed twice; its rows are tried one by one", what)
-        for document in pending.batch.documents:
+    def _find_bad_rows(self, pending: Pending) -> None:
+        for document in self._unknown(pending.batch):
             row = int(document["row"])
-            if row in self._bad_rows.rows:
-                continue
+            calls = self._group.submit("try_row", document, ranks=[pending.place])
             try:
-                self._try_row(pending.place, document, f"aligning row {row}")
+                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._deadline_s)
             except DistillError as error:
-                self._recover(pending.place, error)
-                self._bad_rows.add(BadRow(row, str(error)))
+                self._recover(pending.place, next(iter(calls)), error)
+                self._bad_rows.add(pending.batch.source, BadRow(row, str(error)))
 
-    def _try_row(self, place: int, document: Any, what: str) -> None:
-        if not self._group.actors:
-            self._local.try_row(document)
-            return
-        calls = self._group.submit("try_row", document, ranks=[place])
-        self._calls.gather(calls, what=what, timeout_s=self._deadline_s)
+    def _unknown(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
+        """Documents that are not known to be bad."""
+        known = self._bad_rows.of(batch)
+        return [document for document in batch.documents if int(document["row"]) not in known]
+
+
+def _raised(call: ray.ObjectRef) -> bool:
+    """Whether a call ended by an exception, so that whoever it asked is alive and free."""
+    try:
+        ray.get(call, timeout=0)
+    except RayTaskError:
+        return True
+    except (RayError, TimeoutError):
+        return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 from distill_rl.config.schema import Config, StudentConfig
 from distill_rl.data.collate import BatchPlan, Share
 from distill_rl.errors import AlignmentError, DataError
-from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.aligner import AlignerWorker
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
@@ -97,7 +97,7 @@ def open_pool(ray_cluster, config, tmp_path):
             group.call("start", what="starting", timeout_s=60)
         local = None
         if not size:
-            local = AlignerWorker(0, config, data_format, plan)
+            local = Fragile(0, config, data_format, plan)
             local.start()
         listed = tmp_path / "bad_rows.jsonl"
         pool = AlignerPool(
@@ -183,7 +183,7 @@ def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate
     opened = open_pool(1, deadline_s=deadline_s)
     found = settled(opened, batch(0, {5: fate}))
     (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
-    assert listed["row"] == 5
+    assert (listed["source"], listed["row"]) == ("train", 5)
     assert said in listed["reason"]
     assert found[0][0].num_documents == 8
     assert_same(settled(opened, batch(0, {5: fate})), found)  # and once known, it is never read again
@@ -191,10 +191,38 @@ def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate
     assert found[0][0].num_labels == empty.num_labels
 
 
-def test_more_bad_rows_than_the_budget_end_the_run(open_pool):
-    opened = open_pool(1, budget=1)
-    with pytest.raises(AlignmentError, match=r"aligner\.max_bad_rows=1 may be left out; got 2"):
+@pytest.mark.parametrize("size", [0, 1])
+def test_more_bad_rows_than_the_budget_end_the_run_and_any_resumed_one(open_pool, size):
+    too_many = r"aligner\.max_bad_rows=1 may be left out; got 2"
+    opened = open_pool(size, budget=1)
+    with pytest.raises(AlignmentError, match=too_many):
         settled(opened, batch(0, {2: "RAISE", 5: "RAISE"}))
+    with pytest.raises(AlignmentError, match=too_many):
+        BadRows(opened.listed, 1)
+    assert len(BadRows(opened.listed, 2).rows) == 2
+
+
+def test_what_is_known_of_training_rows_says_nothing_of_validation_rows(open_pool):
+    opened = open_pool(1)
+    settled(opened, batch(0, {5: "RAISE"}))
+    held_out = replace(batch(0), source="validation")
+    assert_same(settled(opened, held_out), settled(open_pool(0), held_out))
+    assert settled(opened, held_out)[0][0].num_labels > settled(opened, batch(0))[0][0].num_labels
+
+
+def test_a_list_of_bad_rows_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
+    path = tmp_path / "bad_rows.jsonl"
+    BadRows(path, 2).add("train", BadRow(5, "why"))
+    with path.open("a") as file:
+        file.write('{"source": "tra')
+    assert BadRows(path, 2).rows == {("train", 5)}
+
+
+def test_an_aligner_that_raises_is_kept_even_while_it_is_busy(open_pool):
+    opened = open_pool(1)
+    before = dict(opened.group.pids)
+    settled(opened, batch(0, {5: "RAISE"}), batch(1), batch(2))
+    assert opened.group.pids == before
 
 
 def test_what_the_user_must_mend_is_raised_at_once(open_pool, config, monkeypatch):

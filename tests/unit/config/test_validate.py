@@ -95,7 +95,10 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         ),
         (["aligner.workers=-1"], "aligner.workers: must be 0 or more; got -1"),
         (["aligner.dp.band=0"], "aligner.dp.band: must be 1 or more; got 0"),
-        (["aligner.num_gpus=1.5"], "aligner.num_gpus: must be a share below 1, or a whole number; got 1.5"),
+        (
+            ["aligner.num_gpus=1"],
+            "aligner.num_gpus: must be a share below 1: the ranks need the rest of the GPU; got 1",
+        ),
         (
             ["aligner.dp.backend=cuda"],
             "aligner.dp.backend: needs aligners that hold a share of a GPU; got cuda; set aligner.num_gpus=0.1",

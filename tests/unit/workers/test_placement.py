@@ -1,6 +1,7 @@
 import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.errors import ConfigError
 from distill_rl.workers.placement import actor_names, seat, shortage
 
 
@@ -51,6 +52,19 @@ def test_aligners_that_use_a_gpu_sit_with_the_ranks_in_turn_and_take_their_share
         inside = [place for place in plan.seats.values() if place.bundle == number]
         assert sum(place.num_gpus for place in inside) == pytest.approx(bundle["GPU"])
     assert "GPU" not in seat(asked, 3, gpus=False).bundles[-1]
+
+
+def test_aligners_that_leave_nothing_of_a_gpu_are_refused():
+    asked = config()
+    asked.aligner.num_gpus = 0.5
+    with pytest.raises(ConfigError, match=r"aligner\.num_gpus: .* must leave them some of it; got 2 aligners of 0\.5"):
+        seat(asked, 2, gpus=True)
+
+
+def test_aligners_may_sit_on_different_nodes():
+    plan = seat(config(), 3, gpus=False)
+    assert [plan.bundles[plan.seats[f"aligner-{i}"].bundle] for i in range(3)] == [{"CPU": 1.0}] * 3
+    assert len({plan.seats[f"aligner-{i}"].bundle for i in range(3)}) == 3
 
 
 def test_without_aligners_there_is_no_bundle_for_them():
