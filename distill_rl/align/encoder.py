@@ -56,6 +56,16 @@ class Encoder:
         return made
 
     @cached_property
+    def _behind(self) -> Any:
+        """The copy that reads text behind a special token, before which some put no space although they do at the start."""
+        described = json.loads(self._text.to_str())
+        split = json.dumps(described["pre_tokenizer"])
+        described["pre_tokenizer"] = json.loads(split.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"'))
+        made = _copy(self._text, json.dumps(described))
+        made.encode_special_tokens = True
+        return made
+
+    @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
         literals = sorted(filter(None, self.specials), key=lambda literal: (-len(literal), literal))
         return re.compile("|".join(map(re.escape, literals))) if literals else None
@@ -90,15 +100,14 @@ class Encoder:
         if not pattern or not spelled:
             return _arrays(self._marked.encode(text, add_special_tokens=False))
         ids, offsets, done = [np.empty(0, np.int32)], [np.empty((0, 2), np.int64)], 0
-        for start, stop in self._written_specials(text, contents):
-            for piece_start, piece_stop, marked in ((done, start, False), (start, stop, True)):
-                encode = self._marked if marked else self._text
-                piece, places = _arrays(encode.encode(text[piece_start:piece_stop], add_special_tokens=False))
+        for start, stop in [*self._written_specials(text, contents), (len(text), len(text))]:
+            between = self._behind if done else self._text
+            for reader, piece_start, piece_stop in ((between, done, start), (self._marked, start, stop)):
+                piece, places = _arrays(reader.encode(text[piece_start:piece_stop], add_special_tokens=False))
                 ids.append(piece)
                 offsets.append(places + piece_start)
             done = stop
-        piece, places = _arrays(self._text.encode(text[done:], add_special_tokens=False))
-        return np.concatenate([*ids, piece]), np.concatenate([*offsets, places + done])
+        return np.concatenate(ids), np.concatenate(offsets)
 
     def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
         """Where the template, not a message, writes a special token."""

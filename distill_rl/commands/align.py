@@ -51,7 +51,7 @@ def align(
         json_file: gets the audit and the checks.
 
     Raises:
-        ConfigError: no tokenizer there, a slow one, nothing in common, or no row that both sides spell.
+        ConfigError: no tokenizer there, a slow one, nothing in common, or no text with a chunk.
         DataError: no such data, or rows that cannot be read.
     """
     from rich.console import Console
@@ -75,6 +75,8 @@ def align(
         console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
     print_report(console, student, teacher, report)
     problems = refusals(report)
+    if not problems:
+        print_warnings(console, report)
     checks = verify_pair(aligner, ours, theirs, rows) if verify and not problems else []
     if checks:
         print_checks(console, checks)
@@ -112,14 +114,23 @@ def refusals(report: CoverageReport) -> list[str]:
         rule = "no token of the two vocabularies spells the same bytes: the common vocabulary is empty"
         remedy = "check that both are text models; only loss.cross_tokenizer=alm compares such a pair"
         return [str(ConfigError("--student and --teacher", rule, remedy=remedy))]
-    if not report.exact_share:
-        why = "; ".join(f"{side}: {reason}" for side, reason in report.lossy.items())
-        rule = f"none of {report.texts} texts is spelled in full by both sides" + (f" ({why})" if why else "")
-        remedy = (
-            f"{report.aligned_share:.0%} of the student's tokens match all the same; use another teacher, or other text"
-        )
-        return [str(ConfigError("--data", rule, remedy=remedy))]
+    if not report.chunk_lengths:
+        rule = f"none of {report.texts} texts aligns anywhere{_reasons(report)}"
+        return [str(ConfigError("--data", rule, remedy="use another teacher, or other text"))]
     return []
+
+
+def print_warnings(console: Console, report: CoverageReport) -> None:
+    from rich.markup import escape
+
+    if not report.exact_share:
+        rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
+        console.print(escape(f"warning    {rule}; {report.aligned_share:.1%} of the student's tokens are compared\n"))
+
+
+def _reasons(report: CoverageReport) -> str:
+    reasons = "; ".join(f"{side}: {reason}" for side, reason in report.lossy.items())
+    return f" ({reasons})" if reasons else ""
 
 
 def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:

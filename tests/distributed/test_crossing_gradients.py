@@ -187,3 +187,25 @@ def test_a_learnt_projection_is_the_same_on_every_layout_stays_stochastic_and_re
     assert torch.equal(resumed, values)
     assert series == losses
     assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
+    """Two steps whose KD is scaled by the ratio of the very step."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=1)
+    engine, targets, batch = engine_for(
+        "hybrid", world, folders, loss__dynamic_scale="exact", optimizer__lr=1e-2, train__micro_batch_size=size
+    )
+    source = source_of(targets, batch, engine.config.loss.temperature)
+    return [engine.train_step(batch, source) for _ in range(2)]
+
+
+def test_an_exact_scale_is_the_ratio_of_its_own_step_for_any_split(folders):
+    whole = ranks.run_ranks(1, exact_scales, 1, 4, folders)[0]
+    halves = ranks.run_ranks(2, exact_scales, 2, 1, folders)
+    for step, metrics in enumerate(whole):
+        kd, ce, scale, loss = (metrics[f"train/{name}"].value for name in ("kl_loss", "nll_loss", "kd_scale", "loss"))
+        assert scale == pytest.approx(ce / kd, rel=1e-5)
+        assert loss == pytest.approx(2 * ce, rel=1e-5)
+        for half in halves:
+            assert half[step]["train/kd_scale"].value == pytest.approx(scale, rel=1e-4)
+    assert whole[0]["train/kd_scale"] != whole[1]["train/kd_scale"]

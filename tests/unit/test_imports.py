@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"driver", "verify"},
     "cli": {"errors", "commands", "observe", "signals"},
     "quickstart": BASE | {"observe", "evals"},
-    "bench": ENGINES,
+    "bench": ENGINES | {"quickstart"},
     "__main__": {"cli"},
     "__init__": set(),
 }
