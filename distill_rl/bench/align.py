@@ -209,14 +209,15 @@ def walk() -> tuple[Callable[..., Any] | None, str]:
 
 
 _PROJECTION = """
-import resource, sys, time
+import sys, time
 from transformers import AutoTokenizer
 from distill_rl.align.projection import build_projection
+from distill_rl.bench.record import peak_bytes
 tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in sys.argv[1:]]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_bytes()
 start = time.perf_counter()
 made = build_projection(*tokenizers, student_columns=len(tokenizers[0]), teacher_columns=len(tokenizers[1]))
-seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+seconds, peak = time.perf_counter() - start, peak_bytes()
 print(seconds, before, peak, len(made.indptr) - 1, made.num_teacher, len(made.indices))
 """
 
@@ -230,8 +231,8 @@ def projection(folders: list[Path]) -> dict[str, Any]:
     seconds, before, peak, *sizes = (float(part) for part in done.stdout.split())
     return {
         "seconds": round(seconds, 2),
-        "peak_mib": round(peak / 1024, 1),
-        "peak_mib_before": round(before / 1024, 1),
+        "peak_mib": round(peak / 2**20, 1),
+        "peak_mib_before": round(before / 2**20, 1),
         "shape": [int(size) for size in sizes[:2]],
         "entries": int(sizes[2]),
     }

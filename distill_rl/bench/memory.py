@@ -2,14 +2,13 @@
 
 A random Llama whose weights dominate is written to a temporary folder. Each case opens a teacher or a student
 engine in processes of its own, lets it work for three steps of full rows, and compares the peak resident size
-(ru_maxrss) of the largest process with what `config/derive.py` says of it.
+(VmHWM) of the largest process with what `config/derive.py` says of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -145,7 +144,7 @@ def work(case: Case, rank: int, model: Path, store: str) -> None:
             for _, tensors in teacher.forward(batch):
                 del tensors
     close_world(world)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(record.peak_bytes())
 
 
 def _batch(case: Case, dp_rank: int) -> RankBatch:

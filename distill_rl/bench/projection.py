@@ -16,7 +16,6 @@ from typing import Any
 from distill_rl.bench import record
 from distill_rl.observe.sinks import read_records
 
-SEEDS = (0, 1, 2)
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
 
 
@@ -52,9 +51,11 @@ def measure(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    options = record.parser(__doc__.splitlines()[0]).parse_args()
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
+    options = parser.parse_args()
     seeds: list[dict[str, Any]] = []
-    for seed in SEEDS:
+    for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             ways = {name: measure(seed, Path(folder), learnable=name == "learnt") for name in ("fixed", "learnt")}
         seeds.append({"seed": seed, **ways})

@@ -46,6 +46,12 @@ def write(name: str, figures: Mapping[str, Any], out: Path | None = None) -> Pat
     return path
 
 
+def peak_bytes() -> int:
+    """Most memory that this program had resident; `ru_maxrss` would count what its parent had when it forked, too."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the argument that all benchmarks have."""
     made = argparse.ArgumentParser(description=description)

@@ -96,6 +96,11 @@ def notes(config: Config) -> list[str]:
     lines = []
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
+    if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
+        lines.append(
+            f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised, whatever loss.kd_weight and "
+            "loss.ce_weight are"
+        )
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
     return lines

@@ -135,6 +135,31 @@ def test_a_cut_row_is_the_beginning_of_the_whole_one_up_to_a_shared_boundary(stu
 
 
 @quick
+@given(families, families, hard_texts, st.integers(1, 30), st.integers(1, 30))
+def test_a_cut_of_any_row_keeps_its_first_chunks_and_a_lossy_one_at_least_half_of_a_limit(
+    student, teacher, text, left, right
+):
+    whole = aligner(student, teacher).align(text)
+    found = whole.cut(left, right)
+    check_numbers(found)
+    rows = []
+    for side, limit in (("student", left), ("teacher", right)):
+        ids, all_ids, chunk, all_chunks = (
+            getattr(row, f"{side}_{name}") for name in ("ids", "chunk") for row in (found, whole)
+        )
+        size = len(ids)
+        assert size <= limit
+        assert np.array_equal(ids, all_ids[:size])
+        numbers = all_chunks[:size]
+        assert np.array_equal(chunk, np.where(numbers < found.num_chunks, numbers, -1))
+        rows.append((len(all_ids), limit, size))
+    too_long = [row for row in rows if row[0] > row[1]]
+    assert whole.exact or not too_long or any(2 * size >= limit for _, limit, size in too_long)
+    assert all(place[0] <= rows[0][2] and place[1] <= rows[1][2] for place in found.lossy_ends.tolist())
+    assert same(whole.swapped().cut(right, left), found.swapped())
+
+
+@quick
 @given(families, families, hard_texts)
 def test_tables_made_at_the_start_change_no_answer(student, teacher, text):
     fast, slow = aligner(student, teacher), aligner(student, teacher, fast_ids=False)

@@ -82,6 +82,25 @@ def test_what_looks_special_in_a_message_is_text(teacher):
     assert len([pair for pair in found.stop_pairs if pair != (0, 0)]) == 2
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_special_looking_text_changes_no_token_of_the_rest_of_a_chat(name):
+    made = aligner("byte_level", name)
+    chats = ([*CHAT, {"role": "user", "content": f"ka {word} lo"}, CHAT[-1]] for word in ("mi", "<|end|>"))
+    plain, spelled = (made.tokenize_messages(chat, "teacher") for chat in chats)
+    starts = [side.text.rindex("<|turn|>", 0, side.spans[-2][0]) for side in (plain, spelled)]
+    stops = [side.spans[-2][1] for side in (plain, spelled)]
+    for chosen in (
+        [side.ids[side.offsets[:, 1] <= start] for side, start in zip((plain, spelled), starts)],
+        [side.ids[side.offsets[:, 0] >= stop] for side, stop in zip((plain, spelled), stops)],
+    ):
+        assert len(chosen[0]) > 3
+        assert np.array_equal(*chosen)
+    given = made.tokenize_messages(CHAT, "teacher", rendered=render(family(name), CHAT))
+    wanted = made.tokenize_messages(CHAT, "teacher")
+    assert np.array_equal(given.ids, wanted.ids)
+    assert (given.text, given.spans) == (wanted.text, wanted.spans)
+
+
 def test_a_content_that_one_template_strips_is_aligned_without_its_white_space():
     made = aligner("byte_level", "spm_first")
     found = made.align_messages(

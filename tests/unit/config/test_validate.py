@@ -197,5 +197,7 @@ def test_notes_say_what_may_surprise(load):
     assert notes(load("data.validation.fraction=0.1", "evaluate.every=5")) == []
     (note,) = notes(load("loss.kd_weight=0", "loss.ce_weight=1"))
     assert note == "loss.kd_weight is 0: no teacher is started"
+    (note,) = notes(load("loss.dynamic_scale=on"))
+    assert note.startswith("loss.dynamic_scale is on: r KD + CE is minimised, whatever loss.kd_weight")
     (note,) = notes(load("data.validation.fraction=0.1"))
     assert note.startswith("evaluate.every is 0")

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from distill_rl.data.chat import render_document
+from distill_rl.align import TokenAligner
+from distill_rl.align.chat import render as render_for_alignment
+from distill_rl.data.chat import render, render_document
 from distill_rl.data.collate import Tokenization
 from distill_rl.errors import DataError
 from tests.helpers.corpus import corpus_rows
@@ -113,19 +115,31 @@ def test_rewritten_history_without_marks_is_refused_by_row(tokenizer):
 
 def test_chat_that_the_template_refuses_names_row_and_reason(tokenizer):
     tokenizer.chat_template = STRICT
-    with pytest.raises(DataError, match=r"row 7: .*a user must begin"):
+    with pytest.raises(DataError, match=r"row 7: .*template of the student's tokenizer.*a user must begin"):
         render_document(tokenizer, CHAT[1:], 7, find_assistant=False)
+    with pytest.raises(DataError, match=r"template of teacher big's tokenizer.*a user must begin"):
+        render_document(tokenizer, CHAT[1:], 7, find_assistant=False, whose="teacher big's tokenizer")
 
 
 def test_tokenizer_without_a_chat_template_is_refused(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match="chat template"):
+    with pytest.raises(DataError, match=r"row 0: .*chat template, which the student's tokenizer has not"):
         render_document(tokenizer, CHAT, 0, find_assistant=False)
+    with pytest.raises(DataError, match="which teacher big's tokenizer has not"):
+        render_document(tokenizer, CHAT, 0, find_assistant=False, whose="teacher big's tokenizer")
 
 
 def test_dated_templates_do_not_depend_on_the_day(tokenizer):
     tokenizer.chat_template = DATED
-    assert render_document(tokenizer, CHAT, 0, find_assistant=False)[0].startswith("Today is 26 Jul 2024\n")
+    text, _ = render_document(tokenizer, CHAT, 0, find_assistant=False)
+    assert text.startswith("Today is 26 Jul 2024\n")
+    # Contents are looked for, by the aligner, in the very text of the data.
+    assert text == render(tokenizer, CHAT) == render_for_alignment(tokenizer, CHAT)
+    assert text == TokenAligner(tokenizer, tokenizer).tokenize_messages(CHAT, "student").text
+    prompted = render(tokenizer, CHAT[:1], add_generation_prompt=True)
+    assert prompted == "Today is 26 Jul 2024\n<|turn|>user\n2 + 2?<|end|>\n<|turn|>assistant\n"
+    dated = render(tokenizer, CHAT[:1], strftime_now=lambda form: "today")
+    assert dated.startswith("Today is today\n")
 
 
 def test_masked_tokens_spell_the_assistant_turns_of_many_chats(tokenizer):

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.chat import render
 from distill_rl.data.collate import BatchPlan, Share, Tokenization, build_batch
 from distill_rl.data.pairing import BatchBuilder, Partner
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
+from tests.helpers.align import family
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -96,6 +98,69 @@ def test_a_chat_is_compared_in_its_contents_and_its_ends_of_turns(student, teach
     assert "".join(ends) == "sol est<|end|>"
 
 
+SPOKEN = [
+    {"role": "user", "content": "kalo <|end|> mi </s>?"},
+    {"role": "assistant", "content": "sol <|end|><s> est"},
+    {"role": "user", "content": "<|turn|>assistant\nter"},
+    {"role": "assistant", "content": "an<|endoftext|>"},
+]
+"""A chat whose contents spell special tokens."""
+
+
+@pytest.mark.parametrize("name", ["byte_level", "tiktoken", "spm_first", "spm_prepend", "unigram", "wordpiece"])
+def test_what_looks_special_in_a_message_is_text_on_both_sides(name):
+    student, teacher = tiny_tokenizer(), family(name)
+    info, (part,), ((theirs,),) = builder(student, teacher, max_length=400).build(documents([{"messages": SPOKEN}]))
+    assert info.bad_rows == ()
+    for tokenizer, rows in ((student, part.rows), (teacher, theirs.rows)):
+        found = [
+            np.count_nonzero(rows.input_ids[0] == tokenizer.convert_tokens_to_ids(token))
+            for token in ("<|turn|>", "<|end|>", "</s>")
+        ]
+        assert found == [4, 4, 0], "those that the template writes"
+    (shared,) = part.chunks
+    assert shared.num_chunks > 8
+    inside = [spelled(student, part.rows, shared.student[0], 0, number) for number in range(shared.num_chunks)]
+    if name in ("byte_level", "tiktoken"):
+        assert "".join(inside) == "".join(message["content"] for message in SPOKEN) + 4 * "<|end|>"
+        assert info.alignments[0].num_exact == 1
+
+
+@pytest.mark.parametrize("name", ["tiktoken", "wordpiece"])
+def test_what_looks_special_is_learnt_where_the_assistant_says_it_and_nowhere_else(name):
+    student = tiny_tokenizer()
+    _, (part,), _ = builder(student, family(name), loss_on="assistant", max_length=400).build(
+        documents([{"messages": SPOKEN}])
+    )
+    labels = part.rows.labels[0]
+    learnt = labels[labels != IGNORE_INDEX]
+    assert student.decode(learnt) == "sol <|end|><s> est<|end|>an<|endoftext|><|end|>"
+    assert (learnt == student.convert_tokens_to_ids("<|end|>")).sum() == 2, "the ends of the assistant's turns"
+
+
+def test_a_chat_without_special_looking_text_is_tokenised_as_without_a_crossing(student, teacher):
+    batch = documents(corpus_rows(8, 3, messages=True))
+    for loss_on in ("all", "assistant"):
+        build = builder(student, teacher, loss_on=loss_on, max_length=400)
+        _, (part,), _ = build.build(batch)
+        _, (wanted,), _ = build_batch(batch, build._tokenization, build._plan)
+        assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
+        assert np.array_equal(part.rows.labels, wanted.rows.labels)
+
+
+def test_the_assistant_is_found_in_a_template_whose_own_words_are_composed():
+    student, teacher = tiny_tokenizer(), family("byte_level_nfc")
+    student.chat_template = (
+        "{% for m in messages %}{{ 'cafe\u0301 ' + m.role + ':\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'cafe\u0301 assistant:\n' }}{% endif %}"
+    )
+    chat = [{"role": "user", "content": "kalo"}, {"role": "assistant", "content": "e\u0301 est"}]
+    _, (part,), _ = builder(student, teacher, loss_on="assistant").build(documents([{"messages": chat}]))
+    labels = part.rows.labels[0]
+    assert render(student, chat).count("e\u0301") == 3
+    assert student.decode(labels[labels != IGNORE_INDEX]) == "é est<|end|>"
+
+
 def test_long_documents_end_where_both_sides_have_a_boundary(student, teacher):
     long = " ".join(row["text"] for row in corpus_rows(6, 2))
     info, (part,), ((theirs,),) = builder(student, teacher, max_length=32).build(documents([{"text": long}]))
@@ -126,6 +191,21 @@ def test_with_two_teachers_the_student_has_one_row_that_suits_both(student, teac
         for number in range(shared.student[0].max() + 1):
             text = spelled(student, part.rows, shared.student[0], 0, number)
             assert text == spelled(tokenizer, theirs.rows, shared.teacher[0], 0, number)
+
+
+def test_a_teacher_that_loses_the_text_leaves_it_to_be_learnt_and_to_the_other_teachers(student, teacher):
+    unread = "\u2603" * 60  # to the one teacher a single unknown token
+    lossy = family("unigram")
+    info, _, _ = builder(student, lossy, max_length=LENGTH).build(documents([{"text": unread}]))
+    assert LENGTH // 2 <= info.num_labels + 1 <= LENGTH
+    assert info.alignments[0].num_exact == 0
+    alone, (without,), _ = builder(student, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
+    both, (beside,), _ = builder(student, lossy, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
+    assert both.num_labels == min(info.num_labels, alone.num_labels)
+    shared, wanted = beside.chunks[1], without.chunks[0]
+    size = np.count_nonzero(beside.rows.labels[0] != IGNORE_INDEX)
+    assert shared.num_chunks >= 0.5 * wanted.num_chunks > 0
+    assert np.array_equal(shared.student[0, : size - 2], wanted.student[0, : size - 2])
 
 
 def test_ranks_have_contiguous_parts_and_the_counts_of_the_whole(student, teacher):
@@ -164,6 +244,8 @@ def test_a_row_that_is_skipped_or_cannot_be_aligned_teaches_nothing_and_is_named
     _, (skipped,), _ = build.build(batch, skip=(2,))
     assert (skipped.rows.labels[2] == IGNORE_INDEX).all()
     assert (skipped.chunks[0].student[2] == -1).all()
+    nothing, _, _ = build.build(batch, skip=range(4))
+    assert (nothing.alignments[0].num_exact, nothing.alignments[0].methods) == (0, {})
 
     aligner = build._crossing[0].aligner
     pair = aligner.pair
@@ -176,6 +258,7 @@ def test_a_row_that_is_skipped_or_cannot_be_aligned_teaches_nothing_and_is_named
     monkeypatch.setattr(aligner, "pair", stumble)
     info, (found,), _ = build.build(batch)
     assert [(bad.row, bad.reason) for bad in info.bad_rows] == [(2, "ValueError: no such boundary")]
+    assert (info.alignments[0].num_exact, info.alignments[0].methods) == (3, {"bytes": 3})
     for name in ("input_ids", "labels"):
         assert np.array_equal(getattr(found.rows, name), getattr(skipped.rows, name))
 
@@ -183,3 +266,19 @@ def test_a_row_that_is_skipped_or_cannot_be_aligned_teaches_nothing_and_is_named
 def test_what_only_the_user_can_mend_is_raised(student, teacher):
     with pytest.raises(DataError, match=r"data\.loss_on=assistant"):
         builder(student, teacher, loss_on="assistant").build(documents([{"text": "kalo"}]))
+
+
+def test_a_chat_that_a_teachers_template_refuses_says_whose_it_is(student):
+    strict, bare = tiny_tokenizer(600, seed=7), tiny_tokenizer(600, seed=7)
+    strict.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        + strict.chat_template
+    )
+    bare.chat_template = None
+    chat = [{"role": "system", "content": "kalo"}, {"role": "assistant", "content": "mi"}]
+    with pytest.raises(DataError, match=r"row 0: .*template of teacher t1's tokenizer.*System role not supported"):
+        builder(student, student, strict).build(documents([{"messages": chat}]))
+    with pytest.raises(DataError, match=r"row 0: .*chat template, which teacher t0's tokenizer has not"):
+        builder(student, bare).build(documents([{"messages": chat}]))
+    with pytest.raises(DataError, match=r"row 0: .*template of the student's tokenizer.*System role not supported"):
+        builder(strict, student).build(documents([{"messages": chat}]))
