@@ -195,12 +195,12 @@ def _describe(info: BatchInfo) -> dict[str, Metric]:
 
 
 def _describe_alignment(found: AlignmentInfo, info: BatchInfo, suffix: str) -> dict[str, Metric]:
-    chunks, labels = found.num_chunks, info.num_labels
+    chunks, labels, documents = found.num_chunks, info.num_labels, sum(found.methods.values())
     metrics = {
         f"align/chunks{suffix}": Metric(chunks, "sum"),
         f"align/one_to_one{suffix}": Metric(found.num_one_to_one / max(chunks, 1), "mean", chunks),
         f"align/coverage{suffix}": Metric(found.num_covered / max(labels, 1), "mean", labels),
-        f"align/exact{suffix}": Metric(found.num_exact / max(info.num_documents, 1), "mean", info.num_documents),
+        f"align/exact{suffix}": Metric(found.num_exact / max(documents, 1), "mean", documents),
     }
     return metrics | {
         f"align/method/{method}{suffix}": Metric(count, "sum") for method, count in sorted(found.methods.items())
