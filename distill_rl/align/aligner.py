@@ -17,7 +17,7 @@ from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
-from distill_rl.align.vocabulary import canonical_ids, compose, read_vocabulary
+from distill_rl.align.vocabulary import compose, read_vocabulary
 from distill_rl.align.window import WindowSolver
 
 METHODS = ("auto", "bytes", "offsets", "dp")
@@ -33,7 +33,8 @@ class TokenAligner:
             places that a tokenizer reports and checks what its tokens spell there; `dp` compares what tokens spell by a
             dynamic programme. `auto` takes bytes where they prove equal, then offsets, then dp, which also settles
             the unequal part of ids that come without a text.
-        fast_ids: make tables of both vocabularies once; False looks bytes up row by row. The answers are the same.
+        fast_ids: compare bytes in compiled code, and make the tables of the dynamic programme once; False does without
+            either. The answers are the same.
         backend, band: of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
 
     Raises:
@@ -59,10 +60,9 @@ class TokenAligner:
         self._vocabularies = self.student, self.teacher
         self._composes = "nfc" in (self.student.normalization, self.teacher.normalization)
         self._same = self.student.hash == self.teacher.hash
-        canonical = canonical_ids(self.student, self.teacher) if fast_ids else None
         self._windows = WindowSolver(self.student, self.teacher, fast_ids=fast_ids, backend=backend, band=band)
         window = self._windows if method in ("auto", "dp") else None
-        self._by_ids = IdAligner(canonical, window)
+        self._by_ids = IdAligner(fast_ids, window)
 
     def normalize(self, text: str) -> str:
         """NFC if one of the tokenizers composes its text, else the text as it is; twice is as good as once."""
@@ -106,7 +106,9 @@ class TokenAligner:
             self._windows.ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
 
     def warm_up(self) -> None:
-        """Does at once what the first row that needs the dynamic programme would wait for."""
+        """Does at once what the first rows would wait for: code is compiled, or read from Numba's cache, once a process."""
+        nothing = np.zeros(0, np.int32)
+        self.align_ids(nothing, nothing)
         if self.method == "dp" or (self.method == "auto" and (self.student.lossy or self.teacher.lossy)):
             self._windows.warm_up()
 

@@ -31,13 +31,20 @@ class IdAligner:
     """Aligns two sides' ids.
 
     Args:
-        canonical: `canonical_ids` of the two vocabularies, with which a 1:1 chunk is proved by one comparison; None
-            compares all bytes. The answers are the same.
+        compiled: compare the sides' bytes in compiled code; False spells both of them first. The answers are the same.
         window: aligns what bytes leave open, or None.
     """
 
-    def __init__(self, canonical: tuple[np.ndarray, np.ndarray] | None, window: Window | None) -> None:
-        self._canonical, self._window = canonical, window
+    def __init__(self, compiled: bool, window: Window | None) -> None:
+        self._compiled, self._window = compiled, window
+
+    def _equal(self, student: Side, teacher: Side) -> bool:
+        """Whether two sides of as many bytes spell the same ones."""
+        if not self._compiled:
+            return student.spell().tobytes() == teacher.spell().tobytes()
+        from distill_rl.align.compare import same_bytes
+
+        return same_bytes(student, teacher)
 
     def agreeing(self, student: Side, teacher: Side) -> Found | None:
         """Chunks of two sides that spell the same bytes; None of others.
@@ -48,8 +55,8 @@ class IdAligner:
             ends = sides[0].ends, sides[1].ends
             if _total(ends[0]) != _total(ends[1]):
                 continue
-            chunks, *last = chunks_by_ends(*ends)
-            if self._proved(sides, chunks, last):
+            chunks, _, _ = chunks_by_ends(*ends)
+            if self._equal(*sides):
                 full = [side.full(numbers) for side, numbers in zip(sides, (chunks.student, chunks.teacher))]
                 return Found(Chunks(full[0], full[1], chunks.count), sides, True)
         return None
@@ -62,33 +69,6 @@ class IdAligner:
             full = [side.full(part) for side, part in zip((student, teacher), numbers)]
             return Found(_numbered(full), (student, teacher), found is not None, "dp")
         return found or self._mismatched(student, teacher)
-
-    def _proved(self, sides: Pair, chunks: Chunks, last: Sequence[np.ndarray]) -> bool:
-        """Whether the two sides' bytes are equal, their totals being so.
-
-        A chunk of one token on either side is proved by canonical ids; the bytes of all others are compared.
-        """
-        if self._canonical is None or not chunks.count:
-            return sides[0].spell().tobytes() == sides[1].spell().tobytes()
-        numbers = chunks.student, chunks.teacher
-        keys, single = [], np.ones(chunks.count, bool)
-        for side, closing, canonical, part in zip(sides, last, self._canonical, numbers):
-            keys.append(canonical.take(side.ids.take(closing)))
-            if len(part) > chunks.count:
-                single[1:] &= closing[1:] - closing[:-1] == 1
-                single[0] &= closing[0] == 0
-            for place in side.dropped:  # such a token is not what its id spells
-                single[part[place]] = False
-        equal = keys[0] == keys[1]
-        if equal.all() and single.all():
-            return True
-        if (single & ~equal).any():
-            return False
-        rest = ~single
-        if 4 * np.count_nonzero(rest) > chunks.count:  # choosing them would cost more than it saves
-            return sides[0].spell().tobytes() == sides[1].spell().tobytes()
-        spelled = [side.spell(rest.take(part).nonzero()[0]).tobytes() for side, part in zip(sides, numbers)]
-        return spelled[0] == spelled[1]
 
     def _mismatched(self, student: Side, teacher: Side) -> Found:
         """Chunks of the equal bytes at both ends; what lies between goes to the window."""

@@ -219,7 +219,7 @@ class AlignerConfig:
     max_bad_rows: int = 10
     """Rows that a run may leave out because an aligner fails or hangs on them; they are listed in bad_rows.jsonl."""
     fast_ids: bool = True
-    """Use precomputed tables of canonical ids in dp."""
+    """Compare bytes in compiled code, and make the tables of canonical ids that dp needs once; false: neither, with the same answers."""
     dp: DPConfig = field(default_factory=DPConfig)
 
 
