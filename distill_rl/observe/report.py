@@ -231,7 +231,10 @@ def _shares(run: Run) -> list[Series]:
     named = {
         name for record in run.records for name in record if name.startswith(("align/coverage", "align/one_to_one"))
     }
-    return [Series(name.removeprefix("align/"), run.points(name), index) for index, name in enumerate(sorted(named))]
+    return [
+        Series(name.removeprefix("align/"), run.points(name), index, noisy=True)
+        for index, name in enumerate(sorted(named))
+    ]
 
 
 def _timing_parts(run: Run) -> list[str]:
