@@ -50,7 +50,7 @@ def test_models_that_do_not_fit_are_all_told_at_once(material, tmp_path):
     (tmp_path / "file").write_text("in the way")
     errors = refused(
         "train", "-c", material.config(tmp_path), f"teachers.0.model={tmp_path}/foreign", "loss.top_k=1000",
-        "data.max_length=4096", f"run.dir={tmp_path}/file",
+        "teachers.0.loss=same", "data.max_length=4096", f"run.dir={tmp_path}/file",
     )  # fmt: skip
     assert_named(
         errors,
