@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -69,11 +68,11 @@ def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, materia
 
 def test_an_aligner_killed_in_mid_run_changes_no_bit(material, tmp_path):
     """The second of two, over and over: whatever it was doing is done again by another."""
-    steps = ("train.steps=200", "schedule.steps=200", "aligner.workers=2")
+    steps = ("train.steps=80", "schedule.steps=80", "aligner.workers=2")
     calm = train(material, tmp_path / "calm", *steps)
     log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
     with running("train", "-c", material.config(tmp_path / "hit", "foreign"), *steps, log=log) as process:
-        for step in (2, 40):
+        for step in (2, 12):
             until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
             os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
         assert process.wait(timeout=120) == 0, log.read_text()
@@ -82,68 +81,51 @@ def test_an_aligner_killed_in_mid_run_changes_no_bit(material, tmp_path):
     assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true"),
-        ("loss.cross_tokenizer=gold", "teachers.0.export=logits", "loss.temperature=2"),
-    ],
-    ids=["xtoken-learnable", "gold"],
-)
-def test_two_ranks_of_either_kind_have_the_losses_of_one_process(material, tmp_path, overrides):
-    common = (*overrides, "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001")
+def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_is_a_projection(material, tmp_path):
+    common = (
+        "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
+        "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001",
+    )  # fmt: skip
     whole = train(material, tmp_path / "whole", *common)
     split = train(
         material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
         "train.micro_batch_size=1",
     )  # fmt: skip
-    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "validation/kl_loss"):
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
-        assert len(ours) == 4
+        assert len(ours) == (1 if metric.startswith("validation") else 4)
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
-    learnable = "projection.learnable=true" in overrides
-    assert (whole / "projections" / "0.safetensors").exists() is learnable
-    if learnable:  # what was learnt is a projection like any other
-        path = whole / "projections" / "0.safetensors"
-        again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *overrides, f"projection.path={path}")
-        assert again.code == 0, again.err
+    learnt = whole / "projections" / "0.safetensors"
+    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learnt}")
+    assert again.code == 0, again.err
 
 
-def test_teachers_of_both_kinds_teach_together_and_are_weighed_by_how_well_they_know_the_text(material, tmp_path):
+def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_know_the_text(material, tmp_path):
     run = train(
-        material, tmp_path, f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
-        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=3", "schedule.steps=3",
+        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
+        f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
+        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2",
     )  # fmt: skip
     first = records(run)[0]
     both = first["train/kl_loss/big"], first["train/kl_loss/same"]
     assert min(both) < first["train/kl_loss"] < max(both)
-
-
-def test_chats_are_aligned_message_by_message(material, tmp_path):
-    run = train(
-        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
-        "train.steps=2", "schedule.steps=2",
-    )  # fmt: skip
-    assert records(run)[0]["align/coverage"] > 0.9
+    assert first["align/coverage"] > 0.9
 
 
 def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(material, tmp_path, monkeypatch):
     """CUDA through Numba's simulator, which needs no device."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     common = (
-        "aligner.method=dp",
-        "aligner.num_gpus=0.1",
-        "train.steps=1",
-        "schedule.steps=1",
-        "schedule.warmup_steps=0",
-    )
+        "aligner.method=dp", "aligner.num_gpus=0.1", "data.max_length=16", "data.validation.fraction=0",
+        "train.global_batch_size=2", "train.steps=1", "schedule.steps=1", "schedule.warmup_steps=0",
+    )  # fmt: skip
     runs = {
-        backend: train(material, tmp_path / backend, f"aligner.dp.backend={backend}", "data.max_length=32", *common)
+        backend: train(material, tmp_path / backend, f"aligner.dp.backend={backend}", *common)
         for backend in ("numpy", "cuda")
     }
     first = {backend: records(run)[0] for backend, run in runs.items()}
     for backend, record in first.items():
-        assert record[f"align/method/dp/{backend}"] == 8
+        assert record[f"align/method/dp/{backend}"] == 2
     assert first["cuda"]["train/kl_loss"] == first["numpy"]["train/kl_loss"]
     assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
 
@@ -160,21 +142,11 @@ def test_two_copies_of_one_tokenizer_give_the_run_without_a_crossing(material, t
 
 
 def test_what_a_crossing_lacks_is_said_before_anything_starts(material, tmp_path):
-    config = material.config(tmp_path, "foreign")
-    for overrides, expected in (
-        (["loss.cross_tokenizer=null"], "teachers.0: must have the student's vocabulary (loss.cross_tokenizer: null)"),
-        (["teachers.0.loss=same"], "teachers.0: must have the student's vocabulary (loss: same)"),
-        (
-            ["loss.cross_tokenizer=gold"],
-            "teachers.0.export: the loss gold needs logits; got topk; set teachers.0.export=",
-        ),
-        (["projection.path=/nowhere.safetensors"], "projection.path: "),
-    ):
-        ended = distill_rl("train", "-c", config, *overrides)
-        assert ended.code == 2
-        (line,) = ended.errors
-        assert expected in line
-        assert not (tmp_path / "runs").exists()
+    ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert "teachers.0.export: the loss gold needs logits; got topk; set teachers.0.export=logits" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_check_says_how_the_student_learns_from_the_teacher_and_how_many_align(material, tmp_path):
@@ -182,4 +154,3 @@ def test_check_says_how_the_student_learns_from_the_teacher_and_how_many_align(m
     assert ended.code == 0, ended.err
     assert "aligner: 1 process" in ended.out
     assert "big: another tokenizer, loss hybrid" in ended.out
-    assert json.dumps("hybrid") not in ended.err
