@@ -95,16 +95,11 @@ class Side:
             self, tokens=_at(self.tokens, chosen), ids=self.ids[chosen], lengths=lengths[chosen], dropped=tuple(kept)
         )
 
-    def spell(self, chosen: np.ndarray | None = None) -> np.ndarray:
-        """uint8: the bytes of all, or of the chosen tokens, without the dropped ones."""
-        if chosen is None:
-            starts, lengths, ends = self.vocabulary.starts.take(self.ids), self.lengths, self.ends
-        else:
-            starts, lengths = self.vocabulary.starts.take(self.ids.take(chosen)), self.lengths.take(chosen)
-            ends = lengths.cumsum(dtype=np.int64)
-        for place in self.dropped:
-            starts[place if chosen is None else chosen == place] += 1
-        return gather(self.vocabulary, starts, lengths, ends)
+    def spell(self) -> np.ndarray:
+        """uint8: the bytes of all, without the dropped ones."""
+        starts = self.vocabulary.starts.take(self.ids)
+        starts[list(self.dropped)] += 1
+        return gather(self.vocabulary, starts, self.lengths, self.ends)
 
     @cached_property
     def ends(self) -> np.ndarray:

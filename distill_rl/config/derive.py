@@ -233,10 +233,10 @@ def crossing(config: Config, teacher: TeacherConfig, *, same: bool) -> str | Non
     return config.loss.cross_tokenizer
 
 
-def compute_actors(config: Config) -> int:
-    """Ranks of the student and of all running teachers."""
-    groups = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
-    return sum(group.dp * group.tp for group in groups)
+def compute_groups(config: Config) -> list[int]:
+    """Ranks of the student, and of each running teacher."""
+    layouts = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
+    return [layout.dp * layout.tp for layout in layouts]
 
 
 def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
@@ -244,9 +244,8 @@ def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
     one, at most the cores that its other actors leave free."""
     if config.aligner.workers is not None:
         return config.aligner.workers
-    groups = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
-    used = min(max(group.dp * group.tp for group in groups), gpus)
-    return int(max(1, min(used // 2, cpus - compute_actors(config))))
+    ranks = compute_groups(config)
+    return int(max(1, min(min(max(ranks), gpus) // 2, cpus - sum(ranks))))
 
 
 def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from distill_rl.config.derive import Facts, aligner_workers, compute_actors, running_teachers, sizes
+from distill_rl.config.derive import Facts, aligner_workers, compute_groups, running_teachers, sizes
 from distill_rl.errors import DistillError
 from distill_rl.job import Job
 from distill_rl.models.facts import visible_gpus
@@ -51,7 +51,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         WorkerError: an actor failed to start.
     """
     config = job.config
-    num_compute = compute_actors(config)
+    num_compute = sum(compute_groups(config))
     here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     transport = choose(config.transport)
     log.info("transport %s: %s", transport.name, transport.reason)
