@@ -78,7 +78,7 @@ class Driver:
     def run(self) -> int:
         """Trains to the last step, or to a request to stop. Returns the process's exit code."""
         with Lookahead(
-            self.loader, self.crew.pipeline.train, PendingBatch.release, self.config.prefetch.depth
+            self.loader, self.crew.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
         ) as items:
             for step, item in enumerate(items, start=self.state.step + 1):
                 with self.timer.step(step), item.lease() as (batch, targets):
@@ -105,7 +105,7 @@ class Driver:
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:
-            with self.crew.pipeline.validate(batch).lease() as (pending, targets):
+            with self.crew.pipeline.submit(batch).lease() as (pending, targets):
                 parts.append(self.student.evaluate(pending, targets))
         metrics = merge(parts)
         self.score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else None

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import crossing, running_teachers
+from distill_rl.config.derive import crossing
+from distill_rl.config.facts import ModelFacts, running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
 from distill_rl.errors import ConfigError
 from distill_rl.files import sha256
-from distill_rl.models.facts import fingerprint_model
+from distill_rl.models.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.types import Crossing, RunPaths
 
@@ -31,6 +32,8 @@ class Job:
     """per running teacher, None for one that has the student's tokenizer"""
     teacher_vocabularies: tuple[int, ...]
     """ids of each running teacher's tokenizer"""
+    teacher_facts: tuple[ModelFacts, ...]
+    """of each running teacher"""
     fingerprints: dict[str, str]
     """What a resumed run must find unchanged: name → hash."""
 
@@ -58,6 +61,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         vocabulary_size=vocabulary_size(tokenizer),
         crossings=crossings,
         teacher_vocabularies=tuple(vocabulary_size(its) for its in tokenizers),
+        teacher_facts=tuple(_facts(teacher) for teacher in running),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
@@ -72,6 +76,12 @@ def prepare(config: Config, paths: RunPaths) -> Job:
                 if found is not None
             },
         },
+    )
+
+
+def _facts(teacher: TeacherConfig) -> ModelFacts:
+    return read_model_facts(
+        resolve(teacher.model, teacher.revision, weights=True), read_config(teacher.model, teacher.revision)
     )
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.bench import record
-from distill_rl.config.derive import ModelFacts, WorkerMemory, student_memory, teacher_memory
+from distill_rl.config.facts import ModelFacts
+from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
 from distill_rl.config.schema import Config, DataConfig, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.types import RankBatch, TokenRows
 

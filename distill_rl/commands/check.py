@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from distill_rl.config.derive import GIB, DerivedSizes, Facts, running_teachers, sizes
+from distill_rl.config.derive import GIB, DerivedSizes, sizes
+from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.load import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
 from distill_rl.preflight import gather
-from distill_rl.transport.choose import choose
+from distill_rl.transport.choose import expected
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
@@ -36,12 +37,11 @@ def check(path: str, overrides: Sequence[str]) -> int:
 def summary(config: Config, facts: Facts) -> list[str]:
     """Derived sizes as lines a person can read."""
     derived = sizes(config, facts)
-    transport = choose(config.transport)
     lines = [
         f"batch      {derived.documents_per_step} documents in at most {derived.micro_batches} micro-batches per rank, at most {derived.max_tokens_per_step:,} tokens",
         f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
-        f"transport  {transport.name}: {transport.reason}",
+        f"transport  {_transport(config, facts)}",
     ]
     for method, running in zip(facts.crossings, running_teachers(config)):
         if method is not None:
@@ -51,7 +51,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     for teacher in derived.teachers:
         lines.append(
             f"targets    {teacher.name}: {teacher.entries:,} entries, {teacher.bytes_per_token} bytes per token, "
-            f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} per ring"
+            f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} in a ring of {teacher.slots}"
         )
     for worker in derived.memory:
         parts = ", ".join(f"{part} {_bytes(count)}" for part, count in worker.parts.items() if count)
@@ -61,6 +61,16 @@ def summary(config: Config, facts: Facts) -> list[str]:
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
         )
     return lines + [f"note       {printable(note)}" for note in notes(config)]
+
+
+def _transport(config: Config, facts: Facts) -> str:
+    if config.ray.address is not None:
+        return f"{config.transport}: proven, or chosen, when the cluster has been joined"
+    try:
+        choice = expected(config.transport, gpus=facts.gpus)
+    except ConfigError:
+        return f"{config.transport}: cannot work here"
+    return f"{choice.name}: {choice.reason}"
 
 
 def _steps(derived: DerivedSizes) -> str:

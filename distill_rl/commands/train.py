@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill_rl import rundir
-from distill_rl.config.derive import running_teachers
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic

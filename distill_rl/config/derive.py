@@ -6,112 +6,26 @@ peaks by `launch/bench.sh memory` (docs/benchmarks/memory.md).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, lcm
 
+from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 
-ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 GIB = 2**30
 
 EXPORTS: dict[str, tuple[str, ...]] = {
-    "hybrid": ("topk", "logits"),
-    "alm": ("topk", "logits"),
-    "xtoken": ("logits",),
-    "gold": ("logits",),
-    "uld": ("logits",),
-    "strict": ("logits",),
+    "hybrid": ("topk", "logits", "hidden"),
+    "alm": ("topk", "logits", "hidden"),
+    "xtoken": ("logits", "hidden"),
+    "gold": ("logits", "hidden"),
+    "uld": ("logits", "hidden"),
+    "strict": ("logits", "hidden"),
 }
 """Loss across tokenizers → what a teacher may export for it."""
-
-PROCESS_BASE = 400 * 2**20
-"""Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
-TEACHER_CHUNK_TOKENS = 1024
-"""A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
-TEACHER_CHUNK_BYTES = 256 * 2**20
-"""Bound on one rank's fp32 logits of such a chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What a model folder says of itself."""
-
-    folder: str
-    family: str
-    parameters: int
-    """counted once where embeddings are tied"""
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_key_value_heads: int
-    vocabulary_columns: int
-    """rows of the embedding table, padding included"""
-    positions: int | None
-    """longest sequence; None: the configuration names no limit"""
-    tied: bool
-    stored_dtype: str
-    bytes_on_disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the files say; None where they could not be read."""
-
-    vocabulary_size: int | None = None
-    """ids of the student's tokenizer"""
-    tokenizer_hash: str | None = None
-    num_documents: int | None = None
-    """training documents, after the validation split"""
-    num_validation_documents: int | None = None
-    data_fingerprint: str | None = None
-    total_steps: int | None = None
-    student: ModelFacts | None = None
-    teachers: tuple[ModelFacts | None, ...] = ()
-    """in the order of the config"""
-    gpus: int = 0
-    """GPUs visible on this machine"""
-    cpus: int = 1
-    """cores of this machine that this process may use"""
-    crossings: tuple[str | None, ...] = ()
-    """per running teacher: the loss across tokenizers, None where the tokenizer is the student's"""
-    teacher_vocabularies: tuple[int | None, ...] = ()
-    """ids of each running teacher's tokenizer"""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
-    """Estimated peak of one process, by part."""
-
-    worker: str
-    """`student` or the teacher's name"""
-    count: int
-    """how many such processes"""
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0
-    """FSDP's unsharded copy of its largest unit, that unit's gradient, and the buffers of their exchange"""
-    scratch: int = 0
-    """the optimizer's temporaries of one step"""
-    activations: int = 0
-    logits: int = 0
-    targets: int = 0
-    """targets of the micro-batches in flight"""
-    loading: int = 0
-    """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
-    base: int = PROCESS_BASE
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
-        names = ("weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "base")
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
-
-    @property
-    def total(self) -> int:
-        return max(sum(self.parts.values()), self.base + self.weights + self.loading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +34,29 @@ class TeacherSizes:
     micro_batches: int
     """per data-parallel rank and step, at most"""
     entries: int
-    """kept per token: loss.top_k, or the whole vocabulary where that is smaller"""
+    """kept per token: loss.top_k, or the whole vocabulary where that is smaller; of hidden states their width"""
     bytes_per_token: int
     bytes_per_slot: int
     """targets of one full micro-batch of rows as long as data.max_length"""
     ring_bytes: int
-    """all slots of one teacher rank: (prefetch.depth + 1) x micro-batches"""
+    """all slots of one teacher rank"""
+    slots: int
+    """of that ring; see `ring_plan`"""
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """How the teachers' rings hold a batch's targets.
+
+    A batch whose targets are not meant to fit at once is taught and trained on in *waves*: runs of rows that every
+    teacher and the student divide evenly. Their number follows from the ring, never from `prefetch.depth`.
+    """
+
+    waves: int
+    rows_per_wave: int
+    slots: Mapping[str, int]
+    """of one rank's ring, by teacher"""
+    slots_per_wave: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +91,40 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
     return by_epochs if steps is None else min(steps, by_epochs)
 
 
-def running_teachers(config: Config) -> list[TeacherConfig]:
-    """The teachers that are started: none where loss.kd_weight is 0."""
-    return list(config.teachers) if config.loss.kd_weight > 0 else []
+def wants_whole_batch(config: Config) -> bool:
+    """Whether the first gradient of a batch needs what all of its targets say."""
+    return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
+
+
+def rows_unit(config: Config) -> int:
+    """Rows that the student and every running teacher divide evenly over ranks and micro-batches."""
+    shares = [config.student.parallel.dp * config.train.micro_batch_size]
+    return lcm(*shares, *(_rows_per_slot(config, teacher) for teacher in running_teachers(config)))
+
+
+def ring_plan(config: Config) -> RingPlan:
+    """Slots of the teachers' rings and the waves of a batch; for a configuration without problems.
+
+    A ring holds all micro-batches of depth + 1 batches; of a teacher that exports logits two waves of the fewest rows;
+    or `prefetch.slots`, in waves of half a ring, so that a teacher fills one half while the student reads the other.
+    """
+    batch, unit = config.train.global_batch_size, rows_unit(config)
+    whole, asked = wants_whole_batch(config), config.prefetch.slots
+    rows_per_wave, slots = batch, {}
+    for teacher in running_teachers(config):
+        rows = _rows_per_slot(config, teacher)
+        room = (config.prefetch.depth + 1) * (batch // rows)
+        wanted = 2 * unit // rows if teacher.export == "logits" and asked is None else asked
+        if wanted is not None and not whole:
+            rows_per_wave = min(rows_per_wave, max(wanted * rows // 2 // unit * unit, unit))
+        slots[teacher.name] = room if wanted is None or (whole and asked is None) else min(room, wanted)
+    per_wave = {teacher.name: rows_per_wave // _rows_per_slot(config, teacher) for teacher in running_teachers(config)}
+    return RingPlan(ceil(batch / rows_per_wave), rows_per_wave, slots, per_wave)
+
+
+def _rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
+    """Rows of a batch that the replicas of a teacher write into one slot each."""
+    return teacher.parallel.dp * (teacher.micro_batch_size or config.train.micro_batch_size)
 
 
 def sizes(config: Config, facts: Facts) -> DerivedSizes:
@@ -182,7 +144,9 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
         teachers=teachers,
         world=world,
         processes=processes,
-        memory=_memory(config, facts, teachers),
+        memory=worker_memory(
+            config, facts, [each.bytes_per_slot for each in teachers], [each.ring_bytes for each in teachers]
+        ),
         checkpoint_bytes=12 * facts.student.parameters if facts.student else None,
     )
 
@@ -192,17 +156,20 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, number:
     micro_batches = ceil(config.train.global_batch_size / (teacher.parallel.dp * rows))
     vocabularies = facts.teacher_vocabularies
     ids = (vocabularies[number] if number < len(vocabularies) else None) or facts.vocabulary_size
+    model = facts.teachers[number] if number < len(facts.teachers) else None
     if teacher.export == "logits":
-        model = facts.teachers[number] if number < len(facts.teachers) else None
         entries = model.vocabulary_columns if model else ids or 0
         per_token = entries * _wire_size(teacher, facts) + 4  # and the label's log-prob
+    elif teacher.export == "hidden":
+        entries = model.hidden_size if model else 0
+        per_token = entries * ITEM_SIZE[teacher.dtype] + 4
     else:
         entries = min(config.loss.top_k, ids or config.loss.top_k)
         # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
         per_token = entries * (4 + _wire_size(teacher, facts)) + 8
     slot = rows * config.data.max_length * per_token
-    ring = (config.prefetch.depth + 1) * micro_batches * slot
-    return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, ring)
+    slots = ring_plan(config).slots[teacher.name]
+    return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, slots * slot, slots)
 
 
 def _wire_size(teacher: TeacherConfig, facts: Facts) -> int:
@@ -267,89 +234,3 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
     plural = "process" if aligners == 1 else "processes"
     world["aligner"] = f"{aligners} {plural} ({chosen})" if aligners else "none: the driver aligns"
     return world, processes
-
-
-def _memory(config: Config, facts: Facts, teachers: tuple[TeacherSizes, ...]) -> tuple[WorkerMemory, ...]:
-    workers = []
-    on_gpu = facts.gpus > 0
-    if facts.student is not None:
-        in_flight = sum(teacher.bytes_per_slot for teacher in teachers)
-        workers.append(student_memory(config, facts.student, targets=in_flight, on_gpu=on_gpu))
-    running = running_teachers(config)
-    for teacher, size, model in zip(running, teachers, facts.teachers[: len(running)]):
-        if model is not None:
-            workers.append(teacher_memory(config, teacher, model, targets=2 * size.bytes_per_slot, on_gpu=on_gpu))
-    return tuple(workers)
-
-
-def student_memory(config: Config, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False) -> WorkerMemory:
-    """Peak of one student process: fp32 weights, gradients, two Adam moments and AdamW's temporaries, all sharded
-    over dp x tp, the unsharded copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
-    dp, tp = config.student.parallel.dp, config.student.parallel.tp
-    item = ITEM_SIZE[config.student.dtype]
-    shard = ceil(model.parameters / (dp * tp))
-    tokens = config.train.micro_batch_size * config.data.max_length
-    embedding = model.vocabulary_columns * model.hidden_size
-    tables = embedding if model.tied else 2 * embedding
-    layer = (model.parameters - tables) // max(model.num_layers, 1)
-    unit = max(layer, tables) // tp
-    return WorkerMemory(
-        worker="student",
-        count=dp * tp,
-        weights=4 * shard,
-        gradients=4 * shard,
-        optimizer=8 * shard,
-        gathered=unit * _bytes_per_gathered(item, dp),
-        scratch=4 * shard,
-        activations=_activations(config, model, tokens, item, tp),
-        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
-        targets=targets,
-        loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
-    )
-
-
-def _bytes_per_gathered(item: int, dp: int) -> int:
-    """Per parameter of the unit that is whole: its copy and gradient in the compute dtype, the gradient in fp32 for
-    the reduction, and with several ranks the buffer that the copy is gathered into."""
-    if dp == 1:
-        return 2 * item + (4 if item < 4 else 0)
-    return 3 * item + 4
-
-
-def teacher_memory(
-    config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
-) -> WorkerMemory:
-    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk.
-
-    On a CPU the pages of the weight files count too: while it reads them they are the peak.
-    """
-    tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
-    rows = teacher.micro_batch_size or config.train.micro_batch_size
-    tokens = rows * config.data.max_length
-    columns = ceil(model.vocabulary_columns / tp)
-    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
-    return WorkerMemory(
-        worker=teacher.name,
-        count=teacher.parallel.dp * tp,
-        weights=item * ceil(model.parameters / tp),
-        activations=tokens * item * (6 * model.hidden_size + 3 * model.intermediate_size // tp),
-        logits=chunk * columns * (item + 8),  # and in fp32, twice
-        targets=targets,
-        loading=0 if on_gpu else model.bytes_on_disk // tp,
-    )
-
-
-def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:
-    """Kept for backward, per token and layer of a Llama-like decoder.
-
-    Hidden-sized: two inputs and outputs of the norms with their fp32 copies, queries before and after
-    the rotation, attention's output. Key-value-sized: keys before and after, values.
-    Intermediate-sized: gate, up, activation, product.
-    """
-    hidden, intermediate = model.hidden_size, model.intermediate_size // tp
-    key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
-    norms = 2 * hidden * (2 * item + 4)
-    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate)
-    if config.student.activation_checkpointing:
-        return tokens * (model.num_layers * hidden * item + layer)
-    return tokens * model.num_layers * layer

@@ -82,9 +82,9 @@ class TeacherConfig:
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the teacher."""
     export: Literal["topk", "hidden", "logits"] = "topk"
-    """What the teacher hands to the student: its top_k log-probs, or all logits, which some losses across tokenizers need."""
+    """What the teacher hands to the student: its top_k log-probs; its last hidden states, of which the student makes all logits with the teacher's output layer; or all logits. Some losses across tokenizers need one of the latter two."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Dtype in which log-probs travel; auto: fp16 on GPUs, fp32 on CPUs. Rest and label log-probs are always fp32."""
+    """Dtype in which log-probs and logits travel; auto: fp16 on GPUs, fp32 on CPUs. Rest and label log-probs are always fp32, hidden states always of the teacher's dtype."""
 
 
 @dataclass
@@ -227,6 +227,8 @@ class AlignerConfig:
 class PrefetchConfig:
     depth: int = 1
     """Batches that the aligner and the teachers may run ahead of the student; changes no bit of the result."""
+    slots: Optional[int] = None
+    """Micro-batches of targets that the ring of a teacher rank holds; null: those of depth + 1 batches, or two at a time where it exports logits. A batch that is larger than half a ring is taught and trained on in parts."""
 
 
 @dataclass
@@ -257,6 +259,10 @@ class EvaluateConfig:
 class ObserveConfig:
     every: int = 1
     """Steps between records in metrics.jsonl and TensorBoard."""
+    table_every: int = 50
+    """Steps between tables of where the time of a step went, in logs/driver.log; 0: never."""
+    timeline: bool = False
+    """Write logs/timeline.json, a Chrome trace of what every worker did (chrome://tracing or ui.perfetto.dev)."""
     tensorboard: bool = True
     """Write TensorBoard files to logs/."""
     wandb: bool = False
@@ -272,7 +278,7 @@ class RayConfig:
     num_cpus: Optional[int] = None
     """Logical CPUs of a Ray started here; null: one per actor, at least the machine's."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """Teachers and student share GPUs by fractions, or have their own."""
+    """colocated: teachers and student share GPUs by fractions; disaggregated: every rank has a GPU of its own, teachers and student nodes of their own where there are enough."""
     placement_timeout_s: float = 60.0
     """Seconds to wait for the asked resources before giving up with a table of asked and available."""
     start_timeout_s: float = 300.0

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from math import lcm
 from typing import Any
 
+from distill_rl.config.derive import rows_unit, wants_whole_batch
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
@@ -15,9 +17,8 @@ NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
     ("evaluate.backend", "hf"),
     ("observe.wandb", False),
     ("observe.mlflow", False),
-    ("ray.placement", "colocated"),
 )
-"""Settings whose organ is not built yet, with the only value that works; `transport` has its own rule."""
+"""Settings whose organ is not built yet, with the only value that works."""
 
 POSITIVE = (
     "student.parallel.dp",
@@ -36,6 +37,7 @@ POSITIVE = (
     "train.epochs",
     "train.global_batch_size",
     "train.micro_batch_size",
+    "prefetch.slots",
     "aligner.deadline_s",
     "aligner.dp.band",
     "loss.uncommon_top_k",
@@ -62,6 +64,7 @@ NOT_NEGATIVE = (
     "checkpoint.every",
     "checkpoint.keep_best",
     "evaluate.every",
+    "observe.table_every",
 )
 SHARES = ("loss.beta", "schedule.min_lr_ratio")
 NOT_EMPTY = (
@@ -81,6 +84,7 @@ def problems(config: Config) -> list[str]:
         *_names(config),
         *_length(config),
         *_batch(config),
+        *_rings(config),
         *_losses(config),
         *_teachers(config),
         *_aligner(config),
@@ -192,6 +196,28 @@ def _batch(config: Config) -> Iterator[str]:
             yield _line("train.global_batch_size", rule, None, f"{batch} = {whole} x {dp * size} + {rest}; {remedy}")
 
 
+def _rings(config: Config) -> Iterator[str]:
+    """prefetch.slots must hold what student and teachers work on at once."""
+    slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
+    if slots is None or slots <= 0 or unit is None or batch % unit:
+        return  # each has a line of its own
+    least, what = unit, "one micro-batch of every rank"
+    if wants_whole_batch(config):
+        least, what = batch, "the whole batch, which loss.dynamic_scale or teachers[].score weighs"
+    for teacher in running_teachers(config):
+        rows = teacher.parallel.dp * (teacher.micro_batch_size or config.train.micro_batch_size)
+        if slots * rows < least:
+            rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
+            yield _line("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
+
+
+def _unit(config: Config) -> int | None:
+    """`derive.rows_unit`, None where a size makes no sense."""
+    sizes = [config.student.parallel.dp, config.train.micro_batch_size]
+    sizes += [size for t in config.teachers for size in (t.parallel.dp, t.micro_batch_size or 1)]
+    return rows_unit(config) if min(sizes) > 0 else None
+
+
 def _losses(config: Config) -> Iterator[str]:
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
@@ -208,9 +234,6 @@ def _teachers(config: Config) -> Iterator[str]:
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
         yield _line("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
-    for key, export in values(config, "teachers[].export"):
-        if export == "hidden":
-            yield _line(key, "only topk or logits is available in this version", export)
     if config.projection.learnable and "xtoken" not in _losses_named(config):
         rule = "trains the projection that loss.cross_tokenizer=xtoken compares through; no teacher uses that loss"
         yield _line(
@@ -270,8 +293,6 @@ def _transport(config: Config) -> Iterator[str]:
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield _line("transport", rule, "local", "use transport=auto")
-    elif config.transport not in ("auto", "object_store"):
-        yield _line("transport", "only auto or object_store is available in this version", config.transport)
 
 
 def _not_available(config: Config) -> Iterator[str]:

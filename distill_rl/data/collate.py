@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.config.derive import ring_plan
 from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
@@ -153,17 +154,24 @@ class BatchPlan:
     max_length: int
     packing: bool
     pad_id: int
+    waves: int = 1
+    """parts of a batch that are taught and trained on in turn, where its targets do not all fit into the teachers' rings"""
+    rows_per_wave: int | None = None
+    """a multiple of `row_multiple`; None: all rows are one wave"""
 
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, crossing: bool = False) -> BatchPlan:
         """`crossing`: some teacher has another tokenizer, so that every document has a row of its own."""
         common = config.train.micro_batch_size
+        rings = ring_plan(config)
         return cls(
             student=Share(config.student.parallel.dp, common),
             teachers=tuple(Share(t.parallel.dp, t.micro_batch_size or common) for t in config.teachers),
             max_length=config.data.max_length,
             packing=config.data.packing and not crossing,
             pad_id=pad_id,
+            waves=rings.waves,
+            rows_per_wave=rings.rows_per_wave if rings.waves > 1 else None,
         )
 
     @property
@@ -187,8 +195,8 @@ def build_batch(
         skip: rows of the data that count as documents without a token.
 
     Returns:
-        what the driver needs to know; the student's part for each of its data-parallel ranks; for each teacher the
-        parts for its ranks. All parts are cut from the same rows, in contiguous runs of equal size.
+        what the driver needs to know; per wave the student's part for each of its data-parallel ranks; for each teacher
+        the same. All parts are cut from the same rows, in contiguous runs of equal size.
 
     Raises:
         DataError: a document that cannot be tokenised, by its row.
@@ -198,7 +206,9 @@ def build_batch(
     rows = lay_out(encoded, plan)
     info = describe(batch, encoded, rows, began)
     num_labels = info.num_labels
-    student, *teachers = (divide(rows, share.dp, batch.index, num_labels) for share in (plan.student, *plan.teachers))
+    student, *teachers = (
+        divide(rows, share, plan, batch.index, num_labels) for share in (plan.student, *plan.teachers)
+    )
     return info, student, teachers
 
 
@@ -257,11 +267,21 @@ def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = No
 
 
 def divide(
-    rows: TokenRows, dp: int, index: int, num_labels: int, chunks: Sequence[ChunkRows | None] = ()
+    rows: TokenRows,
+    share: Share,
+    plan: BatchPlan,
+    index: int,
+    num_labels: int,
+    chunks: Sequence[ChunkRows | None] = (),
 ) -> list[RankBatch]:
-    """Contiguous parts of equal size, one per data-parallel rank."""
-    size = rows.shape[0] // dp
-    return [
-        RankBatch(index, part.start, rows[part], num_labels, tuple(each and each[part] for each in chunks))
-        for part in (slice(first, first + size) for first in range(0, dp * size, size))
-    ]
+    """Wave by wave contiguous parts of equal size, one per data-parallel rank; a wave that no row is left for is empty."""
+    parts = []
+    total, step = rows.shape[0], plan.rows_per_wave or rows.shape[0]
+    for start in range(0, plan.waves * step, step):
+        first, stop = min(start, total), min(start + step, total)
+        size = (stop - first) // share.dp
+        for rank in range(share.dp):
+            part = slice(first + rank * size, first + (rank + 1) * size)
+            cut = tuple(each and each[part] for each in chunks)
+            parts.append(RankBatch(index, part.start, rows[part], num_labels, cut))
+    return parts

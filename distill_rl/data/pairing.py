@@ -130,16 +130,16 @@ class BatchBuilder:
         for number, (partner, share) in enumerate(zip(self._partners, self._plan.teachers)):
             if partner is None:
                 chunks.append(None)
-                teachers.append(divide(rows, share.dp, batch.index, num_labels))
+                teachers.append(divide(rows, share, self._plan, batch.index, num_labels))
                 continue
             paired = [pairs[number] for _, pairs in documents_of]
             theirs, shared = self._partner_rows(partner, paired, rows)
             chunks.append(shared)
             infos.append(_describe(partner.name, paired, shared))
             supervised = int(np.count_nonzero(theirs.labels != IGNORE_INDEX))
-            teachers.append(divide(theirs, share.dp, batch.index, supervised))
+            teachers.append(divide(theirs, share, self._plan, batch.index, supervised))
         info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad))
-        return info, divide(rows, self._plan.student.dp, batch.index, num_labels, chunks), teachers
+        return info, divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks), teachers
 
     def _solve_ahead(self, documents: Sequence[Tokens]) -> None:
         for number, partner in enumerate(self._partners):

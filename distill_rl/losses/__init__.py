@@ -11,7 +11,7 @@ from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
 from distill_rl.losses.module import KDLoss
 from distill_rl.losses.projection import Bridge, LearnableProjection
-from distill_rl.losses.targets import DenseLogits, TeacherHidden, TopKLogprobs
+from distill_rl.losses.targets import DenseLogits, HiddenStates, TeacherHidden, TopKLogprobs
 from distill_rl.losses.task import KDOutput
 from distill_rl.losses.topk import vocab_parallel_topk
 
@@ -21,6 +21,7 @@ __all__ = [
     "ChunkOutput",
     "Chunks",
     "DenseLogits",
+    "HiddenStates",
     "KDLoss",
     "KDOutput",
     "LearnableProjection",

@@ -18,22 +18,27 @@ class Head:
     def load(self, name: str, hidden: Tensor, scratch: Scratch, scale: float) -> Tensor:
         """Logits times `scale` in the buffer of that name, [n, Vl + 1]."""
         buffer = scratch.buffer(name, hidden.shape[0])
-        logits = buffer[:, : scratch.columns]
-        self._product(hidden, logits)
-        if self.scale != 1:
-            logits.mul_(self.scale)
-        if self.bias is not None:
-            logits.add_(self.bias)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        self.logits(hidden, buffer[:, : scratch.columns])
         return scratch.finish(buffer, scale)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""
+        self._product(hidden, out)
+        if self.scale != 1:
+            out.mul_(self.scale)
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+            if self.bias is not None:
+                out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap makes −softcap of a masked column
 
     def cap_slope(self, loaded: Tensor, scale: float, scratch: Scratch) -> Tensor | None:
         """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
         if self.softcap is None:
             return None
         slope = torch.mul(loaded, 1 / (scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
-        return slope.square_().neg_().add_(1)
+        return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
         """∂/∂ hidden of this rank's columns, from that of the logits [n, Vl]; fp32 (fp64 for fp64)."""

@@ -1,4 +1,4 @@
-"""What a teacher says of N tokens. These are also the wire formats: every field is a tensor of N rows.
+"""What a teacher says of N tokens. Those that travel consist of tensors of N rows, and are their own wire format.
 
 N tokens, V vocabulary, Vl this rank's part of it, k entries per token, Ht the teacher's hidden size.
 """
@@ -106,11 +106,32 @@ class TeacherHidden:
     """[Vl] or a DTensor Shard(0), added before the softcap; −inf masks a column"""
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Last hidden states alone, as they travel: who reads them holds the output layer, and makes TeacherHidden of both."""
+
+    hidden: Tensor
+    """[N, Ht] in the teacher's dtype"""
+    label_logprob: Tensor | None = None
+    """[N]"""
+
+    def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
+        """hidden as it is, [N, Ht], label_logprob fp32 [N] where present. `wire_dtype` is of log-probabilities."""
+        tensors = {"hidden": self.hidden}
+        if self.label_logprob is not None:
+            tensors["label_logprob"] = self.label_logprob.float()
+        return tensors
+
+
 Teacher = DenseLogits | TopKLogprobs | TeacherHidden
+Wire = DenseLogits | TopKLogprobs | HiddenStates
+"""What a teacher sends."""
 
 
-def target_of(tensors: Mapping[str, Tensor], temperature: float) -> DenseLogits | TopKLogprobs:
+def target_of(tensors: Mapping[str, Tensor], temperature: float) -> Wire:
     """The target that these tensors are the wire form of. They are kept, not copied, and never written to."""
+    if "hidden" in tensors:
+        return HiddenStates(tensors["hidden"], tensors.get("label_logprob"))
     if "logits" in tensors:
         return DenseLogits(tensors["logits"], tensors.get("label_logprob"))
     return TopKLogprobs.from_tensors(tensors, temperature)

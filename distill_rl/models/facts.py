@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import ModelFacts
+from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import ConfigError
 from distill_rl.models.hub import HubUnreachable, resolve
 

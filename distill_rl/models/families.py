@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but it sees only this
 rank's heads, so that its gradient is the sum over the ranks."""
+GATHERED, SLICED = "gathered", "sliced"
+"""By output features, which every rank then has all of; by input features, of which every rank has all.
+
+Between the two the work is done on every rank. For projections that hold several in one (queries, keys and values),
+whose contiguous parts are no rank's own heads: cut in any other way they would have to be put together again for
+every checkpoint and export."""
+EMBEDDING, HEAD = "embedding", "head"
+"""A table by rows; the output layer, by columns of the logits, which stay apart."""
 
 _LLAMA_LAYER = {
     "input_layernorm": REPLICATED,
@@ -29,6 +37,29 @@ _LLAMA_LAYER = {
     "mlp.up_proj": COLUMN,
     "mlp.down_proj": ROW,
 }
+_PHI3_LAYER = {
+    "input_layernorm": REPLICATED,
+    "self_attn.qkv_proj": GATHERED,
+    "self_attn.o_proj": SLICED,
+    "post_attention_layernorm": REPLICATED,
+    "mlp.gate_up_proj": GATHERED,
+    "mlp.down_proj": SLICED,
+}
+_GPT2_LAYER = {
+    "ln_1": REPLICATED,
+    "attn.c_attn": GATHERED,
+    "attn.c_proj": SLICED,
+    "ln_2": REPLICATED,
+    "mlp.c_fc": COLUMN,
+    "mlp.c_proj": ROW,
+}
+_LLAMA_OUTER = {"model.embed_tokens": EMBEDDING, "model.norm": REPLICATED, "lm_head": HEAD}
+_GPT2_OUTER = {
+    "transformer.wte": EMBEDDING,
+    "transformer.wpe": REPLICATED,
+    "transformer.ln_f": REPLICATED,
+    "lm_head": HEAD,
+}
 _QWEN3_LAYER = {**_LLAMA_LAYER, "self_attn.q_norm": PER_HEAD, "self_attn.k_norm": PER_HEAD}
 
 
@@ -36,13 +67,14 @@ _QWEN3_LAYER = {**_LLAMA_LAYER, "self_attn.q_norm": PER_HEAD, "self_attn.k_norm"
 class Family:
     """A model type as transformers calls it.
 
-    `layer_plan` says how the modules of a decoder layer are split over tensor-parallel ranks; empty: the family
-    runs on one rank per model only. A plan implies the names of Llama's outer modules (`model.embed_tokens`,
-    `model.norm`, `lm_head`). `proven` is true where this package's tests cover packing and the head.
+    `layer_plan` says how the modules of a decoder layer are split over tensor-parallel ranks, `outer_plan` those
+    around the layers; without the former the family runs on one rank per model only. `proven` is true where this
+    package's tests cover packing and the head.
     """
 
     name: str
     layer_plan: Mapping[str, str] = field(default_factory=dict)
+    outer_plan: Mapping[str, str] = field(default_factory=lambda: _LLAMA_OUTER)
     proven: bool = False
 
 
@@ -53,8 +85,8 @@ _FAMILIES = {
         Family("mistral", _LLAMA_LAYER, proven=True),
         Family("qwen2", _LLAMA_LAYER, proven=True),
         Family("qwen3", _QWEN3_LAYER, proven=True),
-        Family("gpt2", proven=True),
-        Family("phi3", proven=True),
+        Family("gpt2", _GPT2_LAYER, _GPT2_OUTER, proven=True),
+        Family("phi3", _PHI3_LAYER, proven=True),
         Family("gemma2", proven=True),
         Family("granite", proven=True),
         Family("cohere", proven=True),
@@ -78,16 +110,26 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:
     if not family.layer_plan:
         planned = ", ".join(sorted(f.name for f in _FAMILIES.values() if f.layer_plan))
         return [f"model family {family.name} has no tensor-parallel plan ({planned} have one); set parallel.tp: 1"]
-    sizes = {
-        "attention heads": hf_config.num_attention_heads,
-        "key-value heads": hf_config.num_key_value_heads,
-        "intermediate features": hf_config.intermediate_size,
-    }
+    sizes = _split_sizes(hf_config, by_heads=GATHERED not in family.layer_plan.values())
     return [
         f"{count} {what} cannot be split evenly over parallel.tp = {tp}: {count} = {count // tp} * {tp} + {count % tp}"
         for what, count in sizes.items()
         if count % tp
     ]
+
+
+def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, int]:
+    """What a plan cuts into as many parts as there are ranks; families name it differently."""
+    hidden, heads = hf_config.hidden_size, hf_config.num_attention_heads
+    key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    intermediate = getattr(hf_config, "intermediate_size", None) or getattr(hf_config, "n_inner", None) or 4 * hidden
+    if by_heads:
+        attention = {"attention heads": heads, "key-value heads": key_value_heads}
+    else:
+        head_size = getattr(hf_config, "head_dim", None) or hidden // heads
+        fused = (heads + 2 * key_value_heads) * head_size
+        attention = {"query, key and value features": fused, "attention features": heads * head_size}
+    return {**attention, "intermediate features": intermediate}
 
 
 def logits(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -119,15 +161,24 @@ def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Ten
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits of hidden states [..., H], with the family's scale and soft cap; sharded as those of `logits`."""
-    config: Any = model.config
+    scale, softcap = scale_and_cap(model.config)
     out = model.get_output_embeddings()(hidden)
-    if getattr(config, "logits_scaling", None):  # Granite
-        out = out / config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        out = out * config.logit_scale
-    if getattr(config, "final_logit_softcapping", None):  # Gemma
-        out = (out / config.final_logit_softcapping).tanh() * config.final_logit_softcapping
+    if scale != 1:
+        out = out * scale
+    if softcap is not None:
+        out = (out / softcap).tanh() * softcap
     return out
+
+
+def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
+    """(factor on what the output layer makes, softcap of the product or None): logits of the family."""
+    config: Any = hf_config
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite
+        scale /= config.logits_scaling
+    if getattr(config, "logit_scale", None):  # Cohere
+        scale *= config.logit_scale
+    return scale, getattr(config, "final_logit_softcapping", None) or None  # Gemma
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

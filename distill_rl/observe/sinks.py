@@ -14,6 +14,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
 from distill_rl.observe.metrics import Metric, Metrics, merge, values
+from distill_rl.observe.table import TableSink
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_l
 _WIDE = 100
 """columns of a terminal that hold the bar, the steps and everything said of them"""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
+_OF_A_STEP = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
+"""metric → what it is a step's share of"""
 
 
 class Sink(Protocol):
@@ -54,14 +57,15 @@ class Observer:
     def log(self, step: int, *parts: Metrics) -> None:
         """Adds metrics of `step`. A name given twice in one call (by two ranks) is reduced too.
 
-        Adds `train/tokens_per_second` where the parts hold `train/tokens` and `timing/step`; as a mean
-        weighted by the seconds it stays exact when steps are merged.
+        Adds `train/tokens_per_second` where the parts hold `train/tokens` and `timing/step`, and
+        `transport/teacher_wait`, the share of the step that was spent waiting for teachers; as means weighted by
+        the seconds they stay exact when steps are merged.
 
         Raises:
             ValueError: one name with two reductions.
         """
         metrics = merge(parts)
-        metrics |= _rate(metrics)
+        metrics |= _shares(metrics)
         for sink in self._live:
             sink.write(step, values(metrics))
         self._pending = merge((self._pending, metrics))
@@ -84,11 +88,16 @@ class Observer:
             _close_all(self._sinks + self._live)
 
 
-def _rate(metrics: Metrics) -> dict[str, Metric]:
-    if TOKENS not in metrics or SECONDS not in metrics or metrics[SECONDS].value <= 0:
+def _shares(metrics: Metrics) -> dict[str, Metric]:
+    """What is so much of the seconds of a step."""
+    if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
-    return {RATE: Metric(metrics[TOKENS].value / seconds, "mean", seconds)}
+    return {
+        name: Metric(metrics[source].value / seconds, "mean", seconds)
+        for name, source in _OF_A_STEP.items()
+        if source in metrics
+    }
 
 
 def _close_all(sinks: Sequence[Sink]) -> None:
@@ -286,5 +295,7 @@ def open_observer(config: Config, paths: RunPaths, *, total_steps: int, resume_s
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
     if config.observe.tensorboard:
         sinks.append(TensorBoardSink(paths.logs / "tensorboard", resume_step=resume_step))
-    progress = ProgressSink(total_steps, start_step=resume_step or 0)
-    return Observer(sinks, config.observe.every, live=(progress,))
+    live: list[Sink] = [ProgressSink(total_steps, start_step=resume_step or 0)]
+    if config.observe.table_every:
+        live.append(TableSink(config.observe.table_every))
+    return Observer(sinks, config.observe.every, live=live)

@@ -10,13 +10,14 @@ checkpoints know one kind of parameter.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -28,9 +29,13 @@ from torch.distributed.tensor.parallel import (
 from distill_rl.errors import ConfigError
 from distill_rl.models.families import (
     COLUMN,
+    EMBEDDING,
+    GATHERED,
+    HEAD,
     PER_HEAD,
     REPLICATED,
     ROW,
+    SLICED,
     Family,
     decoder_layers,
     tensor_parallel_problems,
@@ -52,6 +57,33 @@ class Replicated(ParallelStyle):
             lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:])
         )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class TransposedLinear(ParallelStyle):
+    """GPT-2's linear layer, whose weight is [in, out]; tensors go in and come out plain."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        by_output = kind in (COLUMN, GATHERED)
+        self.weight: Placement = Shard(1) if by_output else Shard(0)
+        self.bias: Placement = Shard(0) if by_output else Replicate()
+        self.arrives: Placement = Shard(-1) if kind == ROW else Replicate()
+        self.enters: Placement = Replicate() if by_output else Shard(-1)
+        self.leaves: Placement = Shard(-1) if kind == COLUMN else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, place in (("weight", self.weight), ("bias", self.bias)):
+            parameter = module.get_parameter(name)
+            split = distribute_tensor(parameter, device_mesh, [place], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+        def enter(_: nn.Module, inputs: tuple) -> DTensor:
+            tensor = DTensor.from_local(inputs[0], device_mesh, [self.arrives], run_check=False)
+            return tensor.redistribute(placements=[self.enters])
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(lambda _, inputs, output: output.redistribute(placements=[self.leaves]).to_local())
         return module
 
 
@@ -101,17 +133,11 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     problems = tensor_parallel_problems(model.config, tp_mesh.size())
     if problems:
         raise ConfigError.many(problems)
-    outer = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "model.norm": Replicated(),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, tp_mesh, outer, src_data_rank=None)
+    _apply_plan(model, tp_mesh, family.outer_plan)
     # The local part of a DTensor is a view, on which FSDP2 cannot hang its backward hook safely.
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())
     for layer in decoder_layers(model):
-        plan = {name: _style(kind) for name, kind in family.layer_plan.items()}
-        parallelize_module(layer, tp_mesh, plan, src_data_rank=None)
+        _apply_plan(layer, tp_mesh, family.layer_plan)
     tie_again(model)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
@@ -123,10 +149,23 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
         )
 
 
-def _style(kind: str) -> ParallelStyle:
-    styles = {
+def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    styles = {name: _style(kind, module.get_submodule(name)) for name, kind in plan.items()}
+    parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+
+
+def _style(kind: str, module: nn.Module) -> ParallelStyle:
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return TransposedLinear(kind)
+    styles: dict[str, Callable[[], ParallelStyle]] = {
         COLUMN: lambda: ColwiseParallel(),
         ROW: lambda: RowwiseParallel(),
+        GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
+        SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
+        EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
+        HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         REPLICATED: lambda: Replicated(),
         # Its input [R, S, heads, head size] is split over heads, so its weight's gradient is summed over the ranks.
         PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def own_columns(columns: int, tp_mesh: DeviceMesh) -> slice:
+    """Which of the `columns` of the logits of a model split over `tp_mesh` this rank holds; none is an empty slice."""
+    (size,), (start,) = compute_local_shape_and_global_offset((columns,), tp_mesh, [Shard(0)])
+    return slice(start, start + size)
 
 
 @torch.no_grad()

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill_rl.config.derive import Facts, running_teachers, total_steps
+from distill_rl.config.derive import total_steps
+from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.opened import Opened, line, open_model, who
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
+from distill_rl.transport.choose import expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +126,30 @@ def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[
 
 
 def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
-    """Workers of all roles share GPUs rank by rank: the largest group says how many are needed."""
+    """Colocated workers share GPUs rank by rank, and the largest group says how many are needed; disaggregated ones
+    need one each."""
     if config.ray.address is None and not gpus and config.aligner.dp.backend == "cuda" and not _simulated_cuda():
         yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+    if config.ray.address is None:
+        try:
+            expected(config.transport, gpus=gpus)
+        except ConfigError as error:
+            yield str(error)
     if not gpus or config.ray.address is not None:
         return  # on CPUs any number of processes may share the cores; a cluster answers at placement
     groups = [("student", config.student.parallel)]
     groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
-    for key, parallel in groups:
-        if parallel.dp * parallel.tp > gpus:
-            rule = (
-                f"dp {parallel.dp} x tp {parallel.tp} = {parallel.dp * parallel.tp} GPUs are asked, {gpus} are visible"
-            )
-            yield line(f"{key}.parallel", rule, None, "lower dp or tp, or join a cluster with ray.address")
+    asked = [parallel.dp * parallel.tp for _, parallel in groups]
+    remedy = "lower dp or tp, or join a cluster with ray.address"
+    if config.ray.placement == "disaggregated":
+        if sum(asked) > gpus:
+            rule = f"disaggregated asks {' + '.join(map(str, asked))} = {sum(asked)} GPUs, {gpus} are visible"
+            yield line("ray.placement", rule, None, f"set ray.placement=colocated, {remedy}")
+        return
+    for (key, parallel), count in zip(groups, asked):
+        if count > gpus:
+            rule = f"dp {parallel.dp} x tp {parallel.tp} = {count} GPUs are asked, {gpus} are visible"
+            yield line(f"{key}.parallel", rule, None, remedy)
 
 
 def _simulated_cuda() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distill_rl.config.derive import Facts
+from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
 from distill_rl.preflight.opened import Opened, attempt, line

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.derive import ModelFacts
+from distill_rl.config.facts import ModelFacts
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.errors import ConfigError, DistillError

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import EXPORTS, crossing, running_teachers
+from distill_rl.config.derive import EXPORTS, crossing
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.preflight.opened import Opened, attempt, line, who

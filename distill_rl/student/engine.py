@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import NumericsError
-from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.models import families
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, to_device
@@ -32,6 +33,7 @@ from distill_rl.parallel.mesh import World
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.bridges import complete_gradient, open_bridges, save_learnt
+from distill_rl.student.heads import open_heads
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
@@ -84,7 +86,14 @@ class StudentEngine:
         )
         self.crossings = tuple(crossings)
         bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
-        self.objective = Objective(config.loss, config.teachers, bridges)
+        heads = open_heads(
+            running_teachers(config),
+            crossings,
+            world,
+            columns=self.model.config.vocab_size,
+            tokens=vocabulary_size,
+        )
+        self.objective = Objective(config.loss, config.teachers, bridges, heads)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the step before"""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
@@ -259,8 +268,6 @@ def _be_deterministic(config: Config, device: torch.device) -> None:
 
 
 def _on_device(target: Target, device: torch.device) -> Target:
-    if isinstance(target, TopKLogprobs):
-        tensors = target.to_tensors(target.logprobs.dtype)
-        return TopKLogprobs.from_tensors({name: each.to(device) for name, each in tensors.items()}, target.temperature)
-    tensors = target.to_tensors(target.logits.dtype)
-    return DenseLogits(**{name: each.to(device) for name, each in tensors.items()})
+    values = {each.name: getattr(target, each.name) for each in fields(target)}
+    moved: dict[str, Any] = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
+    return replace(target, **moved)

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import Bridge, Chunks, DenseLogits, LearnableProjection, TopKLogprobs, chunk_kd_loss, kd_loss
+from distill_rl.losses import Bridge, Chunks, DenseLogits, HiddenStates, LearnableProjection, chunk_kd_loss, kd_loss
 from distill_rl.losses.shards import split
+from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.observe.metrics import Metric
+from distill_rl.student.heads import TeacherHead
 from distill_rl.types import ChunkRows
 
-Target = TopKLogprobs | DenseLogits
+Target = Wire
+"""What a teacher said of a micro-batch, as it arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Objective(nn.Module):
         teachers: in the order of their targets; none are used where `loss.kd_weight` is 0.
         crossings: per teacher its loss across tokenizers and the bridge between the vocabularies (one to be learnt is
             a parameter of this module), None for one that has the student's tokenizer; empty where all have.
+        heads: per teacher its output layer where it sends hidden states, else None; empty where none does.
 
     Raises:
         ConfigError: no term has a positive weight, or a weight is negative.
@@ -81,11 +85,13 @@ class Objective(nn.Module):
         config: LossConfig,
         teachers: Sequence[TeacherConfig],
         crossings: Sequence[tuple[str, Bridge | LearnableProjection] | None] = (),
+        heads: Sequence[TeacherHead | None] = (),
     ):
         super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
         self.crossings = tuple(crossings) or (None,) * len(self.teachers)
+        self.heads = tuple(heads) or (None,) * len(self.teachers)
         learnt = {str(n): way[1] for n, way in enumerate(self.crossings) if way and isinstance(way[1], nn.Module)}
         self.projections = nn.ModuleDict(learnt)
         _check_weights(config, [teacher.weight for teacher in self.teachers])
@@ -130,7 +136,8 @@ class Objective(nn.Module):
             blend: of this step; None: the settings' weights.
 
         Raises:
-            ValueError: the number of targets is not that of the teachers; chunks missing, or given for no reason.
+            ValueError: the number of targets is not that of the teachers; chunks missing, or given for no reason;
+                hidden states of a teacher without an output layer.
         """
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
@@ -143,11 +150,12 @@ class Objective(nn.Module):
         blend = blend or self.blend()
         denominator = max(num_labels, 1)
         terms = [
-            self._crossing_term(logits, labels, target, rows, crossing, blend.kd * share, ce, denominator)
+            self._crossing_term(logits, labels, target, head, rows, crossing, blend.kd * share, ce, denominator)
             if crossing is not None and rows is not None and target is not None
-            else self._term(logits, labels, target, blend.kd * share, ce, denominator)
-            for target, rows, crossing, share, ce in zip(
+            else self._term(logits, labels, _completed(target, head), blend.kd * share, ce, denominator)
+            for target, head, rows, crossing, share, ce in zip(
                 targets or (None,),
+                self.heads or (None,),
                 shared or (None,),
                 self.crossings or (None,),
                 blend.shares or (0.0,),
@@ -163,7 +171,13 @@ class Objective(nn.Module):
         )
 
     def _term(
-        self, logits: Tensor, labels: Tensor, target: Target | None, kd: float, ce: float, denominator: int
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        target: Teacher | None,
+        kd: float,
+        ce: float,
+        denominator: int,
     ) -> _Term:
         """Token by token; `kd` and `ce` are the weights of the two."""
         factor = kd + ce
@@ -188,6 +202,7 @@ class Objective(nn.Module):
         logits: Tensor,
         labels: Tensor,
         target: Target,
+        head: TeacherHead | None,
         shared: ChunkRows,
         crossing: tuple[str, Bridge | LearnableProjection],
         kd: float,
@@ -198,7 +213,7 @@ class Objective(nn.Module):
         method, way = crossing
         output = chunk_kd_loss(
             logits,
-            target,
+            _given(head).logits(target) if isinstance(target, HiddenStates) else target,
             flat_chunks(shared, labels.device),
             way() if isinstance(way, nn.Module) else way,
             method=method,
@@ -228,6 +243,16 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
         return torch.tensor(np.where(side >= 0, side + first[:, None], -1).ravel(), dtype=torch.int64, device=device)
 
     return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
+
+
+def _completed(target: Target | None, head: TeacherHead | None) -> Teacher | None:
+    return _given(head).attach(target) if isinstance(target, HiddenStates) else target
+
+
+def _given(head: TeacherHead | None) -> TeacherHead:
+    if head is None:
+        raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
+    return head
 
 
 def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:

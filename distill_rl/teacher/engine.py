@@ -11,12 +11,12 @@ from torch import Tensor
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import DenseLogits, TopKLogprobs
+from distill_rl.losses.targets import HiddenStates, Wire
 from distill_rl.models import families
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
-from distill_rl.teacher.targets import chunk_tokens, entropy, logits_targets, topk_targets
+from distill_rl.teacher.targets import chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
@@ -33,13 +33,12 @@ class TeacherEngine:
         vocabulary_size: ids of the tokenizer; wider output layers are padding that gets no probability.
 
     Raises:
-        ConfigError: a backend or an export that this engine does not have.
+        ConfigError: a backend that this engine does not have.
     """
 
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if teacher.backend != "hf" or teacher.export not in ("topk", "logits"):
-            wanted = "must be backend hf with export topk or logits"
-            raise ConfigError(f"teacher {teacher.name}", wanted, f"{teacher.backend} with {teacher.export}")
+        if teacher.backend != "hf":
+            raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         self.config, self.teacher = config, teacher
         self.world = world
         self.vocabulary_size = vocabulary_size
@@ -64,20 +63,30 @@ class TeacherEngine:
         Rows that only fill the batch up are computed like any other, so that every slot has one shape.
 
         Yields:
-            The rows covered, and `to_tensors` of their tokens' TopKLogprobs or DenseLogits in the wire dtype, on this
-            rank's device; the same on every tensor-parallel rank.
+            The rows covered, and `to_tensors` of their tokens' TopKLogprobs, HiddenStates or DenseLogits in the wire
+            dtype, on this rank's device; the same on every tensor-parallel rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
             num_rows, tokens = rows.shape
             labels = to_device(rows.labels, self.world.device).flatten()
-            target = self._target(rows, labels)
-            total += self._score(target, labels)
+            target, entropies = self._target(rows, labels)
+            total += self._score(target, entropies, labels)
             yield Layout(first_row, num_rows, tokens), target.to_tensors(self.wire_dtype)
         self.score = total.item() if self.teacher.score != "static" else 0.0
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the tensors that `forward` yields."""
+        if self.teacher.export == "hidden":
+            return self.model.config.hidden_size * self.model.dtype.itemsize + 4
+        if self.teacher.export == "logits":
+            return self.model.config.vocab_size * self.wire_dtype.itemsize + 4
+        return self.config.loss.top_k * (4 + self.wire_dtype.itemsize) + 8
+
     @torch.no_grad()
-    def _target(self, rows: TokenRows, labels: Tensor) -> TopKLogprobs | DenseLogits:
+    def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
+        """And the entropy per token, where it is the score and the target does not tell it."""
         device, loss = self.world.device, self.config.loss
         hidden = families.body(self.model, to_device(rows.input_ids, device), to_device(rows.position_ids, device))
         flat, head = hidden.flatten(0, 1), partial(families.head, self.model)
@@ -86,17 +95,22 @@ class TeacherEngine:
             "vocabulary_size": self.vocabulary_size,
             "chunk": self.chunk,
         }
+        if self.teacher.export == "hidden":
+            return hidden_targets(flat, head, labels, with_entropy=self.teacher.score == "entropy", **common)
         if self.teacher.export == "logits":
-            return logits_targets(flat, head, labels, wire_dtype=self.wire_dtype, **common)
-        return topk_targets(flat, head, labels, k=loss.top_k, **common)
+            return logits_targets(flat, head, labels, wire_dtype=self.wire_dtype, **common), None
+        return topk_targets(flat, head, labels, k=loss.top_k, **common), None
 
     @torch.no_grad()
-    def _score(self, target: TopKLogprobs | DenseLogits, labels: Tensor) -> Tensor | float:
+    def _score(self, target: Wire, entropies: Tensor | None, labels: Tensor) -> Tensor | float:
         if self.teacher.score == "static":
             return 0.0
         assert target.label_logprob is not None
         values = -target.label_logprob
-        if self.teacher.score == "entropy":
+        if entropies is not None:
+            values = entropies
+        elif self.teacher.score == "entropy":
+            assert not isinstance(target, HiddenStates)
             values = entropy(target, self.config.loss.temperature, self.chunk)
         return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 

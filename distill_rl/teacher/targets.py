@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distill_rl.config.derive import TEACHER_CHUNK_BYTES as CHUNK_BYTES
-from distill_rl.config.derive import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
-from distill_rl.losses import DenseLogits, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
+from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
+from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
+from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
 from distill_rl.parallel.vocabulary import mask_padded_columns
 
 
@@ -85,6 +85,33 @@ def logits_targets(
         parts.append((logits.full_tensor() if isinstance(logits, DTensor) else logits).to(wire_dtype))
         del logits
     return DenseLogits(torch.cat(parts), torch.cat(label_logprobs))
+
+
+def hidden_targets(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    *,
+    temperature: float,
+    vocabulary_size: int,
+    chunk: int,
+    with_entropy: bool = False,
+) -> tuple[HiddenStates, Tensor | None]:
+    """The hidden states as they are, with the label's log-probability at `temperature`; arguments as of `topk_targets`.
+
+    Returns:
+        Plain tensors of N rows, equal on every tensor-parallel rank; and on request the entropies, fp32 [N] in nats.
+    """
+    label_logprobs, entropies = [], []
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+        found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature, return_entropy=with_entropy)
+        of_label, *of_all = found if isinstance(found, tuple) else (found,)
+        label_logprobs.append(of_label.float())
+        entropies += [each.float() for each in of_all]
+        del logits
+    return HiddenStates(hidden, torch.cat(label_logprobs)), torch.cat(entropies) if with_entropy else None
 
 
 def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:

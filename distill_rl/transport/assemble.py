@@ -6,15 +6,15 @@ their global numbers, so the rest is interval arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Transport
+from distill_rl.transport.base import Handle, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,15 @@ class Piece:
     source: int
     start: int
     stop: int
+
+
+def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, tp: int) -> tuple[int, ...]:
+    """The student ranks that read some row of `layout`, where `dp` x `tp` of them share `num_rows` rows from `first_row`:
+    every data-parallel rank as many as the others, in order, and all its tensor-parallel ranks the same."""
+    size = num_rows // dp
+    start = layout.first_row - first_row
+    stop = start + layout.num_rows
+    return tuple(rank * tp + t for rank in range(start // size, -(-stop // size)) for t in range(tp))
 
 
 def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece]:
@@ -53,13 +62,20 @@ def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece
 
 @contextmanager
 def fetch_rows(
-    transport: Transport, handles: Sequence[Handle], first_row: int, num_rows: int
+    fetch: Callable[[Handle], AbstractContextManager[dict[str, Tensor]]],
+    handles: Sequence[Handle],
+    first_row: int,
+    num_rows: int,
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors of these global rows, `[num_rows · S, …]`; views where one slot holds them all."""
+    """The tensors of these global rows, `[num_rows · S, …]`; views where one slot holds them all.
+
+    Args:
+        fetch: a transport's, or one that knows which transport a handle is of.
+    """
     pieces = plan([handle.layout for handle in handles], first_row, num_rows)
     with ExitStack() as stack:
         parts = []
         for piece in pieces:
-            tensors = stack.enter_context(transport.fetch(handles[piece.source]))
+            tensors = stack.enter_context(fetch(handles[piece.source]))
             parts.append({name: tensor[piece.start : piece.stop] for name, tensor in tensors.items()})
         yield parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

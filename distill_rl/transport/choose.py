@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distill_rl.transport.base import Transport
+    import torch
+
+    from distill_rl.transport.base import Ring, Transport
+    from distill_rl.transport.segment import Backing
+
+NAMES = ("local", "object_store", "shared_memory", "cuda_ipc")
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +25,160 @@ class Choice:
     reason: str
 
 
-def choose(name: str) -> Choice:
-    """Resolves `auto`."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs, as far as a transport cares."""
+
+    node_id: str
+    device: str
+    """`"cpu"` or the GPU's UUID"""
+    pid: int
+    uid: int
+    expandable: str = ""
+    """the environment variable that turns expandable segments on; their memory cannot be shared"""
+    reaches: tuple[str, ...] = ()
+    """UUIDs of the GPUs whose memory this process can map: its own, and visible peers"""
+
+
+def place_of(device: torch.device, node_id: str) -> Place:
+    """The place of the process that calls this, whose model is on `device`."""
+    expandable = expandable_segments(os.environ)
+    if device.type != "cuda":
+        return Place(node_id, "cpu", os.getpid(), os.getuid(), expandable)
+    import torch
+
+    own = torch.cuda.current_device() if device.index is None else device.index
+    reaches = tuple(
+        gpu_uuid(index)
+        for index in range(torch.cuda.device_count())
+        if index == own or torch.cuda.can_device_access_peer(own, index)
+    )
+    return Place(node_id, gpu_uuid(own), os.getpid(), os.getuid(), expandable, reaches)
+
+
+def gpu_uuid(index: int) -> str:
+    """What names a GPU in every process of a node; its index depends on CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """The variable that turns them on; empty if none does."""
+    for variable in _ALLOCATOR_SETTINGS:
+        settings = environment.get(variable, "").replace(" ", "").lower().split(",")
+        if "expandable_segments:true" in settings:
+            return variable
+    return ""
+
+
+def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
+    """The transport from one teacher rank to the student ranks that read it; resolves `auto`.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot work between these places.
+    """
+    ipc = list(_against_cuda_ipc(writer, readers))
     if name == "auto":
-        return Choice(
-            "object_store", "works from any node to any node, and is the fastest way between processes on CPUs"
-        )
-    return Choice(name, "set by transport")
+        if not ipc:
+            return Choice("cuda_ipc", "teacher and student are on GPUs of one node that reach each other")
+        return Choice("object_store", f"goes from any node to any node; no cuda_ipc: {ipc[0]}")
+    if name == "cuda_ipc" and ipc:
+        raise ConfigError("transport", "cuda_ipc needs GPUs of one node that reach each other", ipc[0], _REMEDY)
+    if name == "shared_memory" and (why := next(_against_sharing(writer, readers), "")):
+        raise ConfigError("transport", "shared_memory works inside one node", why, _REMEDY)
+    return _named(name)
 
 
-def make(name: str, *, deadline_s: float) -> Transport:
-    """The transport of this process, reading or writing side."""
+def expected(name: str, *, gpus: int) -> Choice:
+    """What `choose` will say as far as is known before a process of the run is there.
+
+    Args:
+        gpus: how many GPUs the run will use.
+
+    Raises:
+        ConfigError: the transport that was asked for cannot work here.
+    """
+    if name == "auto":
+        if gpus and not expandable_segments(os.environ):
+            return Choice("cuda_ipc", "if the GPUs of teacher and student reach each other, otherwise object_store")
+        why = "expandable segments are on" if gpus else "no GPU"
+        return Choice("object_store", f"goes from any node to any node; no cuda_ipc: {why}")
+    if name == "cuda_ipc":
+        if not gpus:
+            raise ConfigError("transport", "cuda_ipc needs GPUs", "none", _REMEDY)
+        if variable := expandable_segments(os.environ):
+            raise ConfigError("transport", "cuda_ipc cannot share expandable segments", f"{variable} turns them on")
+    return _named(name)
+
+
+def make(
+    name: str,
+    *,
+    deadline_s: float,
+    node_id: str = "",
+    ring: Ring | None = None,
+    source: str = "",
+    device: torch.device | str = "cpu",
+    backing: Backing = "memfd",
+) -> Transport:
+    """The transport of this process: the writing side of a ring, or with none the reading side.
+
+    Args:
+        name: what `choose` said.
+        deadline_s: how long a fetch may wait.
+        node_id: of this process, as Ray names it.
+        ring: what this process writes.
+        source: the ring's name, the same for every writer that takes its place.
+        device: of this process's model.
+        backing: of the memory of shared_memory.
+    """
+    if name == "local":
+        from distill_rl.transport.local import LocalTransport
+
+        return LocalTransport(ring, source=source, node_id=node_id)
     if name == "object_store":
         from distill_rl.transport.object_store import ObjectStoreTransport
 
-        return ObjectStoreTransport(deadline_s=deadline_s)
-    raise ConfigError("transport", "must be one of auto, object_store", name)
+        return ObjectStoreTransport(ring, deadline_s=deadline_s, source=source, node_id=node_id)
+    if name == "shared_memory":
+        from distill_rl.transport.shared_memory import SharedMemoryTransport
+
+        return SharedMemoryTransport(ring, source=source, node_id=node_id, backing=backing)
+    if name == "cuda_ipc":
+        from distill_rl.transport.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport(ring, source=source, node_id=node_id, device=device)
+    raise ConfigError("transport", f"must be one of auto, {', '.join(NAMES)}", name)
+
+
+_REMEDY = "use transport=auto"
+
+
+def _named(name: str) -> Choice:
+    if name not in NAMES:
+        raise ConfigError("transport", f"must be one of auto, {', '.join(NAMES)}", name)
+    if name == "local":
+        raise ConfigError("transport", "local works inside one process, and a run has several", name, _REMEDY)
+    return Choice(name, "set by transport")
+
+
+def _against_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
+    for reader in readers:
+        if reader.node_id != writer.node_id:
+            yield f"the teacher is on node {writer.node_id}, a student on {reader.node_id}"
+        elif reader.uid != writer.uid:
+            yield f"the teacher runs as user {writer.uid}, a student as user {reader.uid}"
+
+
+def _against_cuda_ipc(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
+    places = [writer, *readers]
+    for role, place in zip(["teacher", *["student"] * len(readers)], places):
+        if place.device == "cpu":
+            yield f"the {role} is on a CPU"
+        elif place.expandable:
+            yield f"{place.expandable} turns expandable segments on, whose memory cannot be shared"
+    yield from _against_sharing(writer, readers)
+    for reader in readers:
+        if reader.device not in writer.reaches or writer.device not in reader.reaches:
+            yield f"GPU {writer.device} of the teacher and GPU {reader.device} of a student do not reach each other"

@@ -1,83 +1,97 @@
 """In-process transport: a teacher and a student engine in one interpreter, for notebooks and tests.
 
-It keeps the full slot protocol (odd generation while writing, one acknowledgement per reader), so code
-that passes here holds to the same rules as on shared memory.
+It keeps the whole protocol (odd generation while writing, one acknowledgement per reader), so code that passes here
+holds to the same rules as on shared memory.
 """
 
 from __future__ import annotations
 
+import secrets
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Slot, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
+from distill_rl.transport.ring import (
+    SlotReader,
+    SlotWriter,
+    check_offer,
+    check_reader,
+    find_ring,
+    state_bytes,
+    unwritten,
+)
 
 
-@dataclass
-class _Cell:
-    generation: int = 0
-    unread: int = 0
-    """readers that have not yet acknowledged the current content"""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+@dataclass(frozen=True)
+class _Open:
+    nonce: bytes
+    writer: LocalTransport
+    reader: SlotReader
 
 
 class LocalTransport:
-    """A ring of `num_slots` slots in this process, each read by `num_readers` readers before it is free again."""
+    """Copies tensors once, when they are published. One object may write a ring and read others, its own too.
+
+    Args:
+        ring: what to write; None for a side that only reads.
+        source: the ring's name.
+    """
 
     name = "local"
 
-    def __init__(self, num_slots: int, num_readers: int = 1):
-        self._cells = [_Cell() for _ in range(num_slots)]
-        self._num_readers = num_readers
+    def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = ""):
+        self._ring, self._source, self._node_id = ring or Ring(0, 0, ()), source, node_id
+        self._nonce = secrets.token_bytes(16)
+        self._words = array("Q", bytes(state_bytes(self._ring)))
+        self._writer = SlotWriter(self._words, self._ring)
+        self._contents: dict[int, dict[str, Tensor]] = {}
+        self._opened: dict[str, _Open] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise TransportError("transport local", "works inside one process", remedy="use transport=auto between two")
+
+    def offer(self, reader: int) -> Offer:
+        check_reader(self._ring, reader, self._source)
+        return Offer(self.name, self._source, self._node_id, "cpu", reader, self)
+
+    def open(self, offer: Offer) -> Receipt:
+        check_offer(offer, self.name, self._node_id)
+        writer: LocalTransport = offer.payload
+        reader = SlotReader(writer._words, writer._ring, offer.reader)
+        self._opened[offer.source] = _Open(writer._nonce, writer, reader)
+        return Receipt(offer.reader)
+
+    def accept(self, receipt: Receipt) -> None:
+        pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
-        cell = self._cell(slot)
-        if cell.unread:
-            raise TransportError(
-                f"slot {slot.index}",
-                "every reader must be done before it is written again",
-                f"{cell.unread} still reading",
-            )
-        if slot.generation % 2 or slot.generation <= cell.generation:
-            raise TransportError(
-                f"slot {slot.index}", f"the generation must be even and above {cell.generation}", slot.generation
-            )
-        cell.generation = slot.generation - 1
-        cell.tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        cell.generation = slot.generation
-        cell.unread = self._num_readers
-        device = next(iter(tensors.values())).device
-        return Handle(self.name, "", str(device), slot, layout, describe(tensors))
+        specs = describe(tensors)
+        with self._writer.writing(slot, specs, layout), torch.inference_mode(False):
+            self._contents[slot.index] = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        payload = (self._source, self._nonce)
+        return Handle(self.name, self._node_id, "cpu", slot, layout, specs, payload)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
-        cell = self._cell(handle.slot)
-        self._check(cell, handle)
-        yield {name: tensor.view_as(tensor) for name, tensor in cell.tensors.items()}
-        self._check(cell, handle)
-        cell.unread = max(cell.unread - 1, 0)
+        ring = find_ring(self._opened, handle)
+        with ring.reader.reading(handle):
+            kept = ring.writer._contents.get(handle.slot.index)
+            if kept is None:
+                raise TransportError(f"slot {handle.slot.index}", "was released, or its ring closed")
+            with unwritten({name: tensor.view_as(tensor) for name, tensor in kept.items()}, handle.slot) as views:
+                yield views
 
     def release(self, slot: Slot) -> None:
-        cell = self._cell(slot)
-        if cell.generation == slot.generation:
-            cell.unread, cell.tensors = 0, {}
+        if self._writer.release(slot):
+            del self._contents[slot.index]
 
     def close(self) -> None:
-        self._cells = []
-
-    def _cell(self, slot: Slot) -> _Cell:
-        if not 0 <= slot.index < len(self._cells):
-            raise TransportError(f"slot {slot.index}", f"the ring has {len(self._cells)} slots")
-        return self._cells[slot.index]
-
-    @staticmethod
-    def _check(cell: _Cell, handle: Handle) -> None:
-        if cell.generation != handle.slot.generation or not cell.tensors:
-            raise TransportError(
-                f"slot {handle.slot.index}",
-                f"the handle is for generation {handle.slot.generation}",
-                f"generation {cell.generation}",
-            )
+        self._contents.clear()
+        self._opened.clear()

@@ -17,36 +17,58 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Slot, describe
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
+from distill_rl.transport.ring import unwritten
 
 
 class ObjectStoreTransport:
-    """Keeps each slot's last object alive until the slot is written again or released."""
+    """Keeps each slot's last object alive until the slot is written again or released.
+
+    Args:
+        deadline_s: how long a fetch may wait for an object to arrive.
+        ring: bounds the slot numbers; None for a side that only reads.
+    """
 
     name = "object_store"
 
-    def __init__(self, *, deadline_s: float):
-        self._deadline_s = deadline_s
+    def __init__(self, ring: Ring | None = None, *, deadline_s: float, source: str = "", node_id: str = ""):
+        self._ring, self._source = ring, source
+        self._deadline_s, self._node_id = deadline_s, node_id
         self._kept: dict[int, tuple[int, ray.ObjectRef]] = {}
 
+    def offer(self, reader: int) -> Offer:
+        return Offer(self.name, self._source, self._node_id, "cpu", reader)
+
+    def open(self, offer: Offer) -> Receipt:
+        return Receipt(offer.reader)
+
+    def accept(self, receipt: Receipt) -> None:
+        pass
+
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        if self._ring is not None and not 0 <= slot.index < self._ring.num_slots:
+            raise TransportError(f"slot {slot.index}", f"the ring has {self._ring.num_slots} slots")
         last, _ = self._kept.get(slot.index, (0, None))
         if slot.generation % 2 or slot.generation <= last:
             raise TransportError(f"slot {slot.index}", f"the generation must be even and above {last}", slot.generation)
         reference = ray.put([_to_numpy(tensor) for tensor in tensors.values()])
         self._kept[slot.index] = (slot.generation, reference)
-        node_id = ray.get_runtime_context().get_node_id()
-        return Handle(self.name, node_id, "cpu", slot, layout, describe(tensors), reference)
+        return Handle(self.name, self._node_id, "cpu", slot, layout, describe(tensors), reference)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        what = f"slot {handle.slot.index}"
         try:
             arrays = ray.get(handle.payload, timeout=self._deadline_s)
         except ray.exceptions.GetTimeoutError:
+            raise TransportError(what, f"its object must arrive within {self._deadline_s:g} s") from None
+        except ray.exceptions.ObjectLostError as error:
             raise TransportError(
-                f"slot {handle.slot.index}", f"its object must arrive within {self._deadline_s:g} s"
-            ) from None
-        yield {spec.name: _to_tensor(array, spec.dtype) for spec, array in zip(handle.tensors, arrays, strict=True)}
+                what, "the process that published it must live until it is read", type(error).__name__
+            ) from error
+        tensors = {spec.name: _to_tensor(array, spec.dtype) for spec, array in zip(handle.tensors, arrays, strict=True)}
+        with unwritten(tensors, handle.slot):
+            yield tensors
 
     def release(self, slot: Slot) -> None:
         if self._kept.get(slot.index, (0, None))[0] == slot.generation:
@@ -62,7 +84,8 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    with warnings.catch_warnings():
+    """A view that shares the object's memory, so writing to it would change what other readers see."""
+    with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor

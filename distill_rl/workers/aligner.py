@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from distill_rl.config.derive import running_teachers
+import ray
+
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.types import DocumentBatch
@@ -29,6 +32,8 @@ class AlignerWorker:
         return identify()
 
     def start(self) -> None:
+        if ray.is_initialized() and ray.get_gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         from distill_rl.data.collate import Tokenization
         from distill_rl.data.pairing import BatchBuilder, Partner
         from distill_rl.models.hub import tokenizer_of

@@ -12,24 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
-from distill_rl.config.derive import Facts, aligner_workers, compute_groups, running_teachers, sizes
+from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes
+from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.errors import DistillError
 from distill_rl.job import Job
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.signals import Signals
-from distill_rl.transport.choose import choose
 from distill_rl.workers.aligner import AlignerWorker
 from distill_rl.workers.calls import Calls
-from distill_rl.workers.cluster import ray_session
+from distill_rl.workers.cluster import nodes, ray_session
+from distill_rl.workers.connect import Connector
 from distill_rl.workers.group import WorkerGroup
-from distill_rl.workers.pipeline import Pipeline, StudentGroup
-from distill_rl.workers.placement import actor_names, reserve, seat
+from distill_rl.workers.pipeline import Pipeline, Teachers
+from distill_rl.workers.placement import SeatingPlan, actor_names, reserve, seat
 from distill_rl.workers.pool import AlignerPool, BadRows
 from distill_rl.workers.student import StudentWorker
+from distill_rl.workers.student_group import StudentGroup
 from distill_rl.workers.teacher import TeacherWorker
+from distill_rl.workers.timeline import write_timeline
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -44,70 +48,95 @@ class Crew:
 
 @contextmanager
 def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[Crew]:
-    """Starts Ray and all actors, loads all models, and yields them ready for step 1.
+    """Starts Ray and all actors, loads all models, opens the rings, and yields the crew ready for step 1.
 
     Raises:
-        ConfigError: the resources cannot be had.
+        ConfigError: the resources cannot be had, or a transport asked for by name does not work.
         WorkerError: an actor failed to start.
     """
     config = job.config
-    num_compute = sum(compute_groups(config))
     here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    transport = choose(config.transport)
-    log.info("transport %s: %s", transport.name, transport.reason)
+    num_cpus = sum(compute_groups(config)) + here
     with ray_session(
-        config.ray, num_cpus=num_compute + here, target_bytes=_target_bytes(job), started=signals.install_again
+        config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again
     ) as ray_logs:
         cluster = ray.cluster_resources()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
-        student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
-        ranks = [*student_names, *(name for names in teacher_names.values() for name in names)]
-        say(f"starting  {', '.join([*ranks, *aligner_names])}")
-        plan = seat(config, num_aligners, gpus=gpus > 0)
-        threads = threads_per_worker(num_compute)
+        plan = seat(config, num_aligners, gpus=gpus > 0, nodes=nodes())
         calls = Calls(signals.raise_if_stopping)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            crosses = tuple(crossing is not None for crossing in job.crossings)
-            align = (config, job.data_format, job.plan, crosses)
-            aligners = WorkerGroup(AlignerWorker, aligner_names, plan, placement, calls, *align)
-            common = (transport.name, threads)
-            teachers = {
-                teacher.name: WorkerGroup(
-                    TeacherWorker, teacher_names[teacher.name], plan, placement, calls, config, teacher, size, *common
-                )
-                for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
-            }
-            learn = (config, total_steps, job.crossings, job.vocabulary_size, *common)
-            student = WorkerGroup(StudentWorker, student_names, plan, placement, calls, *learn)
-            groups = [aligners, *teachers.values(), student]
+            staff = _make(job, total_steps, num_aligners, plan, placement, calls)
+            say(f"starting  {', '.join(name for group in staff.groups for name in group.names)}")
             try:
-                _start(job, aligners, teachers, student, calls)
+                _start(job, staff, calls)
+                rings = ring_plan(config)
+                Connector(config, staff.teachers, staff.student, rings, calls).connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
-                pipeline = Pipeline(config, _pool(job, aligners, calls, align), teachers, job.plan)
-                yield Crew(pipeline, StudentGroup(student, config, calls, timer, pipeline.settle))
-                _stop([*teachers.values(), student])
+                pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
+                yield Crew(pipeline, StudentGroup(staff.student, config, calls, timer, pipeline))
+                if config.observe.timeline:
+                    ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
+                    write_timeline(job.paths.logs / "timeline.json", ids)
+                # Readers first: what they have opened belongs to the teachers.
+                _stop([staff.student, *(group for _, group in staff.teachers)])
             except DistillError:
-                _keep_logs(ray_logs, groups, job.paths.logs)
+                _keep_logs(ray_logs, staff.groups, job.paths.logs)
                 raise
             finally:
-                for group in groups:
+                for group in staff.groups:
                     group.kill()
 
 
-def _pool(job: Job, group: WorkerGroup, calls: Calls, arguments: tuple[Any, ...]) -> AlignerPool:
+@dataclass(frozen=True, slots=True)
+class _Staff:
+    """Actors, made and not yet started."""
+
+    student: WorkerGroup
+    teachers: Teachers
+    aligners: WorkerGroup
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        return [self.student, *(group for _, group in self.teachers), self.aligners]
+
+
+def _make(
+    job: Job, total_steps: int, num_aligners: int, plan: SeatingPlan, placement: PlacementGroup, calls: Calls
+) -> _Staff:
+    config = job.config
+    threads = threads_per_worker(sum(compute_groups(config)))
+    student, teachers, aligners = actor_names(config, num_aligners)
+    at = (plan, placement, calls, config)
+    learn = (total_steps, job.crossings, job.vocabulary_size, threads)
+    return _Staff(
+        WorkerGroup(StudentWorker, student, *at, *learn),
+        [
+            (teacher, WorkerGroup(TeacherWorker, teachers[teacher.name], *at, teacher, size, threads))
+            for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
+        ],
+        WorkerGroup(AlignerWorker, aligners, *at, *_aligning(job)),
+    )
+
+
+def _aligning(job: Job) -> tuple[Any, ...]:
+    """What an aligner is made with, besides the configuration."""
+    return job.data_format, job.plan, tuple(crossing is not None for crossing in job.crossings)
+
+
+def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
     """Over the aligner actors, or over an aligner in this process where there are none."""
     local = None
     if not group.actors:
-        local = AlignerWorker(0, *arguments)
+        local = AlignerWorker(0, job.config, *_aligning(job))
         local.start()
     return AlignerPool(
         group,
         calls,
         local=local,
-        num_parts=job.plan.student.dp + sum(share.dp for share in job.plan.teachers),
+        num_parts=job.plan.waves * sum(share.dp for share in (job.plan.student, *job.plan.teachers)),
         deadline_s=job.config.aligner.deadline_s,
         start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
@@ -120,12 +149,12 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 
 def _target_bytes(job: Job) -> int:
-    """Targets alive at once: every teacher's ring, and one batch of validation beside it."""
-    depth = job.config.prefetch.depth
-    facts = Facts(vocabulary_size=job.vocabulary_size, teacher_vocabularies=job.teacher_vocabularies)
+    """Targets in the object store at once: every teacher's ring, twice, because a slot's last object goes only when the
+    next is there."""
+    facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies)
     derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
-    return sum(teacher.ring_bytes * dp[teacher.name] * (depth + 2) // (depth + 1) for teacher in derived.teachers)
+    return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
 
 
 def _keep_logs(ray_logs: Path | None, groups: list[WorkerGroup], folder: Path) -> None:
@@ -136,18 +165,16 @@ def _keep_logs(ray_logs: Path | None, groups: list[WorkerGroup], folder: Path) -
                 shutil.copyfile(file, folder / f"{name.replace('/', '-')}{file.suffix}")
 
 
-def _start(
-    job: Job, aligners: WorkerGroup, teachers: dict[str, WorkerGroup], student: WorkerGroup, calls: Calls
-) -> None:
+def _start(job: Job, staff: _Staff, calls: Calls) -> None:
     """All models load at the same time."""
     config, timeout_s = job.config, job.config.ray.start_timeout_s
-    for group in (aligners, *teachers.values(), student):
+    for group in staff.groups:
         if group.actors:
             group.identify(timeout_s)
-    started = aligners.submit("start")
+    started = staff.aligners.submit("start")
     for group, parallel, replicas in (
-        *((teachers[t.name], t.parallel, True) for t in config.teachers if t.name in teachers),
-        (student, config.student.parallel, False),
+        *((group, teacher.parallel, True) for teacher, group in staff.teachers),
+        (staff.student, config.student.parallel, False),
     ):
         addresses = group.rendezvous(dp=parallel.dp, tp=parallel.tp, replicas=replicas, timeout_s=timeout_s)
         for rank, address in enumerate(addresses):

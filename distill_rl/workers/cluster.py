@@ -22,6 +22,7 @@ import ray
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.signals import held_back
+from distill_rl.workers.placement import Node
 
 _PASSED_ON = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
@@ -44,6 +45,12 @@ def namespace() -> str:
     return f"distill_rl-{secrets.token_hex(4)}"
 
 
+def nodes() -> list[Node]:
+    """The machines of the cluster that this process has joined, the one with most GPUs and CPUs first."""
+    alive = [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return sorted(alive, key=lambda node: [-node.resources.get(kind, 0) for kind in ("GPU", "CPU")])
+
+
 @contextmanager
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
@@ -62,7 +69,7 @@ def ray_session(
         WorkerError: Ray did not start.
     """
     if settings.address is not None:
-        with _joined_ray(settings.address):
+        with _joined_ray(settings, settings.address):
             started()
             yield None
     else:
@@ -88,7 +95,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                     logging_level=logging.ERROR,
                     log_to_driver=False,
                     namespace=namespace(),
-                    runtime_env={"env_vars": _worker_environment()},
+                    runtime_env={"env_vars": _worker_environment(settings)},
                     _temp_dir=str(directory),
                 )
             except Exception as error:
@@ -108,7 +115,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
 
 
 @contextmanager
-def _joined_ray(address: str) -> Iterator[None]:
+def _joined_ray(settings: RayConfig, address: str) -> Iterator[None]:
     _require_answer(address)
     try:
         ray.init(
@@ -116,7 +123,7 @@ def _joined_ray(address: str) -> Iterator[None]:
             logging_level=logging.ERROR,
             log_to_driver=False,
             namespace=namespace(),
-            runtime_env={"env_vars": _worker_environment()},
+            runtime_env={"env_vars": _worker_environment(settings)},
         )
     except Exception as error:
         raise ConfigError(
@@ -204,11 +211,13 @@ def _only_passed_on() -> Iterator[None]:
         os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
 
 
-def _worker_environment() -> dict[str, str]:
+def _worker_environment(settings: RayConfig) -> dict[str, str]:
     """What a joined cluster's nodes cannot inherit and must agree on."""
-    agreed = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*")
-    settings = {name: value for name, value in _passed_on(os.environ).items() if agreed.fullmatch(name)}
-    return settings | {"TOKENIZERS_PARALLELISM": "false"}
+    names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*")
+    agreed = {name: value for name, value in _passed_on(os.environ).items() if names.fullmatch(name)}
+    if settings.placement == "disaggregated":  # so that a rank can map the memory of another's GPU
+        agreed |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return agreed | {"TOKENIZERS_PARALLELISM": "false"}
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:

@@ -77,6 +77,11 @@ class WorkerGroup:
         """Process id → actor name."""
         return {process.pid: name for process, name in zip(self._processes, self.names)}
 
+    @property
+    def worker_ids(self) -> dict[str, str]:
+        """Ray's worker id → actor name."""
+        return {process.worker_id: name for process, name in zip(self._processes, self.names)}
+
     def rendezvous(self, *, dp: int, tp: int, replicas: bool, timeout_s: float) -> list[tuple[str, int]]:
         """A store for each process group: one of all ranks, or one per data-parallel replica. One address per rank."""
         size = tp if replicas else dp * tp

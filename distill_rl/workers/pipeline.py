@@ -7,23 +7,49 @@ student still trains on an earlier one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import ray
 
-from distill_rl.config.schema import Config
+from distill_rl.config.derive import RingPlan
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.data.collate import BatchPlan
-from distill_rl.observe.metrics import Metric, merge
-from distill_rl.observe.timing import StepTimer
-from distill_rl.types import AlignmentInfo, BatchInfo, Cursor, DocumentBatch
-from distill_rl.workers.calls import Calls
+from distill_rl.observe.metrics import Metric
+from distill_rl.transport.base import Slot
+from distill_rl.types import BatchInfo, Cursor, DocumentBatch
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pool import AlignerPool, Pending
+from distill_rl.workers.slots import SlotLedger
 
 Refs = dict[ray.ObjectRef, str]
+"""calls, each with the name of the actor that was called"""
+Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
+"""those that run, with their ranks"""
+
+
+@dataclass
+class Wave:
+    """Rows of a batch that teachers and student work on in one call each: references and slots only."""
+
+    index: int
+    student: list[ray.ObjectRef]
+    """parts for the student's data-parallel ranks"""
+    teachers: list[list[ray.ObjectRef]]
+    """parts for each teacher's"""
+    taught: bool = False
+    """whether the teachers have been called"""
+    slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
+    """held, by teacher; the same in each of its replicas"""
+    published: list[Refs] = field(default_factory=list)
+    """per teacher the calls of the ranks that publish, one per data-parallel replica; empty before they are made"""
+    others: Refs = field(default_factory=dict)
+    """calls of ranks that publish nothing, watched for their errors"""
+
+    def drop(self) -> None:
+        for references in (self.student, self.teachers, self.published, self.others):
+            references.clear()
 
 
 @dataclass
@@ -32,184 +58,132 @@ class PendingBatch:
 
     index: int
     cursor: Cursor
-    place: int
-    """in the teachers' rings"""
     aligned: Pending
-    student: list[ray.ObjectRef]
-    targets: list[list[ray.ObjectRef]]
-    """per teacher, one per data-parallel replica"""
-    others: Refs
-    """results of ranks that publish nothing, watched for their errors"""
-    names: Refs
+    waves: list[Wave]
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     @contextmanager
-    def lease(self) -> Iterator[tuple[PendingBatch, list[list[ray.ObjectRef]]]]:
-        """The batch and its targets for the length of one step; whatever happens, they are released after it."""
+    def lease(self) -> Iterator[tuple[PendingBatch, list[Wave]]]:
+        """The batch and its waves for the length of one step; whatever happens, they are released after it."""
         try:
-            yield self, self.targets
+            yield self, self.waves
         finally:
             self.release()
 
     def release(self) -> None:
-        for references in (self.student, self.aligned.parts, *self.targets):
-            references.clear()
-        for named in (self.others, self.names):
-            named.clear()
+        self.aligned.parts.clear()
+        for wave in self.waves:
+            wave.drop()
 
 
 class Pipeline:
-    """Submits batches to the aligner and the teachers.
+    """Submits batches to the aligner and, as far as the rings have room, to the teachers.
 
-    Slots: training batches use a ring of depth + 1 places, in turn; validation batches, never looked
-    ahead, use one place more. A batch takes `slots_per_batch` slots of each teacher rank at its place.
+    Nothing ever waits for a slot inside a call: a wave is submitted when its slots are free, in order, and slots are
+    free when the student's call that read them has returned. The batch that is being trained on comes first, and the
+    others leave it room for one wave, so that it can always go on; validation needs no room of its own.
+
+    Args:
+        rings: how many slots they have, and what a wave takes of them.
     """
 
     def __init__(
         self,
-        config: Config,
         aligners: AlignerPool,
-        teachers: dict[str, WorkerGroup],
+        teachers: Teachers,
         plan: BatchPlan,
+        rings: RingPlan,
     ):
-        self._config, self._aligners, self._teachers, self._plan = config, aligners, teachers, plan
-        self._running = [teacher for teacher in config.teachers if teacher.name in teachers]
-        self._submitted = 0
+        self._aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
+        self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
+        self._current: PendingBatch | None = None
+        self._waiting: list[tuple[PendingBatch, Wave]] = []
+        """in the order in which they will be called, but that those of the current batch come first"""
 
-    def train(self, batch: DocumentBatch) -> PendingBatch:
-        return self._submit(batch, place=batch.index % (self._config.prefetch.depth + 1))
-
-    def validate(self, batch: DocumentBatch) -> PendingBatch:
-        return self._submit(batch, place=self._config.prefetch.depth + 1)
-
-    def settle(self, pending: PendingBatch) -> BatchInfo:
-        """Waits for a batch's alignment; where that took a second try, the teachers are called again."""
-        info, replaced = self._aligners.settle(pending.aligned)
-        if replaced:
-            self._chain(pending)
-        return info
-
-    def _submit(self, batch: DocumentBatch, *, place: int) -> PendingBatch:
-        aligned = self._aligners.submit(batch)
-        pending = PendingBatch(batch.index, batch.cursor, place, aligned, [], [], {}, {})
-        self._chain(pending)
+    def submit(self, batch: DocumentBatch) -> PendingBatch:
+        """Hands a batch to the aligner and, when there is room, to the teachers."""
+        pending = PendingBatch(batch.index, batch.cursor, self._aligners.submit(batch), [])
+        self._lay_out(pending)
+        self._pump()
         return pending
 
-    def _chain(self, pending: PendingBatch) -> None:
-        """Calls the teachers on what the aligner will return."""
-        self._submitted += 1
-        generation = 2 * self._submitted
-        parts, dp = pending.aligned.parts, self._plan.student.dp
-        pending.student[:] = parts[:dp]
-        teacher_parts = iter(parts[dp:])
-        pending.targets.clear()
-        pending.others.clear()
-        pending.names.clear()
-        for teacher in self._running:
-            group, tp = self._teachers[teacher.name], teacher.parallel.tp
-            first_slot = pending.place * slots_per_batch(self._config, self._plan, teacher.name)
-            published = []
-            for replica in range(teacher.parallel.dp):
-                calls = group.submit(
-                    "forward",
-                    next(teacher_parts),
-                    first_slot,
-                    generation,
-                    ranks=range(replica * tp, (replica + 1) * tp),
-                )
-                leader, *followers = calls
-                published.append(leader)
-                pending.names |= calls
-                pending.others |= {follower: calls[follower] for follower in followers}
-            pending.targets.append(published)
+    def settle(self, pending: PendingBatch) -> BatchInfo:
+        """Makes a batch the current one and waits for its alignment; where that took a second try, the teachers are
+        called again."""
+        self._current = pending
+        self._pump()
+        info, replaced = self._aligners.settle(pending.aligned)
+        if replaced:
+            self._withdraw(pending, pending.waves)
+            self._lay_out(pending)
+        needed = -(-info.num_rows // self._rings.rows_per_wave)
+        self._withdraw(pending, pending.waves[needed:])
+        del pending.waves[needed:]
+        self._pump()
+        return info
 
+    def finish(self, wave: Wave) -> None:
+        """Takes back the slots of a wave whose readers have all returned."""
+        self._give_back(wave)
+        self._pump()
 
-class StudentGroup:
-    """The student's ranks, called as one."""
+    def occupancy(self) -> dict[str, float]:
+        """By teacher the largest share of a ring in use since this was last asked."""
+        return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        config: Config,
-        calls: Calls,
-        timer: StepTimer,
-        settle: Callable[[PendingBatch], BatchInfo],
-    ):
-        self._group, self._config, self._calls, self._timer, self._settle = group, config, calls, timer, settle
+    def _lay_out(self, pending: PendingBatch) -> None:
+        """Cuts what the aligner will return into waves, and queues them."""
+        parts = iter(pending.aligned.parts)
+        plan = self._plan
 
-    def train_step(self, batch: PendingBatch, targets: list[list[ray.ObjectRef]]) -> dict[str, Metric]:
-        """forward_backward and optim_step, submitted together."""
-        return self._run(
-            "train_step", batch, targets, f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student")
-        )
+        def take(dp: int) -> list[list[ray.ObjectRef]]:
+            return [[next(parts) for _ in range(dp)] for _ in range(plan.waves)]
 
-    def evaluate(self, batch: PendingBatch, targets: list[list[ray.ObjectRef]]) -> dict[str, Metric]:
-        return self._run("evaluate", batch, targets, f"validation batch {batch.index}", ("validation",) * 3)
+        student = take(plan.student.dp)
+        teachers = [take(share.dp) for share in plan.teachers]
+        pending.waves[:] = [
+            Wave(index, student[index], [teacher[index] for teacher in teachers]) for index in range(plan.waves)
+        ]
+        self._waiting += [(pending, wave) for wave in pending.waves]
 
-    def collective(self, method: str, *arguments: object, what: str) -> None:
-        """Calls a method in which all ranks take part: save, load, export."""
-        self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
+    def _withdraw(self, pending: PendingBatch, waves: Sequence[Wave]) -> None:
+        """Forgets waves of which nothing is or will be published: their arguments failed, or hold no rows."""
+        gone = {id(wave) for wave in waves}
+        self._waiting = [entry for entry in self._waiting if id(entry[1]) not in gone]
+        for wave in waves:
+            self._give_back(wave)
 
-    def _run(
-        self,
-        method: str,
-        batch: PendingBatch,
-        targets: list[list[ray.ObjectRef]],
-        what: str,
-        parts: tuple[str, str, str],
-    ) -> dict[str, Metric]:
-        """Waits for the alignment, submits to all ranks, then waits for each stage in turn; `parts` are the names under
-        which the waits are timed. The student is called only with a batch that exists, so that no fault before it can
-        reach its state."""
-        tp = self._config.student.parallel.tp
-        with self._timer.part(parts[0]):
-            info = self._settle(batch)
-        sizes = [len(teacher) for teacher in targets]
-        published = [ref for teacher in targets for ref in teacher]
-        calls: Refs = {}
-        for rank in range(len(self._group.actors)):
-            calls |= self._group.submit(method, batch.student[rank // tp], sizes, *published, ranks=[rank])
-        with self._timer.part(parts[1]):
-            watched = {ref: batch.names[ref] for ref in (*published, *batch.others)}
-            taught = self._gather(watched, f"teaching the batch of {what}", self._config.ray.step_timeout_s)
-        with self._timer.part(parts[2]):
-            trained = self._gather(calls, what, self._config.ray.step_timeout_s)
-        batch.metrics = merge([_describe(info), *(result.metrics for result in taught)])
-        return merge(trained)
+    def _give_back(self, wave: Wave) -> None:
+        for name, slots in wave.slots.items():
+            self._ledgers[name].give_back(slots)
+        wave.slots = {}
 
-    def _gather(self, calls: Refs, what: str, timeout_s: float) -> list:
-        return self._calls.gather(calls, what=what, timeout_s=timeout_s)
+    def _pump(self) -> None:
+        """Calls the teachers on every wave that there is room for."""
+        self._waiting.sort(key=lambda entry: entry[0] is not self._current)
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            self._teach(self._waiting.pop(0)[1])
 
+    def _has_room(self, pending: PendingBatch) -> bool:
+        current = self._current.waves if self._current else []
+        for name, ledger in self._ledgers.items():
+            wave = self._rings.slots_per_wave[name]
+            if ledger.free < wave:
+                return False
+            ahead = ledger.held - sum(len(each.slots.get(name, ())) for each in current)
+            if pending is not self._current and ahead + wave > ledger.num_slots - wave:
+                return False
+        return True
 
-def _describe(info: BatchInfo) -> dict[str, Metric]:
-    metrics = {
-        "align/documents": Metric(info.num_documents, "sum"),
-        "align/truncated": Metric(info.num_truncated, "sum"),
-        "align/tokens": Metric(info.num_tokens, "sum"),
-        "align/rows": Metric(info.num_rows, "sum"),
-        "timing/aligner/align": Metric(info.seconds, "max"),
-    }
-    for found in info.alignments:
-        metrics |= _describe_alignment(found, info, f"/{found.teacher}" if len(info.alignments) > 1 else "")
-    return metrics
-
-
-def _describe_alignment(found: AlignmentInfo, info: BatchInfo, suffix: str) -> dict[str, Metric]:
-    chunks, labels, documents = found.num_chunks, info.num_labels, sum(found.methods.values())
-    metrics = {
-        f"align/chunks{suffix}": Metric(chunks, "sum"),
-        f"align/one_to_one{suffix}": Metric(found.num_one_to_one / max(chunks, 1), "mean", chunks),
-        f"align/coverage{suffix}": Metric(found.num_covered / max(labels, 1), "mean", labels),
-        f"align/exact{suffix}": Metric(found.num_exact / max(documents, 1), "mean", documents),
-    }
-    return metrics | {
-        f"align/method/{method}{suffix}": Metric(count, "sum") for method, count in sorted(found.methods.items())
-    }
-
-
-def slots_per_batch(config: Config, plan: BatchPlan, teacher: str) -> int:
-    """Slots that one batch takes of one rank of this teacher: its micro-batches when no two documents share a row."""
-    settings = next(candidate for candidate in config.teachers if candidate.name == teacher)
-    rows = math.ceil(config.train.global_batch_size / plan.row_multiple) * plan.row_multiple
-    micro_batch_size = settings.micro_batch_size or config.train.micro_batch_size
-    return rows // (settings.parallel.dp * micro_batch_size)
+    def _teach(self, wave: Wave) -> None:
+        wave.taught = True
+        for (teacher, group), parts in zip(self._teachers, wave.teachers):
+            slots = self._ledgers[teacher.name].take(self._rings.slots_per_wave[teacher.name])
+            wave.slots[teacher.name] = slots
+            tp, published = teacher.parallel.tp, {}
+            for replica, part in enumerate(parts):
+                ranks = range(replica * tp, (replica + 1) * tp)
+                (leader, name), *followers = group.submit("forward", part, slots, ranks=ranks).items()
+                published[leader] = name
+                wave.others |= dict(followers)
+            wave.published.append(published)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from distill_rl.config.derive import running_teachers
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
@@ -33,6 +34,16 @@ class Seat:
 class SeatingPlan:
     bundles: tuple[Mapping[str, float], ...]
     seats: Mapping[str, Seat]
+    nodes: tuple[str | None, ...] = ()
+    """per bundle the node that it must be on; empty, or None: any"""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster, with all that it has."""
+
+    node_id: str
+    resources: Mapping[str, float]
 
 
 def student_name(dp_rank: int, tp_rank: int) -> str:
@@ -59,23 +70,28 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     return student, teachers, [aligner_name(i) for i in range(num_aligners)]
 
 
-def seat(config: Config, num_aligners: int = 1, *, gpus: bool) -> SeatingPlan:
-    """Colocates: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
+def seat(config: Config, num_aligners: int = 1, *, gpus: bool, nodes: Sequence[Node] = ()) -> SeatingPlan:
+    """Which actors sit together.
 
-    Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus` gives them a
-    share of one, they sit with the ranks, in turn.
+    `colocated`: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
+    `disaggregated`: a bundle and a GPU for every rank; the student and the teachers on `nodes` of their own where
+    there are enough of them.
+
+    Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
+    gives them a share of one, they sit with the ranks, in turn.
 
     Raises:
         ConfigError: the aligners of one GPU leave nothing of it to the ranks.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
+    apart = config.ray.placement == "disaggregated"
     groups = [student, *teachers.values()]
+    tables = [[name] for group in groups for name in group] if apart else _side_by_side(groups)
     share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
     seats: dict[str, Seat] = {}
-    for index in range(size := max(map(len, groups))):
-        together = [group[index] for group in groups if index < len(group)]
-        guests = aligners[index::size] if share else []
+    for index, together in enumerate(tables):
+        guests = aligners[index :: len(tables)] if share else []
         if share * len(guests) >= 1:
             raise ConfigError(
                 "aligner.num_gpus",
@@ -88,10 +104,34 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: bool) -> SeatingPlan:
             seats[name] = Seat(name, index, 1.0, (1.0 - share * len(guests)) / len(together) if gpus else 0.0)
         for name in guests:
             seats[name] = Seat(name, index, 1.0, share)
+    ranks = len(bundles)
     for name in [] if share else aligners:
         bundles.append({"CPU": 1.0})
         seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
-    return SeatingPlan(tuple(bundles), seats)
+    own = _nodes_apart(bundles[:ranks], len(student), nodes) if apart else None
+    pinned = (*own, *[None] * (len(bundles) - ranks)) if own else ()
+    return SeatingPlan(tuple(bundles), seats, pinned)
+
+
+def _side_by_side(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[group[index] for group in groups if index < len(group)] for index in range(max(map(len, groups)))]
+
+
+def _nodes_apart(bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]) -> list[str] | None:
+    """A node for every bundle, so that none has a student's and a teacher's; None where the cluster has too few."""
+    remaining = list(nodes)
+    chosen: list[str] = []
+    for group in (bundles[:num_student], bundles[num_student:]):
+        waiting = list(group)
+        while waiting and remaining:
+            node = remaining.pop(0)
+            room = Counter(node.resources)
+            while waiting and all(room[name] >= amount for name, amount in waiting[0].items()):
+                room.subtract(waiting.pop(0))
+                chosen.append(node.node_id)
+        if waiting:
+            return None
+    return chosen
 
 
 @contextmanager
@@ -101,7 +141,9 @@ def reserve(plan: SeatingPlan, *, timeout_s: float, interrupted: Callable[[], No
     Raises:
         ConfigError: the cluster cannot give them within `timeout_s`; names asked and available amounts.
     """
-    group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK")
+    labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
+    pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
+    group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", **pinned)
     try:
         deadline = time.monotonic() + timeout_s
         while not (ready := group.wait(_POLL_S)) and time.monotonic() < deadline:

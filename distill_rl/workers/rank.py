@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from distill_rl.parallel.mesh import World
-    from distill_rl.transport.base import Transport
+    from distill_rl.transport.base import Ring, Transport
+    from distill_rl.transport.choose import Place
+    from distill_rl.transport.segment import Backing
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Process:
     pid: int
     created: float
     node_id: str
+    worker_id: str = ""
+    """Ray's"""
 
     def kill(self) -> None:
         """SIGKILL, if it is still this process; on its own node only."""
@@ -40,7 +44,8 @@ class Process:
 
 def identify() -> Process:
     """The process that calls this."""
-    return Process(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
+    context = ray.get_runtime_context()
+    return Process(os.getpid(), psutil.Process().create_time(), context.get_node_id(), context.get_worker_id())
 
 
 class RankWorker:
@@ -48,13 +53,14 @@ class RankWorker:
 
     Args:
         config: the run's settings.
-        transport: name of the transport that this run uses.
         threads: torch threads of this process.
     """
 
-    def __init__(self, config: Config, transport: str, threads: int):
-        self._config, self._transport_name, self._threads = config, transport, threads
+    def __init__(self, config: Config, threads: int):
+        self._config, self._threads = config, threads
         self._store: TCPStore | None = None
+        self._transports: dict[str, Transport] = {}
+        """by name"""
 
     def identify(self) -> Process:
         return identify()
@@ -67,27 +73,58 @@ class RankWorker:
         self._store = serve_store(host, world_size)
         return host, self._store.port
 
+    def place(self) -> Place:
+        """Where this rank's tensors are, for the choice of a transport."""
+        from distill_rl.transport.choose import place_of
+
+        return place_of(self._world.device, ray.get_runtime_context().get_node_id())
+
     def stop(self) -> None:
         """Leaves the process group together with the other ranks."""
         from distill_rl.parallel.mesh import close_world
 
-        self._transport.close()
+        for transport in self._transports.values():
+            transport.close()
         close_world(self._world)
 
-    def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int) -> World:
-        """Meets the other ranks at `host:port`; sets up this process's generators, threads and transport."""
-        from distill_rl.parallel.mesh import join_store, open_world
+    def _open_transport(
+        self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
+    ) -> Transport:
+        """This process's side of a transport, in place of one of that name that it had."""
         from distill_rl.transport.choose import make
+
+        if name in self._transports:
+            self._transports.pop(name).close()
+        self._transports[name] = make(
+            name,
+            deadline_s=self._config.ray.step_timeout_s,
+            node_id=ray.get_runtime_context().get_node_id(),
+            ring=ring,
+            source=source,
+            device=str(self._world.device),
+            backing=backing,
+        )
+        return self._transports[name]
+
+    def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int) -> World:
+        """Meets the other ranks at `host:port`; sets up this process's generators and threads."""
+        from distill_rl.parallel.mesh import join_store, open_world
 
         _prepare_process(self._config.run.seed, self._threads)
         deadline_s = self._config.ray.step_timeout_s
         store = self._store or join_store(host, port, parallel.dp * parallel.tp)
-        device = "cuda" if ray.get_gpu_ids() else "cpu"
+        device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() else "cpu"
         self._world = open_world(
             rank=rank, dp=parallel.dp, tp=parallel.tp, device=device, store=store, timeout_s=deadline_s
         )
-        self._transport: Transport = make(self._transport_name, deadline_s=deadline_s)
         return self._world
+
+
+def gpu_index() -> int:
+    """Among the GPUs that this process sees, the one that Ray gave it: it may see others, to map their memory."""
+    given, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",")]
+    return names.index(given) if given in names else int(given) if given.isdigit() and not visible else 0
 
 
 def _prepare_process(seed: int, threads: int) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import ray
+
 from distill_rl.config.schema import Config
+from distill_rl.errors import TransportError, WorkerError
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.assemble import fetch_rows
-from distill_rl.transport.base import Handle, Transport
+from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import Crossing, RankBatch
+from distill_rl.workers.probe import probe_tensors
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.teacher import Published
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from distill_rl.student.objective import Target
 
 
@@ -27,12 +33,14 @@ class StudentWorker(RankWorker):
         total_steps: int,
         crossings: Sequence[Crossing | None],
         vocabulary_size: int,
-        transport: str,
         threads: int,
     ):
-        super().__init__(config, transport, threads)
+        super().__init__(config, threads)
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._crossings = crossings
+        self._next_wave = 0
+        self._step_s = self._fetch_s = 0.0
+        self._far_bytes = 0
 
     def start(self, host: str, port: int) -> None:
         """Loads the model."""
@@ -47,25 +55,74 @@ class StudentWorker(RankWorker):
             crossings=self._crossings,
         )
 
-    def train_step(self, batch: RankBatch, teacher_sizes: Sequence[int], *published: Published) -> dict[str, Metric]:
-        """One optimizer step; `published` holds every teacher's results, `teacher_sizes` how many belong to each."""
-        start = time.perf_counter()
-        targets = _Targets(self._transport, self._config.loss.temperature, teacher_sizes, published)
-        metrics = self._engine.train_step(batch, targets, self._scores(batch, teacher_sizes, published))
-        if not metrics:
-            return {}
-        return metrics | {
-            "timing/student/step": Metric(time.perf_counter() - start, "max"),
-            "timing/student/fetch": Metric(targets.seconds, "max"),
-        }
+    def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | str]:
+        """Opens teachers' rings; for each a receipt, or what is in the way."""
+        found: list[Receipt | str] = []
+        for offer in offers:
+            try:
+                transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
+                found.append(transport.open(offer))
+            except TransportError as error:
+                found.append(str(error))
+        return found
 
-    def evaluate(self, batch: RankBatch, teacher_sizes: Sequence[int], *published: Published) -> dict[str, Metric]:
-        """KD and CE of a batch, without a gradient."""
+    def read_probes(self, handles: Sequence[Handle]) -> list[str]:
+        """For each what is in the way of reading it, or nothing."""
+        return [self._read_probe(handle) for handle in handles]
+
+    def _read_probe(self, handle: Handle) -> str:
+        try:
+            with self._transports[handle.transport].fetch(handle) as tensors:
+                right = bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all())
+        except TransportError as error:
+            return str(error)
+        return "" if right else f"transport {handle.transport}: the probe arrived changed"
+
+    def train(
+        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric]:
+        """forward_backward of one wave of a batch, and after the last one optim_step.
+
+        Args:
+            wave: counted from 0; one that does not follow the last is refused, as its predecessor must have failed.
+            published: every teacher's results, of which `teacher_sizes` says how many belong to each.
+        """
+        if wave != self._next_wave:
+            raise WorkerError(f"wave {wave} of batch {batch.index}", "must follow the one before", self._next_wave)
+        start = time.perf_counter()
+        targets = self._targets(teacher_sizes, published)
+        metrics = self._engine.forward_backward(batch, targets, self._scores(batch, teacher_sizes, published))
+        if last:
+            metrics |= self._engine.optim_step()
+        self._next_wave = 0 if last else wave + 1
+        self._step_s += time.perf_counter() - start
+        self._fetch_s += targets.seconds
+        self._far_bytes += targets.far_bytes
+        return metrics | self._measured() if last else metrics
+
+    def _measured(self) -> dict[str, Metric]:
+        """Times and bytes since this was last asked."""
+        measured = {
+            "timing/student/step": Metric(self._step_s, "max"),
+            "timing/student/fetch": Metric(self._fetch_s, "max"),
+            "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
+        }
+        self._step_s, self._fetch_s, self._far_bytes = 0.0, 0.0, 0
+        return measured
+
+    def evaluate(
+        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric]:
+        """KD and CE of a wave, without a gradient; arguments as of `train`."""
         return self._engine.evaluate(
             batch,
-            _Targets(self._transport, self._config.loss.temperature, teacher_sizes, published),
+            self._targets(teacher_sizes, published),
             self._scores(batch, teacher_sizes, published),
         )
+
+    def _targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _Targets:
+        node_id = ray.get_runtime_context().get_node_id()
+        return _Targets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
     def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
         """Per teacher its CE or entropy per student token that it speaks of; empty where shares are fixed.
@@ -96,10 +153,16 @@ class _Targets:
     """TargetSource over a transport: `targets(first_row, num_rows)` opens the slots that hold these rows."""
 
     def __init__(
-        self, transport: Transport, temperature: float, teacher_sizes: Sequence[int], published: Sequence[Published]
+        self,
+        transports: Mapping[str, Transport],
+        node_id: str,
+        temperature: float,
+        teacher_sizes: Sequence[int],
+        published: Sequence[Published],
     ):
-        self._transport, self._temperature = transport, temperature
+        self._transports, self._node_id, self._temperature = transports, node_id, temperature
         self.seconds = 0.0
+        self._far: dict[int, int] = {}
         remaining = iter(published)
         self._handles: list[list[Handle]] = [
             [handle for _ in range(size) for handle in next(remaining).handles] for size in teacher_sizes
@@ -112,9 +175,18 @@ class _Targets:
         start = time.perf_counter()
         with ExitStack() as stack:
             parts = [
-                stack.enter_context(fetch_rows(self._transport, handles, first_row, num_rows))
-                for handles in self._handles
+                stack.enter_context(fetch_rows(self._fetch, handles, first_row, num_rows)) for handles in self._handles
             ]
             targets = [target_of(tensors, self._temperature) for tensors in parts]
             self.seconds += time.perf_counter() - start
             yield targets
+
+    @property
+    def far_bytes(self) -> int:
+        """Of the slots read that were written on another node."""
+        return sum(self._far.values())
+
+    def _fetch(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
+        if handle.node_id != self._node_id:
+            self._far[id(handle)] = handle.num_bytes
+        return self._transports[handle.transport].fetch(handle)

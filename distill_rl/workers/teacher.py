@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.observe.metrics import Metric
-from distill_rl.transport.base import Handle, Slot
+from distill_rl.transport.assemble import readers_of
+from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
+from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
+from distill_rl.workers.probe import PROBE_LAYOUT, probe_tensors
 from distill_rl.workers.rank import RankWorker
+from distill_rl.workers.slots import FIRST_GENERATION
+
+_SLACK = 4096
+"""bytes of a slot for the gaps between its tensors"""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one teacher rank wrote for one batch."""
+    """What one teacher rank wrote for one wave of a batch."""
 
-    handles: tuple[Handle, ...]
-    metrics: dict[str, Metric]
+    handles: tuple[Handle, ...] = ()
+    forward_s: float = 0.0
+    """of the whole call"""
+    publish_s: float = 0.0
     score: float = 0.0
     """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(handle.num_bytes for handle in self.handles)
+
+    @property
+    def num_positions(self) -> int:
+        return sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in self.handles)
 
 
 class TeacherWorker(RankWorker):
     """One rank of one replica: `rank` counts over all replicas, each replica is a process group of its own."""
 
-    def __init__(
-        self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, transport: str, threads: int
-    ):
-        super().__init__(config, transport, threads)
+    def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
+        super().__init__(config, threads)
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
 
     def start(self, host: str, port: int) -> None:
@@ -39,19 +54,37 @@ class TeacherWorker(RankWorker):
         world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port)
         self._engine = TeacherEngine(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
 
-    def forward(self, batch: RankBatch, first_slot: int, generation: int) -> Published:
-        """Publishes one micro-batch per slot, from `first_slot` on. All ranks of a replica compute; the first publishes."""
+    def open_ring(
+        self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
+    ) -> list[Offer]:
+        """Makes this rank's ring, in place of one that it had; an offer for each of the student ranks that read it."""
+        positions = self._engine.micro_batch_size * self._config.data.max_length
+        ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
+        self._ring = self._open_transport(transport, ring, source, backing)
+        return [self._ring.offer(reader) for reader in readers]
+
+    def accept(self, receipts: Sequence[Receipt]) -> None:
+        for receipt in receipts:
+            self._ring.accept(receipt)
+
+    def publish_probe(self) -> Handle:
+        """A known content in the first slot, for all readers."""
+        return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
+
+    def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
+        """Publishes one micro-batch per slot. All ranks of a replica compute; the first publishes."""
         start = time.perf_counter()
-        handles = []
-        for offset, (layout, tensors) in enumerate(self._engine.forward(batch)):
-            if self._world.tp_rank == 0:
-                handles.append(self._transport.publish(Slot(first_slot + offset, generation), tensors, layout))
+        replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
+        wave = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
+        handles, publish_s = [], 0.0
+        for number, (layout, tensors) in enumerate(self._engine.forward(batch)):
+            if self._world.tp_rank:
+                continue
+            began = time.perf_counter()
+            parallel = self._config.student.parallel
+            readers = readers_of(layout, *wave, dp=parallel.dp, tp=parallel.tp)
+            handles.append(self._ring.publish(slots[number], tensors, replace(layout, readers=readers)))
+            publish_s += time.perf_counter() - began
         if self._world.tp_rank:
-            return Published((), {})
-        seconds = Metric(time.perf_counter() - start, "max")
-        num_bytes = Metric(float(sum(handle.num_bytes for handle in handles)), "sum")
-        return Published(
-            tuple(handles),
-            {f"timing/{self._teacher.name}/forward": seconds, "transport/bytes": num_bytes},
-            self._engine.score,
-        )
+            return Published()
+        return Published(tuple(handles), time.perf_counter() - start, publish_s, self._engine.score)

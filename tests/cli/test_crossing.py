@@ -145,7 +145,7 @@ def test_what_a_crossing_lacks_is_said_before_anything_starts(material, tmp_path
     ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
     assert ended.code == 2
     (line,) = ended.errors
-    assert "teachers.0.export: the loss gold needs logits; got topk; set teachers.0.export=logits" in line
+    assert "teachers.0.export: the loss gold needs logits or hidden; got topk; set teachers.0.export=logits" in line
     assert not (tmp_path / "runs").exists()
 
 

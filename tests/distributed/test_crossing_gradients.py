@@ -37,12 +37,14 @@ pytestmark = pytest.mark.ranks
 
 OURS, THEIRS, COLUMNS, TOP, CE_WEIGHT = 320, 600, 507, 16, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-# method → (teacher's export, loss settings, micro-batch sizes)
+# method, teacher's export → (loss settings, micro-batch sizes)
 CASES = {
-    "hybrid": ("topk", {"temperature": 2.0}, (1, 2, 4)),
-    "xtoken": ("logits", {}, (2,)),
-    "gold": ("logits", {"chunk_average": "chain"}, (1,)),
-    "strict": ("logits", {}, (4,)),
+    ("hybrid", "topk"): ({"temperature": 2.0}, (1, 2, 4)),
+    ("xtoken", "logits"): ({}, (2,)),
+    ("xtoken", "hidden"): ({}, (1,)),
+    ("gold", "logits"): ({"chunk_average": "chain"}, (1,)),
+    ("gold", "hidden"): ({"chunk_average": "chain"}, (2,)),
+    ("strict", "logits"): ({}, (4,)),
 }
 
 
@@ -58,10 +60,10 @@ def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch
 
 
 def engine_for(
-    method: str, world: World, folders: dict[str, Path], **settings
+    method: str, export: str, world: World, folders: dict[str, Path], **settings
 ) -> tuple[StudentEngine, dict, RankBatch]:
     """The student's engine, what its teacher published for its part of the batch, and that part."""
-    export, loss, _ = CASES[method]
+    loss, _ = CASES[method, export]
     ours, theirs = build(world.dp, world.dp)
     batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
     config = engine_config(
@@ -82,16 +84,16 @@ def source_of(targets: dict, batch: RankBatch, temperature: float):
 
 
 def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
-    """On a rank: the whole gradient per method and micro-batch size."""
+    """On a rank: the whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     found = {}
-    for method, (_, _, sizes) in CASES.items():
-        engine, targets, batch = engine_for(method, world, folders)
+    for (method, export), (_, sizes) in CASES.items():
+        engine, targets, batch = engine_for(method, export, world, folders)
         source = source_of(targets, batch, engine.config.loss.temperature)
         for size in sizes:
             engine.config.train.micro_batch_size = size
             engine.forward_backward(batch, source)
-            found[method, size] = whole_gradients(engine.model)
+            found[method, export, size] = whole_gradients(engine.model)
             engine.evaluate(batch, source)
             engine.optimizer.zero_grad()
     return found
@@ -115,19 +117,19 @@ def bridge_of(path: Path) -> Bridge:
 
 
 @pytest.fixture(scope="module")
-def references(folders) -> dict[str, dict[str, torch.Tensor]]:
+def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     """fp64 gradients of the plain models through the plain losses, chunk by chunk."""
     (ours,), (theirs,) = build(1)
     shared, labels = ours.chunks[0], torch.tensor(ours.rows.labels, dtype=torch.int64)
     wanted = {}
-    for method, (export, loss, _) in CASES.items():
+    for (method, export), (loss, _) in CASES.items():
         temperature = loss.get("temperature", 1.0)
         teacher, model = plain_model(folders["teacher"]), plain_model(folders["student"])
         with torch.no_grad():
             logits = torch.nn.functional.pad(plain_logits(teacher, theirs.rows, THEIRS), (0, 40), value=-torch.inf)
         topk = plain_topk(teacher, theirs.rows, THEIRS, TOP, temperature)
         target = TopKLogprobs.from_tensors(topk, temperature)
-        if export == "logits":
+        if export != "topk":
             target = DenseLogits(logits.flatten(0, 1), topk["label_logprob"])
         student = plain_logits(model, ours.rows, OURS)
         output = reference_chunks.chunk_kd_loss(
@@ -137,23 +139,23 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
         )  # fmt: skip
         compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
         (output.kd / compared + CE_WEIGHT * output.ce / ours.num_labels).backward()
-        wanted[method] = whole_gradients(model)
+        wanted[method, export] = whole_gradients(model)
     return wanted
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
 def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
     found = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
-    for (method, size), gradient in found.items():
-        error = relative_l2(gradient, references[method])
-        assert error < 1e-5, f"{method}, micro-batch {size}: {error:.1e}"
+    for (method, export, size), gradient in found.items():
+        error = relative_l2(gradient, references[method, export])
+        assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
 
 
 def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> tuple[dict, torch.Tensor, list[float]]:
     """Three steps with a projection that is learnt: all parameters, the rows of W, the losses; saved after two."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     engine, targets, batch = engine_for(
-        "xtoken", world, folders, projection__learnable=True, optimizer__lr=1e-2, train__micro_batch_size=1,
+        "xtoken", "logits", world, folders, projection__learnable=True, optimizer__lr=1e-2, train__micro_batch_size=1,
         loss__dynamic_scale="on",
     )  # fmt: skip
     source = source_of(targets, batch, 1.0)
@@ -193,7 +195,7 @@ def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
     """Two steps whose KD is scaled by the ratio of the very step."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=1)
     engine, targets, batch = engine_for(
-        "hybrid", world, folders, loss__dynamic_scale="exact", optimizer__lr=1e-2, train__micro_batch_size=size
+        "hybrid", "topk", world, folders, loss__dynamic_scale="exact", optimizer__lr=1e-2, train__micro_batch_size=size
     )
     source = source_of(targets, batch, engine.config.loss.temperature)
     return [engine.train_step(batch, source) for _ in range(2)]

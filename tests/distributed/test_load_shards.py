@@ -63,6 +63,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("llama", {"hidden": 24, "tie": False, "dtype": "bfloat16"}),
         ("qwen3", {"tie": True, "dtype": "float32"}),
         ("qwen2", {"hidden": 24, "tie": True, "dtype": "float16"}),
+        ("gpt2", {"tie": True, "dtype": "bfloat16"}),
+        ("phi3", {"dtype": "bfloat16"}),
     ):
         write_model(folder / name, name, vocab_size=VOCABULARY, heads=4, **settings)
     return [str(path) for path in sorted(folder.iterdir())]
@@ -161,8 +163,8 @@ def test_a_teacher_is_split_by_tensor_parallelism_only_and_keeps_its_logits(tmp_
     from transformers import AutoModelForCausalLM
 
     vocabulary = 501
-    names = ["llama", "qwen2", "qwen3", "mistral-window"]
-    paths = [str(write_model(tmp_path / name, name, vocab_size=VOCABULARY)) for name in names]
+    models = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral-window": {}, "phi3": {}, "gpt2": {"positions": 32}}
+    paths = [str(write_model(tmp_path / name, name, vocab_size=VOCABULARY, **own)) for name, own in models.items()]
     results = run_ranks(2, teachers, dp, tp, paths, vocabulary, group=False)
     for number, path in enumerate(paths):
         plain = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -225,8 +227,8 @@ def load_only(dp: int, tp: int, path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gpt2", {}, "gpt2 has no tensor-parallel plan"),
-        ("phi3", {}, "phi3 has no tensor-parallel plan"),
+        ("gemma2", {}, "gemma2 has no tensor-parallel plan"),
+        ("gpt2", {"hidden": 33, "heads": 3}, r"33 attention features cannot be split .* 33 = 16 \* 2 \+ 1"),
         ("llama", {"heads": 4, "kv_heads": 1}, r"1 key-value heads cannot be split .* 1 = 0 \* 2 \+ 1"),
     ],
 )

@@ -38,8 +38,17 @@ STUDENTS = {
     "qwen2-padded": {"family": "qwen2", "vocab_size": 507, "tie": True},
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
+    "phi3": {"family": "phi3"},
+    "gpt2": {"family": "gpt2", "tie": True, "vocab_size": 507},
 }
-MICRO_BATCHES = {"llama-tied": (1, 2, 4), "qwen2-padded": (1,), "qwen3": (1,), "mistral": (2,)}
+MICRO_BATCHES = {
+    "llama-tied": (1, 2, 4),
+    "qwen2-padded": (1,),
+    "qwen3": (1,),
+    "mistral": (2,),
+    "phi3": (1,),
+    "gpt2": (4,),
+}
 
 
 def batch_rows():

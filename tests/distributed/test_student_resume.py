@@ -133,6 +133,20 @@ def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.parametrize("family", ["phi3", "gpt2"])
+def test_projections_that_hold_several_in_one_resume_and_move_too(folders, tmp_path, family: str):
+    pair = write_tiny_model(tmp_path / "student", family, seed=53, vocab_size=327), folders[1]
+    for outcomes in ranks.run_ranks(2, straight_and_resumed, 1, 2, *pair, tmp_path, group=False):
+        (losses, state, _), (resumed_losses, resumed_state, _) = outcomes
+        assert losses == resumed_losses
+        assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in state.items())
+    loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *pair, tmp_path / "step-5", tmp_path / "wide")[0]
+    again, _ = ranks.run_ranks(1, resharded, 1, 1, *pair, tmp_path / "wide", tmp_path / "narrow")[0]
+    assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
+    for name, tensor in ended.items():
+        torch.testing.assert_close(tensor, state[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
 def load_error(dp: int, tp: int, student: Path, teacher: Path, checkpoint: Path) -> str:
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     engine = engine_on(world, student, teacher)
@@ -186,9 +200,9 @@ def test_failure_of_one_rank_to_write_is_raised_on_all_and_names_it(folders, tmp
     assert "\n" not in messages[0]
 
 
-def dropout_runs(student: Path, folder: Path) -> tuple[list[float], list[float]]:
+def dropout_runs(dp: int, tp: int, student: Path, folder: Path) -> tuple[list[float], list[float]]:
     """The last two of four losses with dropout: in one go, and after a resume."""
-    world = open_world(rank=ranks.rank(), dp=2, tp=1)
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0)
 
     def engine() -> StudentEngine:
@@ -200,8 +214,9 @@ def dropout_runs(student: Path, folder: Path) -> tuple[list[float], list[float]]
 
     def steps(which: StudentEngine, count: int) -> list[float]:
         rows = token_rows([[document] for document in random_documents(4, seed=1)], WIDTH)
-        batch = rank_batch(rows, world.dp_rank, 2)
-        return [which.train_step(batch, no_targets)["train/nll_loss"].value for _ in range(count)]
+        batch = rank_batch(rows, world.dp_rank, dp)
+        metrics = [which.train_step(batch, no_targets) for _ in range(count)]
+        return [found["train/nll_loss"].value for found in metrics if found]
 
     one = engine()
     steps(one, 2)
@@ -214,6 +229,11 @@ def dropout_runs(student: Path, folder: Path) -> tuple[list[float], list[float]]
 
 def test_dropout_goes_on_with_the_random_numbers_of_the_straight_run(tmp_path):
     student = write_tiny_model(tmp_path / "student", "gpt2")
-    results = ranks.run_ranks(2, dropout_runs, student, tmp_path / "checkpoint")
+    results = ranks.run_ranks(2, dropout_runs, 2, 1, student, tmp_path / "checkpoint")
     assert all(straight == resumed for straight, resumed in results)
     assert results[0][0] != results[1][0]
+    # Ranks that share a model must drop the same.
+    (whole, _), (split, resumed) = (
+        ranks.run_ranks(tp, dropout_runs, 1, tp, student, tmp_path / f"tp-{tp}")[0] for tp in (1, 2)
+    )
+    assert split == resumed == pytest.approx(whole, rel=1e-4)

@@ -54,6 +54,8 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
         "qwen3-uneven": write_tiny_model(root / "qwen3", "qwen3", seed=62, vocab_size=337, tie=True),
         # All that the second rank holds is padding.
         "qwen2-padding": write_tiny_model(root / "qwen2", "qwen2", seed=63, vocab_size=640),
+        "phi3": write_tiny_model(root / "phi3", "phi3", seed=64),
+        "gpt2": write_tiny_model(root / "gpt2", "gpt2", seed=65, vocab_size=337, tie=True),
     }
 
 

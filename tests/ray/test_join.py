@@ -1,68 +1,24 @@
 """A run on a Ray that somebody else started: it joins, takes its resources, and leaves the cluster as it found it."""
 
-import contextlib
-import re
-import secrets
-import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import distill_rl, environment, series, until
+from tests.helpers.command import distill_rl, environment, series
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.ray_nodes import ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.cli]
-
-RAY = Path(sys.executable).with_name("ray")
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Address of a head node with four logical CPUs and token authentication; only its own processes are ended."""
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_urlsafe(32))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
-    output = tmp_path / "ray.log"
-    start = [
-        RAY,
-        "start",
-        "--head",
-        "--block",
-        "--port=0",
-        "--num-cpus=4",
-        "--include-dashboard=false",
-        f"--temp-dir={folder}",
-    ]
-    with output.open("w") as log:
-        head = psutil.Popen(
-            [*start, "--object-store-memory=200000000"],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=environment(),
-        )
-    try:
-        until(lambda: re.search(r"--address='([^']+)'", output.read_text()) or head.poll() is not None, "ray start")
-        found = re.search(r"--address='([^']+)'", output.read_text())
-        assert found, output.read_text()
-        yield found.group(1)
-    finally:
-        family = [head, *head.children(recursive=True)] if head.is_running() else []
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=30)
-        shutil.rmtree(folder, ignore_errors=True)
+    """Address of one node with four logical CPUs."""
+    with ray_nodes(tmp_path, monkeypatch, nodes=1, cpus=4) as address:
+        yield address
 
 
 def actors_alive(address: str) -> str:

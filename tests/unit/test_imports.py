@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "student": LIBRARY,
     "checkpoints": BASE | {"config"},
     "rundir": BASE | {"config"},
-    "preflight": BASE | {"config", "data", "models", "rundir", "align"},
+    "preflight": BASE | {"config", "data", "models", "rundir", "align", "transport"},
     "job": BASE | {"config", "data", "models", "align"},
     "workers": ENGINES | {"job", "signals", "prefetch"},
     "evals": BASE | {"data", "models"},
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"driver", "verify"},
     "cli": {"errors", "commands", "observe", "signals"},
     "quickstart": BASE | {"observe", "evals"},
-    "bench": ENGINES | {"quickstart"},
+    "bench": ENGINES | {"quickstart", "workers"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -9,6 +9,7 @@ from distill_rl.preflight import gather, inspect, visible_gpus
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
+from tests.helpers.zoo import write_model
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def material(tmp_path_factory):
     write_tiny_model(root / "student")
     write_tiny_model(root / "teacher", vocab_size=384, hidden=64, positions=256, seed=1)  # a padded table
     write_tiny_model(root / "foreign", tokenizer=tiny_tokenizer(330, seed=3))
-    write_tiny_model(root / "gpt2", "gpt2")
+    tiny_tokenizer().save_pretrained(write_model(root / "gemma2", "gemma2", vocab_size=320))
     write_corpus(root / "data.jsonl", rows=64)
     write_corpus(root / "chat.jsonl", rows=64, messages=True)
     (root / "run.yaml").write_text(
@@ -162,9 +163,9 @@ def test_a_padded_table_is_fine_and_one_that_is_too_small_is_not(problems, mater
 
 
 def test_a_family_without_a_plan_is_refused_over_two_ranks_only(problems, material):
-    assert problems(f"student.model={material}/gpt2") == []
-    assert "gpt2 has no tensor-parallel plan" in only(
-        problems(f"student.model={material}/gpt2", "student.parallel.tp=2")
+    assert problems(f"student.model={material}/gemma2") == []
+    assert "gemma2 has no tensor-parallel plan" in only(
+        problems(f"student.model={material}/gemma2", "student.parallel.tp=2")
     )
 
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align.projection import build_projection, load_projection, save_projection
+from distill_rl.config.derive import sizes
 from distill_rl.preflight import gather
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
@@ -105,9 +106,9 @@ def test_a_teacher_that_cannot_write_the_chats_is_refused(problems, root, teache
     [
         (
             ["loss.cross_tokenizer=xtoken"],
-            "teachers.0.export: the loss xtoken needs logits; got topk; set teachers.0.export=logits",
+            "teachers.0.export: the loss xtoken needs logits or hidden; got topk; set teachers.0.export=logits",
         ),
-        (["teachers.0.loss=strict"], "teachers.0.export: the loss strict needs logits; got topk"),
+        (["teachers.0.loss=strict"], "teachers.0.export: the loss strict needs logits or hidden; got topk"),
         (["loss.top_k=601"], "loss.top_k: must not exceed the 600 ids of the tokenizer of teacher big; got 601"),
         (
             ["teachers.0.loss=same"],
@@ -118,6 +119,15 @@ def test_a_teacher_that_cannot_write_the_chats_is_refused(problems, root, teache
 def test_settings_that_do_not_suit_the_pair_are_refused(problems, overrides, expected):
     (line,) = problems(*overrides)
     assert line.startswith(expected), line
+
+
+@pytest.mark.parametrize("method", ["hybrid", "xtoken", "gold", "uld", "alm", "strict"])
+def test_hidden_states_suit_every_loss_across_tokenizers(root, method):
+    checked = gather(root / "run.yaml", ["teachers.0.export=hidden", f"loss.cross_tokenizer={method}"])
+    assert checked.problems == []
+    derived = sizes(checked.config, checked.facts)
+    assert derived.teachers[0].bytes_per_token == 2 * 32 + 4
+    assert derived.memory[0].heads == 4 * FOREIGN * (32 + 2 * 128)
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.derive import (
-    EXPORTS,
-    Facts,
-    ModelFacts,
-    aligner_workers,
-    sizes,
-    student_memory,
-    teacher_memory,
-    total_steps,
-)
+from distill_rl.config.derive import EXPORTS, aligner_workers, sizes, total_steps
+from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.load import load_config
+from distill_rl.config.memory import student_memory, teacher_memory
 from distill_rl.data.loader import Loader
 from distill_rl.types import TrainState
 
@@ -54,6 +47,22 @@ def test_a_slot_holds_ids_log_probs_rest_and_label_of_a_full_micro_batch(load):
     assert teacher.bytes_per_slot == 4 * 128 * 104
     assert teacher.micro_batches == 2
     assert teacher.ring_bytes == 4 * 2 * teacher.bytes_per_slot
+
+
+def test_hidden_states_travel_in_the_teacher_s_dtype_and_their_output_layer_lies_in_the_student(load):
+    teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
+    for name, item in (("fp32", 4), ("bf16", 2)):
+        config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
+        facts = Facts(student=MODEL, teachers=(teacher,), crossings=(None,), gpus=2)
+        derived = sizes(config, facts)
+        assert derived.teachers[0].entries == 512
+        assert derived.teachers[0].bytes_per_token == 512 * item + 4
+        assert derived.memory[0].heads == columns // 2 * 512 * item
+        across = sizes(config, replace(facts, crossings=("gold",))).memory[0]
+        assert across.heads == 9000 * 512 * item + 9000 * tokens * 4
+        on_cpu = sizes(config, replace(facts, gpus=0)).memory[0]
+        assert on_cpu.heads == columns // 2 * 512 * 4
+    assert sizes(load(), facts).memory[0].heads == 0
 
 
 def test_a_small_vocabulary_bounds_the_entries(load):
@@ -114,6 +123,16 @@ def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
 def test_gathering_a_unit_over_ranks_needs_a_buffer_more(load):
     one, two = (student_memory(load(f"student.parallel.dp={dp}"), MODEL).gathered for dp in (1, 2))
     assert (one, two) == (2 * 8000 * 256 * 8, 2 * 8000 * 256 * 16)
+
+
+def test_what_projections_in_one_make_is_whole_on_every_rank(load):
+    config = load("student.parallel.tp=2", "teachers.0.parallel.tp=2")
+    for model, share in ((MODEL, 1), (replace(MODEL, family="phi3"), 2)):
+        student, teacher = student_memory(config, model), teacher_memory(config, config.teachers[0], model)
+        # queries, rotated queries and attention's output; keys, rotated keys and values; four of the MLP
+        work = 4 * 256 // 2 + 3 * 128 // 2 + 4 * 1024 // 2
+        assert student.activations == 2 * 128 * 4 * (2 * 256 * 12 + 4 * work * share)
+        assert teacher.activations == 2 * 128 * 4 * (6 * 256 + 3 * 512 * share)
 
 
 def test_checkpointing_the_activations_saves_most_of_them(load):
@@ -180,6 +199,6 @@ def test_the_losses_that_can_be_configured_are_those_that_there_are_and_need_wha
     from distill_rl.config.schema import CrossTokenizerLoss, TeacherLoss
     from distill_rl.losses import METHODS
 
-    assert EXPORTS == METHODS
+    assert {method: (*exports, "hidden") for method, exports in METHODS.items()} == EXPORTS
     assert set(get_args(CrossTokenizerLoss)) == set(METHODS)
     assert set(get_args(TeacherLoss)) == {"same", *METHODS}

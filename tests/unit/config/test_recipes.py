@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from distill_rl.config.derive import Facts, sizes
+from distill_rl.config.derive import sizes
+from distill_rl.config.facts import Facts
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import problems

@@ -88,11 +88,6 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["transport=local"],
             "transport: local passes tensors within one process, for tests and notebooks; workers are",
         ),
-        (["transport=cuda_ipc"], "transport: only auto or object_store is available in this version; got cuda_ipc"),
-        (
-            ["transport=shared_memory"],
-            "transport: only auto or object_store is available in this version; got shared_mem",
-        ),
         (["aligner.workers=-1"], "aligner.workers: must be 0 or more; got -1"),
         (["aligner.dp.band=0"], "aligner.dp.band: must be 1 or more; got 0"),
         (
@@ -118,11 +113,17 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             "teachers: must all have the same score; got ce, static",
         ),
         (["observe.wandb=true"], "observe.wandb: only false is available in this version; got true"),
+        (["prefetch.slots=0"], "prefetch.slots: must be 1 or more; got 0"),
         (
-            ["teachers.0.export=hidden"],
-            "teachers.0.export: only topk or logits is available in this version; got hidden",
+            ["prefetch.slots=3", "teachers.0.micro_batch_size=1"],
+            "prefetch.slots: teacher teacher's ring must hold one micro-batch of every rank: 4 rows of 1 per slot; "
+            "got 3; set prefetch.slots=4 or more",
         ),
-        (["ray.placement=disaggregated"], "ray.placement: only colocated is available in this version; got disagg"),
+        (
+            ["prefetch.slots=2", "loss.dynamic_scale=on"],
+            "prefetch.slots: teacher teacher's ring must hold the whole batch, which loss.dynamic_scale or "
+            "teachers[].score weighs: 32 rows of 4 per slot; got 2; set prefetch.slots=8 or more",
+        ),
     ],
 )
 def test_a_broken_rule_gives_one_line(load, overrides, expected):

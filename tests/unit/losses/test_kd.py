@@ -73,6 +73,17 @@ def plain_cross_entropy() -> torch.Tensor:
     return torch.nn.functional.cross_entropy(DATA.student, DATA.labels)
 
 
+def test_a_soft_cap_leaves_masked_columns_masked() -> None:
+    data, cap = batch(6, 40, padding=7), 2.0
+    target = vocab_parallel_topk(data.teacher, 8)
+    hidden = [data.hidden.clone().requires_grad_() for _ in range(2)]
+    logits = (((hidden[0] @ data.head.T)[:, :33] + data.bias[:33]) / cap).tanh() * cap
+    logits = torch.nn.functional.pad(logits, (0, 7), value=-torch.inf)
+    kd_loss(logits, target, **KEYWORDS).loss.backward()
+    fused_linear_kd_loss(hidden[1], data.head, target, bias=data.bias, softcap=cap, **KEYWORDS).loss.backward()
+    assert_close(hidden[1].grad, hidden[0].grad)
+
+
 def test_batch_and_sequence_dimensions_are_flattened() -> None:
     flat = kd_loss(DATA.student, TARGET, **KEYWORDS)
     shaped = kd_loss(

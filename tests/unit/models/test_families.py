@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from distill_rl.models import families
 from distill_rl.models.families import family_of, tensor_parallel_problems
@@ -31,12 +31,25 @@ def test_every_size_that_does_not_divide_is_shown_with_its_arithmetic() -> None:
     ]
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), Phi3Config()])
-def test_a_family_without_a_plan_runs_on_one_rank_only(config: GPT2Config | Phi3Config) -> None:
+def test_projections_that_hold_several_in_one_are_cut_by_features_whatever_the_heads() -> None:
+    assert tensor_parallel_problems(GPT2Config(), 8) == []  # 12 heads of 64
+    assert tensor_parallel_problems(Phi3Config(num_attention_heads=32, num_key_value_heads=2), 8) == []
+    assert tensor_parallel_problems(GPT2Config(n_embd=20, n_head=5, n_inner=42), 4) == [
+        "42 intermediate features cannot be split evenly over parallel.tp = 4: 42 = 10 * 4 + 2"
+    ]
+    small = Phi3Config(hidden_size=12, num_attention_heads=3, num_key_value_heads=1, intermediate_size=16)
+    assert tensor_parallel_problems(small, 8) == [
+        "20 query, key and value features cannot be split evenly over parallel.tp = 8: 20 = 2 * 8 + 4",
+        "12 attention features cannot be split evenly over parallel.tp = 8: 12 = 1 * 8 + 4",
+    ]
+
+
+def test_a_family_without_a_plan_runs_on_one_rank_only() -> None:
+    config = Gemma2Config()
     assert tensor_parallel_problems(config, 1) == []
     (problem,) = tensor_parallel_problems(config, 2)
-    assert f"model family {config.model_type} has no tensor-parallel plan" in problem
-    assert "llama, mistral, qwen2, qwen3" in problem
+    assert "model family gemma2 has no tensor-parallel plan" in problem
+    assert "gpt2, llama, mistral, phi3, qwen2, qwen3" in problem
     assert problem.endswith("set parallel.tp: 1")
 
 

@@ -8,8 +8,9 @@ import torch
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs
+from distill_rl.losses import Bridge, DenseLogits, HiddenStates, TopKLogprobs
 from distill_rl.observe.metrics import merge, values
+from distill_rl.student.heads import TeacherHead
 from distill_rl.student.objective import Blend, LossSums, Objective, flat_chunks
 from distill_rl.types import IGNORE_INDEX, ChunkRows
 from tests.helpers.engines import plain_losses
@@ -110,6 +111,19 @@ def test_target_of_another_number_of_teachers_is_refused():
     logits, labels, targets = case()
     with pytest.raises(ValueError, match="2 teachers need as many targets, got 1"):
         Objective(LossConfig(), teachers_of(1.0, 1.0))(logits, labels, wire(targets), 8)
+
+
+def test_hidden_states_are_completed_by_the_head_of_their_teacher_and_refused_without_one():
+    logits, labels, _ = case(5)
+    draw = torch.Generator().manual_seed(6)
+    hidden, weight = torch.randn(ROWS * WIDTH, 3, generator=draw), torch.randn(VOCABULARY, 3, generator=draw)
+    given, head = HiddenStates(hidden), TeacherHead(weight, None, scale=0.5)
+    found = Objective(LossConfig(), teachers_of(1.0), heads=[head])(logits, labels, [given], 8)
+    wanted = Objective(LossConfig(), teachers_of(1.0))(logits, labels, [DenseLogits(0.5 * hidden @ weight.T)], 8)
+    torch.testing.assert_close(found.loss, wanted.loss)
+    assert wanted.loss > 0
+    with pytest.raises(ValueError, match="hidden states: need the output layer of their teacher"):
+        Objective(LossConfig(), teachers_of(1.0))(logits, labels, [given], 8)
 
 
 @pytest.mark.parametrize(

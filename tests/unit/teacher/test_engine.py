@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from distill_rl.errors import ConfigError
+from distill_rl.models import families
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.teacher.engine import TeacherEngine, wire_dtype
 from distill_rl.transport.base import Layout
@@ -131,7 +132,32 @@ def test_logits_are_those_of_the_plain_model_with_the_padding_masked(world, tmp_
     torch.testing.assert_close(found["label_logprob"][used].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("export", ["topk", "logits"])
+def test_hidden_states_are_what_the_output_layer_reads_and_keep_the_model_s_dtype(world, tmp_path, rows):
+    folder = write_tiny_model(tmp_path / "wide", "qwen2", seed=3, vocab_size=337)
+    for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        teacher = engine(world, folder, export="hidden", dtype=dtype, wire_dtype="fp16")
+        found = engine_targets(teacher, rank_batch(rows))
+        assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == {
+            "hidden": ((4 * WIDTH, 32), torch_dtype),
+            "label_logprob": ((4 * WIDTH,), torch.float32),
+        }
+    whole = engine(world, folder, export="logits")
+    found, logits = (engine_targets(one, rank_batch(rows)) for one in (engine(world, folder, export="hidden"), whole))
+    assert torch.equal(found["label_logprob"], logits["label_logprob"])
+    made = families.head(whole.model, found["hidden"])
+    assert torch.equal(made[:, :VOCABULARY], logits["logits"][:, :VOCABULARY])
+
+
+@pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+def test_a_token_costs_what_the_engine_says(world, folder, rows, export, wire):
+    for dtype in ("fp32", "bf16"):
+        teacher = engine(world, folder, export=export, wire_dtype=wire, dtype=dtype)
+        found = engine_targets(teacher, rank_batch(rows))
+        assert sum(tensor.nbytes for tensor in found.values()) == 4 * WIDTH * teacher.bytes_per_token
+
+
+@pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
 def test_a_score_is_summed_over_what_is_supervised(world, folder, rows, export):
     exact = (plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1) / 2).log_softmax(1)
     labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
@@ -147,7 +173,6 @@ def test_a_score_is_summed_over_what_is_supervised(world, folder, rows, export):
     assert scores["entropy"] == pytest.approx(-(exact.exp() * exact).sum(1)[used].sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("setting", [{"export": "hidden"}, {"backend": "vllm"}])
-def test_export_or_backend_that_it_does_not_have_is_refused(world, folder, setting):
-    with pytest.raises(ConfigError, match="must be backend hf with export topk"):
-        engine(world, folder, **setting)
+def test_a_backend_that_it_does_not_have_is_refused(world, folder):
+    with pytest.raises(ConfigError, match="must have backend hf; got vllm"):
+        engine(world, folder, backend="vllm")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, topk_targets
+from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, hidden_targets, topk_targets
 
 TOKENS, HIDDEN, VOCABULARY, TOP = 17, 6, 23, 5
 
@@ -57,6 +57,21 @@ def test_no_more_than_a_chunk_of_tokens_reaches_the_head_at_once_and_none_twice(
     seen: list[int] = []
     targets(case, 5, seen=seen)
     assert seen == [5, 5, 5, 2]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 17])
+def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entropy_of_all_columns(case, chunk: int):
+    hidden, weight, labels = case
+    exact = torch.log_softmax((hidden.double() @ weight.double().T)[:, :VOCABULARY] / 2, -1)
+    settings = {"temperature": 2.0, "vocabulary_size": VOCABULARY, "chunk": chunk}
+    plain, nothing = hidden_targets(hidden, lambda part: part @ weight.T, labels, **settings)
+    found, entropies = hidden_targets(hidden, lambda part: part @ weight.T, labels, with_entropy=True, **settings)
+    assert nothing is None
+    assert found.hidden is plain.hidden is hidden
+    wanted = exact.gather(1, labels[:, None])[:, 0]
+    for one in (plain, found):
+        torch.testing.assert_close(one.label_logprob.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("columns", "tokens"), [(1, 1024), (65536, 1024), (131072, 512), (151936, 441), (10**9, 1)])

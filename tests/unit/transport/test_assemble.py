@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.assemble import fetch_rows, plan
-from distill_rl.transport.base import Layout, Slot
+from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.local import LocalTransport
 
 
@@ -17,6 +17,13 @@ def cut(rows, width, sizes):
         first += size
     assert first == rows
     return layouts
+
+
+def ring(num_slots):
+    """Written and read by one object."""
+    transport = LocalTransport(Ring(num_slots, slot_bytes=4096))
+    transport.accept(transport.open(transport.offer(0)))
+    return transport
 
 
 @st.composite
@@ -37,21 +44,21 @@ def test_any_rows_of_any_split_come_back_as_they_were(case):
     layouts = cut(rows, width, sizes)
     order = list(range(len(layouts)))
     random.shuffle(order)
-    transport = LocalTransport(len(layouts))
+    transport = ring(len(layouts))
     handles = []
     for slot in order:
         layout = layouts[slot]
         tokens = slice(layout.first_row * width, (layout.first_row + layout.num_rows) * width)
         handles.append(transport.publish(Slot(slot, 2), {name: t[tokens] for name, t in whole.items()}, layout))
-    with fetch_rows(transport, handles, first, count) as part:
+    with fetch_rows(transport.fetch, handles, first, count) as part:
         for name, tensor in whole.items():
             assert torch.equal(part[name], tensor[first * width : (first + count) * width])
 
 
 def test_rows_inside_one_slot_are_views_of_it():
-    transport = LocalTransport(1)
+    transport = ring(1)
     handle = transport.publish(Slot(0, 2), {"x": torch.arange(8)}, Layout(4, 4, 2))
-    with fetch_rows(transport, [handle], 5, 2) as part, transport.fetch(handle) as whole:
+    with fetch_rows(transport.fetch, [handle], 5, 2) as part, transport.fetch(handle) as whole:
         assert part["x"].tolist() == [2, 3, 4, 5]
         assert part["x"].untyped_storage().data_ptr() == whole["x"].untyped_storage().data_ptr()
 

@@ -1,0 +1,246 @@
+"""How close a step comes to the longer of two equal stages when the teacher works ahead: prefetch.depth 0, 1 and 2.
+
+Two random models with one tokenizer are written to a temporary folder, and the number of the teacher's layers is found
+by which its forward pass takes as long as the student's whole step. The real command line trains on two cores, one for
+either model, over and over with each depth in turn. A step's time is what passes from record to record in metrics.jsonl,
+so everything counts; a stage's time is what the worker measures at depth 0, where it has the machine to itself. The
+losses of all runs must be the same, bit for bit, and the same as at depth 5.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distill_rl.bench import record
+from distill_rl.bench.prefetch import invent_text, learn_tokenizer
+
+DEPTHS = (0, 1, 2)
+FURTHER = 5
+"""a depth of which only the losses are looked at"""
+MOST = 1.15
+"""A step at depth 1 over the longer stage; 1.06 was measured with stages that sleep."""
+SHORTEST = 0.1
+"""seconds: below it what Ray itself needs per step, about 5 ms, is no longer small"""
+UNEQUAL = 1.1
+"""the longer stage over the shorter, at most"""
+WARM_UP = 4
+"""first steps of a run, not counted: caches fill"""
+CORES = 2
+HIDDEN, STUDENT_LAYERS, VOCABULARY = 256, 4, 2000
+TEACHER = "teacher"
+CONFIG = """\
+run: {{name: {name}, dir: {root}/runs}}
+student: {{model: {root}/student, dtype: fp32}}
+teachers: [{{name: teacher, model: {root}/teacher, dtype: fp32}}]
+data: {{path: {root}/text.jsonl, max_length: {length}}}
+loss: {{top_k: 32}}
+optimizer: {{lr: 1.0e-4}}
+train: {{steps: {steps}, global_batch_size: {batch}, micro_batch_size: {micro_batch}}}
+aligner: {{workers: 1}}
+prefetch: {{depth: {depth}}}
+observe: {{tensorboard: false}}
+"""
+
+
+def write_material(root: Path, *, rows: int, length: int) -> None:
+    """student/ and text.jsonl: documents longer than `length` tokens, so that every row is full and every step alike."""
+    draw = random.Random(0)
+    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]
+    texts = [invent_text(draw, words, length) for _ in range(rows)]
+    tokenizer = learn_tokenizer(texts, VOCABULARY, "</s>")
+    tokenizer.save_pretrained(root / "student")
+    write_model(root / "student", STUDENT_LAYERS, length)
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+
+
+def write_teacher(root: Path, layers: int, length: int) -> None:
+    """teacher/, in the place of one that was there."""
+    shutil.rmtree(root / "teacher", ignore_errors=True)
+    (root / "teacher").mkdir()
+    for file in (root / "student").glob("tokenizer*"):
+        shutil.copyfile(file, root / "teacher" / file.name)
+    write_model(root / "teacher", layers, length)
+
+
+def write_model(folder: Path, layers: int, length: int) -> None:
+    """A random Llama for the tokenizer that lies in the folder."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=length,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
+    """Trains once; what its metrics say."""
+    config = root / f"{name}.yaml"
+    config.write_text(CONFIG.format(root=root, name=name, depth=depth, **sizes), "utf-8")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "distill_rl", "train", "-c", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}{done.stderr}the run at depth {depth} failed")
+    return figures(root / "runs" / name / "metrics.jsonl")
+
+
+def figures(metrics: Path) -> dict[str, Any]:
+    """Medians in seconds over the steps after the warm-up, and the losses of all steps."""
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    steps = [one for one in records if "timing/step" in one]
+    counted = steps[WARM_UP - 1 :]
+
+    def middle(name: str) -> float:
+        return round(median(one[f"timing/{name}"] for one in counted[1:]), 4)
+
+    return {
+        "step": round(median(after["time"] - before["time"] for before, after in pairwise(counted)), 4),
+        "teacher": middle(f"{TEACHER}/forward"),
+        "student": middle("student/step"),
+        "waited_for_teacher": middle("wait_teachers"),
+        "losses": [one["train/loss"] for one in steps],
+    }
+
+
+def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
+    """Writes a teacher whose forward pass takes as long as a student's step; its number of layers.
+
+    A pass costs something besides its layers, so that scaling them by the ratio comes closer with every round.
+    """
+    layers = 3 * STUDENT_LAYERS
+    for attempt in range(4):
+        write_teacher(root, layers, sizes["length"])
+        found = run(root, f"calibration-{attempt}", 0, **{**sizes, "steps": WARM_UP + 8})
+        ratio = found["student"] / found["teacher"]
+        print(f"teacher of {layers} layers: {found['teacher']:.3f} s, student {found['student']:.3f} s", flush=True)
+        better = max(1, round(layers * ratio))
+        if better == layers or 1 / 1.03 < ratio < 1.03:
+            break
+        layers = better
+    else:
+        write_teacher(root, layers, sizes["length"])
+    return layers
+
+
+def compare(root: Path, repeats: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Every depth in turn, `repeats` times, on material that is there."""
+    found: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
+    for repeat in range(repeats):
+        for depth in DEPTHS:
+            found[depth].append(run(root, f"depth-{depth}-{repeat}", depth, **sizes))
+            print(f"run {repeat + 1} of {repeats}, depth {depth}: {found[depth][-1]['step']:.3f} s a step", flush=True)
+    further = run(root, f"depth-{FURTHER}", FURTHER, **sizes)
+    losses = [one["losses"] for one in (*(one for runs in found.values() for one in runs), further)]
+    return summary(found) | {
+        "same_losses": all(one == losses[0] for one in losses),
+        "depths_of_losses": [*DEPTHS, FURTHER],
+    }
+
+
+def summary(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians over the runs of each depth, beside the stages alone."""
+
+    def middle(depth: int, name: str) -> float:
+        return round(median(one[name] for one in found[depth]), 4)
+
+    teacher, student = middle(0, "teacher"), middle(0, "student")
+    return {
+        "stages": {"teacher": teacher, "student": student, "longer": max(teacher, student), "sum": teacher + student},
+        "depths": {
+            str(depth): {
+                "step": middle(depth, "step"),
+                "step_of_runs": [one["step"] for one in runs],
+                "over_longer_stage": round(middle(depth, "step") / max(teacher, student), 3),
+                "over_longer_stage_as_it_ran": round(
+                    middle(depth, "step") / max(middle(depth, "teacher"), middle(depth, "student")), 3
+                ),
+                **{name: middle(depth, name) for name in ("teacher", "student", "waited_for_teacher")},
+            }
+            for depth, runs in found.items()
+        },
+    }
+
+
+def verdict(measured: Mapping[str, Any]) -> list[str]:
+    """What is not as promised; nothing if all is."""
+    stages, at_1 = measured["stages"], measured["depths"]["1"]["over_longer_stage"]
+    shorter = min(stages["teacher"], stages["student"])
+    problems = []
+    if shorter < SHORTEST:
+        problems.append(f"a stage takes {shorter:.3f} s; it must take {SHORTEST:g} s: raise --batch or --length")
+    if stages["longer"] > UNEQUAL * shorter:
+        problems.append(f"the stages take {stages['teacher']:.3f} and {stages['student']:.3f} s: not equal")
+    if at_1 > MOST:
+        problems.append(f"a step at depth 1 takes {at_1:.2f} times the longer stage; it must be {MOST:g} at most")
+    if not measured["same_losses"]:
+        problems.append("the losses differ between runs")
+    return problems
+
+
+def show(measured: Mapping[str, Any]) -> None:
+    stages = measured["stages"]
+    print(
+        f"\nteacher {stages['teacher']:.3f} s, student {stages['student']:.3f} s, one after the other {stages['sum']:.3f} s"
+    )
+    print(f"{'depth':>5}{'step':>9}{'over the longer stage':>23}{'teacher':>9}{'student':>9}{'waited':>9}")
+    for depth, one in measured["depths"].items():
+        print(
+            f"{depth:>5}{one['step']:>8.3f}s{one['over_longer_stage']:>23.2f}{one['teacher']:>8.3f}s"
+            f"{one['student']:>8.3f}s{one['waited_for_teacher']:>8.3f}s"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="runs per depth; %(default)s")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run; %(default)s")
+    parser.add_argument("--batch", type=int, default=8, help="rows per step; %(default)s")
+    parser.add_argument("--length", type=int, default=128, help="tokens per row; %(default)s")
+    parser.add_argument("--teacher-layers", type=int, help="default: found by measuring")
+    options = parser.parse_args(argv)
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    if len(cores) < CORES:
+        print("pipeline: error: needs two cores, one for either model", file=sys.stderr)
+        return 2
+    os.sched_setaffinity(0, cores)  # the runs inherit it and give each model one thread
+    sizes = {"steps": options.steps, "batch": options.batch, "length": options.length}
+    sizes["micro_batch"] = max(1, options.batch // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_material(root, rows=4 * options.batch, length=options.length)
+        layers = options.teacher_layers
+        if layers is None:
+            layers = make_equal(root, sizes)
+        else:
+            write_teacher(root, layers, options.length)
+        measured = compare(root, options.repeats, sizes)
+    show(measured)
+    workload = sizes | {"hidden": HIDDEN, "student_layers": STUDENT_LAYERS, "teacher_layers": layers}
+    written = record.write("pipeline", measured | {"workload": workload, "repeats": options.repeats}, options.out)
+    print(f"written   {written}")
+    problems = verdict(measured)
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

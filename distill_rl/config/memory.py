@@ -1,0 +1,171 @@
+"""Estimated memory of the workers; `launch/bench.sh memory` compares it with what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from distill_rl.config.facts import Facts, ModelFacts, running_teachers
+from distill_rl.config.schema import Config, TeacherConfig
+
+ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+FUSED = ("gpt2", "phi3")
+"""Families whose layers hold several projections in one: every tensor-parallel rank has all of what these make."""
+
+PROCESS_BASE = 400 * 2**20
+"""Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
+TEACHER_CHUNK_TOKENS = 1024
+"""A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
+TEACHER_CHUNK_BYTES = 256 * 2**20
+"""Bound on one rank's fp32 logits of such a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Estimated peak of one process, by part."""
+
+    worker: str
+    """`student` or the teacher's name"""
+    count: int
+    """how many such processes"""
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    """FSDP's unsharded copy of its largest unit, that unit's gradient, and the buffers of their exchange"""
+    scratch: int = 0
+    """the optimizer's temporaries of one step"""
+    activations: int = 0
+    logits: int = 0
+    targets: int = 0
+    """targets of the micro-batches in flight"""
+    heads: int = 0
+    """output layers of the teachers that export hidden states, and the logits that are made of these across tokenizers"""
+    loading: int = 0
+    """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
+    base: int = PROCESS_BASE
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
+        names = (
+            "weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads", "base",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def total(self) -> int:
+        return max(sum(self.parts.values()), self.base + self.weights + self.loading)
+
+
+def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
+    """Of the student and every running teacher whose facts are known.
+
+    Args:
+        slots: bytes of a slot of each teacher, `rings` of all of a rank's.
+    """
+    workers = []
+    on_gpu = facts.gpus > 0
+    if facts.student is not None:
+        heads = _heads(config, facts, facts.student, on_gpu)
+        workers.append(student_memory(config, facts.student, targets=sum(slots), heads=heads, on_gpu=on_gpu))
+    running = running_teachers(config)
+    # A ring is the teacher's own memory, unless it is Ray's object store that holds the slots.
+    owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
+    for teacher, slot, ring, model in zip(running, slots, rings, facts.teachers[: len(running)]):
+        if model is not None:
+            targets = ring + slot if owned else 2 * slot
+            workers.append(teacher_memory(config, teacher, model, targets=targets, on_gpu=on_gpu))
+    return tuple(workers)
+
+
+def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
+    """Of one student process. A CPU keeps the layers in the fp32 that it works in."""
+    total, tokens = 0, config.train.micro_batch_size * config.data.max_length
+    for number, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
+        if teacher.export != "hidden" or model is None:
+            continue
+        crosses = number < len(facts.crossings) and facts.crossings[number] is not None
+        columns = model.vocabulary_columns if crosses else ceil(student.vocabulary_columns / config.student.parallel.tp)
+        total += columns * model.hidden_size * (ITEM_SIZE[teacher.dtype] if on_gpu else 4)
+        total += 4 * tokens * columns if crosses else 0
+    return total
+
+
+def student_memory(
+    config: Config, model: ModelFacts, *, targets: int = 0, heads: int = 0, on_gpu: bool = False
+) -> WorkerMemory:
+    """Peak of one student process: fp32 weights, gradients, two Adam moments and AdamW's temporaries, all sharded
+    over dp x tp, the unsharded copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
+    dp, tp = config.student.parallel.dp, config.student.parallel.tp
+    item = ITEM_SIZE[config.student.dtype]
+    shard = ceil(model.parameters / (dp * tp))
+    tokens = config.train.micro_batch_size * config.data.max_length
+    embedding = model.vocabulary_columns * model.hidden_size
+    tables = embedding if model.tied else 2 * embedding
+    layer = (model.parameters - tables) // max(model.num_layers, 1)
+    unit = max(layer, tables) // tp
+    return WorkerMemory(
+        worker="student",
+        count=dp * tp,
+        weights=4 * shard,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        gathered=unit * _bytes_per_gathered(item, dp),
+        scratch=4 * shard,
+        activations=_activations(config, model, tokens, item, tp),
+        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
+        targets=targets,
+        heads=heads,
+        loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
+    )
+
+
+def _bytes_per_gathered(item: int, dp: int) -> int:
+    """Per parameter of the unit that is whole: its copy and gradient in the compute dtype, the gradient in fp32 for
+    the reduction, and with several ranks the buffer that the copy is gathered into."""
+    if dp == 1:
+        return 2 * item + (4 if item < 4 else 0)
+    return 3 * item + 4
+
+
+def teacher_memory(
+    config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
+) -> WorkerMemory:
+    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk.
+
+    On a CPU the pages of the weight files count too: while it reads them they are the peak.
+    """
+    tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
+    intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
+    rows = teacher.micro_batch_size or config.train.micro_batch_size
+    tokens = rows * config.data.max_length
+    columns = ceil(model.vocabulary_columns / tp)
+    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
+    return WorkerMemory(
+        worker=teacher.name,
+        count=teacher.parallel.dp * tp,
+        weights=item * ceil(model.parameters / tp),
+        activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
+        logits=chunk * columns * (item + 8),  # and in fp32, twice
+        targets=targets,
+        loading=0 if on_gpu else model.bytes_on_disk // tp,
+    )
+
+
+def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:
+    """Kept for backward, per token and layer of a Llama-like decoder.
+
+    Hidden-sized: two inputs and outputs of the norms with their fp32 copies, queries before and after
+    the rotation, attention's output. Key-value-sized: keys before and after, values.
+    Intermediate-sized: gate, up, activation, product.
+    """
+    tp = 1 if model.family in FUSED else tp
+    hidden, intermediate = model.hidden_size, model.intermediate_size // tp
+    key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
+    norms = 2 * hidden * (2 * item + 4)
+    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate)
+    if config.student.activation_checkpointing:
+        return tokens * (model.num_layers * hidden * item + layer)
+    return tokens * model.num_layers * layer

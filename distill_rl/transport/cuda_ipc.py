@@ -1,0 +1,312 @@
+"""Slots in a GPU's memory, mapped by the readers' processes: a copy on the device, then views.
+
+Words and rules are those of `shared_memory`; they speak of what the CPU has submitted. That the copy is done before it
+is read, and the reading before the next copy, is for two events per slot and reader, recorded on the streams: the
+writer's `written`, each reader's `finished`. Nobody waits on the CPU.
+
+A ring is one allocation, exported once per reader and imported once. Torch counts the importers of each export in a
+word of its own that starts at one, so an export for two readers, or imported twice, would be freed too early.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill_rl.errors import TransportError
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
+from distill_rl.transport.choose import expandable_segments, gpu_uuid
+from distill_rl.transport.ring import (
+    ALIGNMENT,
+    SlotReader,
+    SlotWriter,
+    check_offer,
+    check_reader,
+    find_ring,
+    place,
+    round_up,
+    state_bytes,
+    unwritten,
+)
+from distill_rl.transport.segment import Address, Segment
+
+_OWN_ALLOCATION = 10 << 20
+"""From this size on the allocator gives memory that holds nothing else; readers map all of an allocation."""
+_HANDLE, _DEVICE = 7, 6
+"""where the memory's handle and its device stand among the arguments that torch rebuilds a tensor from"""
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """An offer's payload."""
+
+    address: Address
+    ring: Ring
+    rebuild: tuple[Any, ...]
+    written: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class _Own:
+    control: Segment
+    ring: Ring
+    writer: SlotWriter
+    buffer: Tensor
+    written: list[torch.cuda.Event]
+    finished: dict[int, list[torch.cuda.Event]] = field(default_factory=dict)
+    """per reader that was accepted"""
+
+
+@dataclass(frozen=True)
+class _Open:
+    nonce: bytes
+    control: Segment
+    ring: Ring
+    reader: SlotReader
+    buffer: Tensor
+    written: list[torch.cuda.Event]
+    finished: list[torch.cuda.Event]
+    process: int
+    """a descriptor of the writer's process"""
+
+    def writer_lives(self) -> bool:
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        self.control.close()
+        os.close(self.process)
+
+
+class CudaIpcTransport:
+    """A ring that this process writes, or those of others on the same GPU or its peers.
+
+    Args:
+        ring: what to write; None for a side that only reads.
+        source: the ring's name.
+        node_id: of this process; readers elsewhere are refused.
+        device: the GPU of this process's model. Fetched views lie on the writer's.
+
+    Raises:
+        TransportError: there is no GPU, or its allocator's memory cannot be shared.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        ring: Ring | None = None,
+        *,
+        source: str = "",
+        node_id: str = "",
+        device: torch.device | str = "cuda",
+    ):
+        _check_device(torch.device(device))
+        self._device, self._source, self._node_id = _with_index(torch.device(device)), source, node_id
+        self._uuid = gpu_uuid(_index(self._device))
+        self._opened: dict[str, _Open] = {}
+        self._own = None if ring is None else _make_ring(ring, self._device)
+
+    def offer(self, reader: int) -> Offer:
+        own = self._writing_side()
+        check_reader(own.ring, reader, self._source)
+        exported = _Exported(
+            own.control.address, own.ring, _export(own.buffer), tuple(event.ipc_handle() for event in own.written)
+        )
+        return Offer(self.name, self._source, self._node_id, self._uuid, reader, exported)
+
+    def open(self, offer: Offer) -> Receipt:
+        check_offer(offer, self.name, self._node_id)
+        what = f"ring of {offer.source or 'a writer'}"
+        exported: _Exported = offer.payload
+        if exported.address.pid == os.getpid():
+            raise TransportError(what, "its memory is this process's own", remedy="use transport local inside one")
+        local = _local_device(offer.device, what)
+        if (replaced := self._opened.pop(offer.source, None)) is not None:
+            replaced.close()
+        try:
+            opened = _open_ring(exported, local, offer.reader, self._device, what)
+        except (OSError, RuntimeError) as error:
+            raise TransportError(what, "its GPU memory must open here", _first_line(error)) from error
+        self._opened[offer.source] = opened
+        return Receipt(offer.reader, (self._uuid, tuple(event.ipc_handle() for event in opened.finished)))
+
+    def accept(self, receipt: Receipt) -> None:
+        uuid, handles = receipt.payload
+        device = _local_device(uuid, f"events of reader {receipt.reader}")
+        events = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in handles]
+        self._writing_side().finished[receipt.reader] = events
+
+    def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        own, specs = self._writing_side(), describe(tensors)
+        if unknown := set(own.writer.readers_of(slot.index)) - own.finished.keys():
+            rule = "receipts of its readers must be accepted before it is written again"
+            raise TransportError(f"slot {slot.index}", rule, f"none of {sorted(unknown)}")
+        with own.writer.writing(slot, specs, layout), torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            for events in own.finished.values():
+                stream.wait_event(events[slot.index])
+            views = _views(own.buffer, own.ring, slot.index, specs)
+            for name, tensor in tensors.items():
+                views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            own.written[slot.index].record(stream)
+        payload = (self._source, own.control.address.nonce)
+        return Handle(self.name, self._node_id, self._uuid, slot, layout, specs, payload)
+
+    @contextmanager
+    def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        opened, index = find_ring(self._opened, handle), handle.slot.index
+        if not opened.writer_lives():  # the driver may give its memory to others at any time
+            raise TransportError(f"slot {index}", "its writer must live while it is read", "a writer that died")
+        with opened.reader.reading(handle):
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(opened.written[index])
+            with unwritten(_views(opened.buffer, opened.ring, index, handle.tensors), handle.slot) as views:
+                yield views
+            opened.finished[index].record(torch.cuda.current_stream(self._device))
+
+    def release(self, slot: Slot) -> None:
+        if self._own is not None:
+            self._own.writer.release(slot)
+
+    def close(self) -> None:
+        """To be called by readers first: a writer's memory must outlive what maps it."""
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()
+        if self._own is not None:
+            self._own.control.close()
+            self._own = None
+        torch.cuda.ipc_collect()
+
+    def _writing_side(self) -> _Own:
+        if self._own is None:
+            raise TransportError(f"transport {self.name}", "this side has no ring to write, or has closed it")
+        return self._own
+
+
+def _make_ring(ring: Ring, device: torch.device) -> _Own:
+    if variable := expandable_segments(os.environ):
+        raise TransportError(
+            "transport cuda_ipc", f"{variable} turns expandable segments on, whose memory cannot be shared",
+            remedy=f"take expandable_segments out of {variable}, or use transport=object_store",
+        )  # fmt: skip
+    control = Segment.create(round_up(state_bytes(ring), 4096))
+    torch.cuda.empty_cache()  # so that the buffer is not cut from an allocation that others use
+    size = max(ring.num_slots * _slot_stride(ring), _OWN_ALLOCATION)
+    with torch.inference_mode(False):
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return _Own(control, ring, SlotWriter(control.words, ring), buffer, _events(ring.num_slots, device))
+
+
+def _open_ring(exported: _Exported, local: torch.device, reader: int, own: torch.device, what: str) -> _Open:
+    """Maps a writer's ring, on GPU `local`, for a reader whose stream is on GPU `own`."""
+    with ExitStack() as undo:
+        control = Segment.attach(exported.address, what)
+        undo.callback(control.close)
+        process = os.pidfd_open(exported.address.pid)
+        undo.callback(os.close, process)
+        ring = exported.ring
+        opened = _Open(
+            nonce=exported.address.nonce,
+            control=control,
+            ring=ring,
+            reader=SlotReader(control.words, ring, reader),
+            buffer=_import(exported.rebuild, local),
+            written=[torch.cuda.Event.from_ipc_handle(local, handle) for handle in exported.written],
+            finished=_events(ring.num_slots, own),
+            process=process,
+        )
+        undo.pop_all()
+    return opened
+
+
+def _export(buffer: Tensor) -> tuple[Any, ...]:
+    """What one reader rebuilds the buffer from."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(buffer)
+    kind = arguments[_HANDLE][1:2]
+    if kind != b"c":  # "e": expandable segments, turned on in the program
+        raise TransportError(
+            "transport cuda_ipc",
+            "the buffer must be memory of cudaMalloc",
+            f"an allocation of kind {kind!r}",
+            "turn expandable segments off, or use transport=object_store",
+        )
+    return arguments
+
+
+def _import(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    here = (*arguments[:_DEVICE], _index(device), *arguments[_DEVICE + 1 :])
+    with torch.inference_mode(False), torch.cuda.device(device):
+        return rebuild_cuda_tensor(*here)
+
+
+def _events(count: int, device: torch.device) -> list[torch.cuda.Event]:
+    """Events that other processes can wait for; recorded once, because an event has a handle only then."""
+    with torch.cuda.device(device):
+        events = [torch.cuda.Event(interprocess=True) for _ in range(count)]
+        for event in events:
+            event.record(torch.cuda.current_stream(device))
+    return events
+
+
+def _slot_stride(ring: Ring) -> int:
+    return round_up(ring.slot_bytes, ALIGNMENT)
+
+
+def _views(buffer: Tensor, ring: Ring, index: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    start = index * _slot_stride(ring)
+    offsets, _ = place(specs)
+    with torch.inference_mode(False):
+        return {spec.name: _view(buffer, start + offset, spec) for spec, offset in zip(specs, offsets)}
+
+
+def _view(buffer: Tensor, offset: int, spec: TensorSpec) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not prod(spec.shape):
+        return torch.empty(spec.shape, dtype=dtype, device=buffer.device)
+    # `.data`: a count of writes of its own, where plain views of one buffer would share theirs
+    return buffer[offset : offset + spec.num_bytes].view(dtype).view(spec.shape).data
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise TransportError("transport cuda_ipc", "needs a GPU", str(device), "use transport=auto")
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise TransportError(
+            "transport cuda_ipc", "needs torch's own allocator", backend, "take backend out of PYTORCH_ALLOC_CONF"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _index(device: torch.device) -> int:
+    assert device.index is not None
+    return device.index
+
+
+def _local_device(uuid: str, what: str) -> torch.device:
+    """The GPU of that UUID as this process counts them."""
+    for index in range(torch.cuda.device_count()):
+        if gpu_uuid(index) == uuid:
+            return torch.device("cuda", index)
+    raise TransportError(what, f"GPU {uuid} must be visible", remedy="see CUDA_VISIBLE_DEVICES")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

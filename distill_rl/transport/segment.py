@@ -1,0 +1,209 @@
+"""Memory that several processes map: a memfd, or where that cannot be, a file in /dev/shm.
+
+A memfd has no name, so no kill can leave it behind; a reader opens it through `/proc/<pid>/fd`, which takes the same
+user and PID namespace, and while the writer lives. The file lies in a folder whose owner holds a lock: a folder without
+a living owner is removed by the next process that makes a segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from distill_rl.errors import TransportError
+
+Backing = Literal["memfd", "file"]
+SHM = Path("/dev/shm")
+NONCE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where another process of this node finds a segment."""
+
+    path: str
+    size: int
+    nonce: bytes
+    pid: int
+    """of the process that made it"""
+    folder: str = ""
+    """whose lock that process holds, if the segment is a file"""
+
+
+class Segment:
+    """Mapped memory whose first bytes are its nonce. `view` stays good until it and everything made from it is dropped."""
+
+    def __init__(self, mapped: mmap.mmap, address: Address, folder: _OwnedFolder | None = None, fd: int = -1):
+        self.view, self.address = memoryview(mapped), address
+        self._folder, self._fd = folder, fd
+
+    @classmethod
+    def create(cls, size: int, backing: Backing = "memfd") -> Segment:
+        """`size` bytes, all pages present, for this process to write.
+
+        Raises:
+            TransportError: there is not so much shared memory.
+        """
+        sweep()
+        fd = _memfd() if backing == "memfd" else -1
+        folder = _OwnedFolder() if fd < 0 else None
+        if folder:
+            fd = os.open(folder.path / "ring", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _allocate(fd, size)
+            mapped = _map(fd, size)
+        except BaseException:
+            os.close(fd)
+            if folder:
+                folder.remove()
+            raise
+        nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
+        mapped[:NONCE_BYTES] = nonce
+        if folder:
+            os.close(fd)
+            return cls(mapped, Address(str(folder.path / "ring"), size, nonce, pid, str(folder.path)), folder)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return cls(mapped, Address(f"/proc/{pid}/fd/{fd}", size, nonce, pid), fd=fd)
+
+    @classmethod
+    def attach(cls, address: Address, what: str) -> Segment:
+        """Another process's segment.
+
+        Raises:
+            TransportError: it is gone, not to be reached from here, or not the one that was meant.
+        """
+        remedy = "use transport=object_store if its writer lives, as another user or in another PID namespace"
+        if address.folder and (lock := _claim(Path(address.folder))) is not None:
+            os.close(lock)
+            raise TransportError(what, "its writer must live when it is opened")
+        try:
+            fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(what, "its shared memory must be there to open", error.strerror, remedy) from None
+        try:
+            # A number that was given away again leads to some other file.
+            if os.fstat(fd).st_size != address.size or os.pread(fd, NONCE_BYTES, 0) != address.nonce:
+                raise TransportError(what, "its shared memory must be the writer's", "another file", remedy)
+            return cls(_map(fd, address.size), address)
+        except OSError as error:
+            raise TransportError(what, "its shared memory must be mapped", error.strerror, remedy) from None
+        finally:
+            os.close(fd)
+
+    @property
+    def words(self) -> memoryview:
+        """The segment as 8-byte words, as far as whole ones go."""
+        return self.view[: len(self.view) // 8 * 8].cast("Q")
+
+    def forget_name(self) -> None:
+        """Nobody needs to open it any more: a file goes now, so that no kill can leave it behind."""
+        if self._folder:
+            self._folder.remove()
+            self._folder = None
+
+    def close(self) -> None:
+        """Gives the memory back as soon as nobody holds a view of it."""
+        self.forget_name()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self.view = memoryview(b"")
+
+
+def sweep(root: Path = SHM) -> list[Path]:
+    """Removes the folders of this user whose owners are dead; which they were."""
+    swept = []
+    for path in root.glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):
+            lock = _claim(path) if path.lstat().st_uid == os.getuid() and not path.is_symlink() else None
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+                swept.append(path)
+    return swept
+
+
+class _OwnedFolder:
+    """A folder in /dev/shm, locked until this process ends."""
+
+    def __init__(self, root: Path = SHM):
+        while True:
+            self.path = root / f"{_prefix()}{secrets.token_hex(8)}"
+            self.path.mkdir(mode=0o700)
+            # A sweeper may take the folder between its making and its locking; then another is made.
+            lock = _claim(self.path)
+            if lock is not None:
+                self._lock = lock
+                return
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _claim(folder: Path) -> int | None:
+    """The lock of a folder, if nobody holds it and nobody removed the folder meanwhile."""
+    owner = folder / "owner"
+    try:
+        lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if owner.stat().st_ino == os.fstat(lock).st_ino:
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _prefix() -> str:
+    return f"distill_rl-{os.getuid()}-"
+
+
+def _memfd() -> int:
+    """A memfd that others can open; -1 where there is none."""
+    try:
+        fd = os.memfd_create("distill_rl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):
+        return -1
+    try:
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR))
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Takes the pages now: with `ftruncate` alone a full memory would be a bus error at the first write."""
+    free = psutil.virtual_memory().available  # a memfd has no limit of its own, and would take all there is
+    try:
+        if size > free:
+            raise OSError(errno.ENOMEM, f"{free} bytes of memory are free")
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise TransportError(
+            "transport",
+            f"the slots of one teacher rank take {size} bytes of shared memory",
+            error.strerror,
+            "give /dev/shm more room, or set prefetch.slots, prefetch.depth or train.micro_batch_size lower",
+        ) from None
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    """First touch of a page costs several times its copy, so all are touched here."""
+    return mmap.mmap(fd, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

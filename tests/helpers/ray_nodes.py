@@ -1,0 +1,68 @@
+"""A Ray cluster of several nodes on this machine, with token authentication; only its own processes are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.command import environment, until
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+@contextlib.contextmanager
+def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, nodes: int, cpus: int) -> Iterator[str]:
+    """The address of `nodes` nodes with `cpus` logical CPUs each."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_urlsafe(32))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    output = tmp_path / "ray-0.log"
+    started = []
+    try:
+        started.append(
+            _start(output, "--head", "--port=0", f"--temp-dir={folder}", "--include-dashboard=false", cpus=cpus)
+        )
+        until(lambda: _address(output) or started[0].poll() is not None, "ray start")
+        address = _address(output)
+        assert address, output.read_text()
+        for number in range(1, nodes):
+            started.append(_join(tmp_path / f"ray-{number}.log", address, cpus=cpus))
+        yield address
+    finally:
+        family = [each for node in started if node.is_running() for each in (node, *node.children(recursive=True))]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(output: Path, *arguments: str, cpus: int) -> psutil.Popen:
+    command = [RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *arguments]
+    with output.open("w") as log:
+        return psutil.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment())
+
+
+def _join(output: Path, address: str, *, cpus: int) -> psutil.Popen:
+    node = _start(output, f"--address={address}", cpus=cpus)
+    until(lambda: "Ray runtime started" in output.read_text() or node.poll() is not None, "ray start")
+    assert node.poll() is None, output.read_text()
+    return node
+
+
+def _address(output: Path) -> str:
+    found = re.search(r"--address='([^']+)'", output.read_text())
+    return found.group(1) if found else ""

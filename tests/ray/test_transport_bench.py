@@ -1,0 +1,34 @@
+"""The bench of the transports, small: that it runs, checks what arrives, and judges."""
+
+import copy
+
+import pytest
+import torch
+
+from distill_rl.bench.transport import WARM_UP, measure, verdict
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "object_store"])
+def test_what_is_measured_has_arrived(ray_cluster, name):
+    figures = measure(name, num_bytes=1 << 18, rounds=3)
+    assert figures["rounds"] == 3 < WARM_UP
+    assert 0.99 * 2**18 < figures["bytes"] <= 2**18
+    assert min(figures[key] for key in ("publish_s", "fetch_s", "memcpy_s", "share_of_memcpy")) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_ipc_is_measured_on_a_gpu(ray_cluster):
+    assert measure("cuda_ipc", num_bytes=1 << 20, rounds=3, device="cuda")["bytes"] > 0
+
+
+def test_what_is_slower_than_promised_is_named():
+    good = {"cpu": {"shared_memory": {"share_of_memcpy": 0.9}}, "cuda": {"cuda_ipc": {"fetch_s": 50e-6}}}
+    assert verdict(good) == verdict({"cpu": good["cpu"]}) == []
+    bad = copy.deepcopy(good)
+    bad["cpu"]["shared_memory"]["share_of_memcpy"] = 0.69
+    bad["cuda"]["cuda_ipc"]["fetch_s"] = 150e-6
+    assert [problem.split()[0:2] for problem in verdict(bad)] == [["shared_memory", "moves"], ["a", "cuda_ipc"]]
+    assert "150 µs" in verdict(bad)[1]

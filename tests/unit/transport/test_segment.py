@@ -1,0 +1,139 @@
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill_rl.errors import TransportError
+from distill_rl.transport import segment as module
+from distill_rl.transport.base import Ring
+from distill_rl.transport.segment import NONCE_BYTES, SHM, Segment, sweep
+from tests.helpers.transports import Process
+
+SIZE = 1 << 16
+
+
+@pytest.fixture(params=["memfd", "file"])
+def segment(request):
+    made = Segment.create(SIZE, request.param)
+    yield made
+    made.close()
+
+
+def folders():
+    return {path for path in SHM.iterdir() if path.name.startswith(f"distill_rl-{os.getuid()}-")}
+
+
+def mappings(pid="self"):
+    """Lines of a process's map that are of segments."""
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "distill_rl" in line]
+
+
+def test_what_one_side_writes_the_other_sees(segment):
+    other = Segment.attach(segment.address, "ring")
+    segment.view[NONCE_BYTES] = 7
+    other.view[SIZE - 1] = 9
+    assert (other.view[NONCE_BYTES], segment.view[SIZE - 1]) == (7, 9)
+    assert len(segment.words) == SIZE // 8
+    other.close()
+
+
+def test_all_pages_are_there_from_the_start(segment):
+    """A page that is first touched later costs several times its copy, or is a bus error where memory is full."""
+    assert Path(segment.address.path).stat().st_blocks * 512 >= SIZE
+
+
+@pytest.mark.parametrize("changed", [{"nonce": bytes(NONCE_BYTES)}, {"size": SIZE // 2}])
+def test_another_file_behind_the_same_name_is_refused(segment, changed):
+    with pytest.raises(TransportError, match="ring x: its shared memory must be the writer's; got another file"):
+        Segment.attach(replace(segment.address, **changed), "ring x")
+
+
+def test_memory_is_given_back_when_the_last_view_goes():
+    for backing in ("memfd", "file"):
+        segment = Segment.create(SIZE, backing)
+        view = segment.view[:8]
+        segment.close()
+        assert len(mappings()) == 1
+        assert view[0] >= 0
+        del view
+        gc.collect()
+        assert mappings() == []
+        with pytest.raises(TransportError):
+            Segment.attach(segment.address, "ring")
+
+
+def test_closing_twice_does_nothing(segment):
+    segment.close()
+    segment.close()
+
+
+def test_a_memfd_cannot_be_cut_under_a_reader():
+    segment = Segment.create(SIZE)
+    fd = os.open(segment.address.path, os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    segment.close()
+
+
+def test_more_than_there_is_is_refused_before_it_is_taken():
+    fds, before = psutil.Process().num_fds(), folders()
+    for backing in ("memfd", "file"):
+        with pytest.raises(TransportError, match=r"take \d+ bytes of shared memory; got \d+ bytes of memory are free"):
+            Segment.create(1 << 50, backing)
+    assert (psutil.Process().num_fds(), folders()) == (fds, before)
+
+
+def test_without_a_memfd_a_file_takes_its_place(monkeypatch):
+    monkeypatch.setattr(module, "_memfd", lambda: -1)
+    segment = Segment.create(SIZE)
+    assert segment.address.path.startswith("/dev/shm/")
+    Segment.attach(segment.address, "ring").close()
+    segment.close()
+
+
+def test_a_file_whose_name_is_forgotten_is_gone_and_stays_readable():
+    before = folders()
+    segment = Segment.create(SIZE, "file")
+    reader = Segment.attach(segment.address, "ring")
+    segment.forget_name()
+    assert folders() == before
+    segment.view[NONCE_BYTES] = 5
+    assert reader.view[NONCE_BYTES] == 5
+    reader.close()
+    segment.close()
+
+
+def test_only_folders_without_a_living_owner_are_swept():
+    sweep()
+    living = Segment.create(SIZE, "file")
+    process = Process()
+    process.tell("make", 0, "shared_memory", "cpu", "file", {"ring": Ring(2, 4096)})
+    assert len(folders()) == 2
+    assert sweep() == []
+    process.kill()
+    assert len(sweep()) == 1
+    assert folders() == {Path(living.address.folder)}
+    living.close()
+    assert folders() == set()
+
+
+def test_the_next_segment_of_any_kind_sweeps():
+    process = Process()
+    process.tell("make", 0, "shared_memory", "cpu", "file", {"ring": Ring(2, 4096)})
+    process.kill()
+    assert len(folders()) == 1
+    Segment.create(SIZE, "memfd").close()
+    assert folders() == set()
+
+
+def test_a_folder_that_is_not_ours_or_is_a_link_is_left_alone(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / f"distill_rl-{os.getuid()}-link").symlink_to(tmp_path / "kept")
+    (tmp_path / "distill_rl-4294967294-x").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert sweep(tmp_path) == []
+    assert sorted(tmp_path.rglob("*")) == before
