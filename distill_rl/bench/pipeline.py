@@ -164,7 +164,12 @@ def summary(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
     teacher, student = middle(0, "teacher"), middle(0, "student")
     return {
-        "stages": {"teacher": teacher, "student": student, "longer": max(teacher, student), "sum": teacher + student},
+        "stages": {
+            "teacher": teacher,
+            "student": student,
+            "longer": max(teacher, student),
+            "sum": round(teacher + student, 4),
+        },
         "depths": {
             str(depth): {
                 "step": middle(depth, "step"),
@@ -212,8 +217,8 @@ def show(measured: Mapping[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = record.parser(__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="runs per depth; %(default)s")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run; %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="rows per step; %(default)s")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run; %(default)s")
+    parser.add_argument("--batch", type=int, default=4, help="rows per step; %(default)s")
     parser.add_argument("--length", type=int, default=128, help="tokens per row; %(default)s")
     parser.add_argument("--teacher-layers", type=int, help="default: found by measuring")
     options = parser.parse_args(argv)

@@ -53,7 +53,8 @@ def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
 
 
 @pytest.mark.parametrize(
-    "overrides", [("prefetch.depth=0", "aligner.workers=0"), ("prefetch.depth=3", "aligner.workers=3")]
+    "overrides",
+    [("prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"), ("prefetch.depth=3", "aligner.workers=3")],
 )
 def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, tmp_path, overrides):
     assert_equal_runs(straight, train(material, tmp_path, "loss.dynamic_scale=on", *overrides))
@@ -89,7 +90,7 @@ def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_
     whole = train(material, tmp_path / "whole", *common)
     split = train(
         material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
-        "train.micro_batch_size=1",
+        "train.micro_batch_size=1", "transport=shared_memory",
     )  # fmt: skip
     for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "validation/kl_loss"):
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))

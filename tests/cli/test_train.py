@@ -11,6 +11,7 @@ from tests.helpers.command import distill_rl, records, series
 
 pytestmark = pytest.mark.cli
 
+CALLS = {"student-dp0-tp0": "train", "big/dp0-tp0": "forward", "aligner-0": "build"}
 LOSSES = ("train/kl_loss", "train/nll_loss", "train/loss", "train/grad_norm")
 
 
@@ -22,6 +23,10 @@ def assert_equal_runs(run: Path, other: Path) -> None:
     for metric in LOSSES:
         assert series(run, metric) == series(other, metric)
         assert len(series(run, metric)) == 8
+    assert_equal_weights(run, other)
+
+
+def assert_equal_weights(run: Path, other: Path) -> None:
     ours, theirs = weights(run), weights(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -37,8 +42,10 @@ def shards(run: Path, step: int) -> dict[str, str]:
 def straight(material, tmp_path_factory) -> Path:
     """Eight steps in one go, with validation and checkpoints on the way."""
     folder = tmp_path_factory.mktemp("straight")
-    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4")
+    seen = ("observe.table_every=4", "observe.timeline=true")
+    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4", *seen)
     assert ended.code == 0, ended.err
+    assert "transport object_store: " in ended.out
     return folder / "runs" / "tiny"
 
 
@@ -70,11 +77,41 @@ def test_the_export_loads_and_its_card_names_its_origin(straight, material):
     assert f"{series(straight, 'validation/kl_loss')[-1][1]:.4f}" in card
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-def test_prefetch_depth_changes_no_bit(straight, material, tmp_path, depth):
-    ended = distill_rl("train", "-c", material.config(tmp_path), f"prefetch.depth={depth}")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("prefetch.depth=0", "transport=shared_memory"),
+        ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2"),
+        ("prefetch.depth=5", "prefetch.slots=3"),
+    ],
+)
+def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(straight, material, tmp_path, overrides):
+    ended = distill_rl("train", "-c", material.config(tmp_path), *overrides)
     assert ended.code == 0, ended.err
-    assert_equal_runs(straight, tmp_path / "runs" / "tiny")
+    run = tmp_path / "runs" / "tiny"
+    assert_equal_weights(straight, run)
+    for metric in LOSSES:
+        # A ring that holds no batch trains in waves, whose means are added up in another order in fp64.
+        rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
+        assert [value for _, value in series(run, metric)] == pytest.approx(
+            [value for _, value in series(straight, metric)], rel=rounding, abs=0
+        )
+
+
+def test_what_workers_did_can_be_seen_side_by_side_and_in_a_table(straight):
+    events = json.loads((straight / "logs" / "timeline.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    calls = {row: [e for e in events if e["tid"] == rows[row] and e["name"] == call] for row, call in CALLS.items()}
+    assert [len(calls[row]) for row in CALLS] == [8, 8 + 2, 8 + 2]
+    forwards, steps = calls["big/dp0-tp0"], calls["student-dp0-tp0"]
+    assert any(
+        step["ts"] < forward["ts"] + forward["dur"] and forward["ts"] < step["ts"] + step["dur"]
+        for step in steps
+        for forward in forwards
+    ), "the teacher never worked while the student did"
+    log = (straight / "logs" / "driver.log").read_text()
+    assert "wait_teachers" in log
+    assert records(straight)[0]["transport/bytes_per_token"] == 16 * 8 + 8
 
 
 def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, tmp_path):
@@ -108,6 +145,8 @@ def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(
             "-c",
             material.config(folder),
             "optimizer.lr=0.001",
+            "teachers.0.export=hidden",
+            "transport=shared_memory",
             f"student.parallel.tp={tp}",
             f"teachers.0.parallel.tp={tp}",
         )
@@ -124,7 +163,7 @@ def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(materi
     for overrides in (
         [],
         [f"teachers.1={{name: same, model: {material.root}/teacher, dtype: fp32, micro_batch_size: 1, weight: 3, parallel: {{dp: 2}}}}",
-         "student.parallel.dp=2", "prefetch.depth=2"],
+         "student.parallel.dp=2", "prefetch.depth=2", "transport=shared_memory", "ray.placement=disaggregated"],
     ):  # fmt: skip
         folder = tmp_path / str(len(losses))
         ended = distill_rl("train", "-c", material.config(folder), "train.steps=null", "train.epochs=0.4", *overrides)

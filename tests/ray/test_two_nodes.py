@@ -51,8 +51,3 @@ def test_auto_takes_the_object_store_between_nodes_and_the_losses_are_those_of_o
     assert refused.code == 2
     assert len(refused.errors) == 1
     assert re.search(r"transport: shared_memory works inside one node; got .*transport=auto", refused.errors[0])
-
-
-def test_one_node_is_enough_where_there_are_no_two(material, tmp_path):
-    ended = distill_rl("train", "-c", material.config(tmp_path), "train.steps=2", "ray.placement=disaggregated")
-    assert ended.code == 0, ended.err
