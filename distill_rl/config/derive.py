@@ -118,8 +118,10 @@ def ring_plan(config: Config) -> RingPlan:
         if wanted is not None and not whole:
             rows_per_wave = min(rows_per_wave, max(wanted * rows // 2 // unit * unit, unit))
         slots[teacher.name] = room if wanted is None or (whole and asked is None) else min(room, wanted)
+    waves = ceil(batch / rows_per_wave)
+    rows_per_wave = ceil(batch / waves / unit) * unit  # the last one is not much smaller than the others
     per_wave = {teacher.name: rows_per_wave // _rows_per_slot(config, teacher) for teacher in running_teachers(config)}
-    return RingPlan(ceil(batch / rows_per_wave), rows_per_wave, slots, per_wave)
+    return RingPlan(waves, rows_per_wave, slots, per_wave)
 
 
 def _rows_per_slot(config: Config, teacher: TeacherConfig) -> int:

@@ -2,7 +2,8 @@
 
 Words and rules are those of `shared_memory`; they speak of what the CPU has submitted. That the copy is done before it
 is read, and the reading before the next copy, is for two events per slot and reader, recorded on the streams: the
-writer's `written`, each reader's `finished`. Nobody waits on the CPU.
+writer's `written`, each reader's `finished`. Nobody waits on the CPU. Where the slots lie on a peer, a reader's kernels on
+them run on the peer's stream of the reader's process: both that and the stream of its own GPU keep to the events.
 
 A ring is one allocation, exported once per reader and imported once. Torch counts the importers of each export in a
 word of its own that starts at one, so an export for two readers, or imported twice, would be freed too early.
@@ -38,10 +39,10 @@ from distill_rl.transport.ring import (
 )
 from distill_rl.transport.segment import Address, Segment
 
-_OWN_ALLOCATION = 10 << 20
-"""From this size on the allocator gives memory that holds nothing else; readers map all of an allocation."""
-_HANDLE, _DEVICE = 7, 6
-"""where the memory's handle and its device stand among the arguments that torch rebuilds a tensor from"""
+_LEAST, _STEP = 10 << 20, 2 << 20
+"""From 10 MiB on, in steps of 2 MiB, the allocator takes what is asked for and not more, so that nothing is left over."""
+_DEVICE, _HANDLE, _OFFSET = 6, 7, 9
+"""where the device, the memory's handle and the place in it stand among the arguments that torch rebuilds a tensor from"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class _Own:
     ring: Ring
     writer: SlotWriter
     buffer: Tensor
+    pool: torch.cuda.MemPool
+    """that nothing but the buffer comes from"""
     written: list[torch.cuda.Event]
     finished: dict[int, list[torch.cuda.Event]] = field(default_factory=dict)
     """per reader that was accepted"""
@@ -76,6 +79,10 @@ class _Open:
     finished: list[torch.cuda.Event]
     process: int
     """a descriptor of the writer's process"""
+
+    def streams(self, own: torch.device) -> list[torch.cuda.Stream]:
+        """Of the reader's own GPU, then of the writer's if that is another: where kernels on the views run."""
+        return [torch.cuda.current_stream(device) for device in dict.fromkeys((own, self.buffer.device))]
 
     def writer_lives(self) -> bool:
         poll = select.poll()
@@ -168,11 +175,14 @@ class CudaIpcTransport:
         if not opened.writer_lives():  # the driver may give its memory to others at any time
             raise TransportError(f"slot {index}", "its writer must live while it is read", "a writer that died")
         with opened.reader.reading(handle):
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(opened.written[index])
+            for stream in opened.streams(self._device):
+                stream.wait_event(opened.written[index])
             with unwritten(_views(opened.buffer, opened.ring, index, handle.tensors), handle.slot) as views:
                 yield views
-            opened.finished[index].record(torch.cuda.current_stream(self._device))
+            own, *peers = opened.streams(self._device)
+            for peer in peers:
+                own.wait_stream(peer)
+            opened.finished[index].record(own)  # an event of the own GPU, which no stream of another can record
 
     def release(self, slot: Slot) -> None:
         if self._own is not None:
@@ -200,12 +210,26 @@ def _make_ring(ring: Ring, device: torch.device) -> _Own:
             "transport cuda_ipc", f"{variable} turns expandable segments on, whose memory cannot be shared",
             remedy=f"take expandable_segments out of {variable}, or use transport=object_store",
         )  # fmt: skip
-    control = Segment.create(round_up(state_bytes(ring), 4096))
-    torch.cuda.empty_cache()  # so that the buffer is not cut from an allocation that others use
-    size = max(ring.num_slots * _slot_stride(ring), _OWN_ALLOCATION)
-    with torch.inference_mode(False):
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    return _Own(control, ring, SlotWriter(control.words, ring), buffer, _events(ring.num_slots, device))
+    with ExitStack() as undo:
+        control = Segment.create(round_up(state_bytes(ring), 4096))
+        undo.callback(control.close)
+        pool, buffer = _allocate(ring.num_slots * _slot_stride(ring), device)
+        own = _Own(
+            control, ring, SlotWriter(control.words, ring), buffer, pool, written=_events(ring.num_slots, device)
+        )
+        undo.pop_all()
+    return own
+
+
+def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
+    """An allocation that holds nothing else, as readers map all of it; the pool keeps it so."""
+    torch.cuda.empty_cache()  # for lack of memory a pool gives back only what is its own
+    with torch.inference_mode(False), torch.cuda.device(device):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool, device):
+            buffer = torch.empty(max(round_up(size, _STEP), _LEAST), dtype=torch.uint8, device=device)
+    check_alone(torch.cuda.memory_snapshot(), buffer.data_ptr())
+    return pool, buffer
 
 
 def _open_ring(exported: _Exported, local: torch.device, reader: int, own: torch.device, what: str) -> _Open:
@@ -235,15 +259,37 @@ def _export(buffer: Tensor) -> tuple[Any, ...]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)
-    kind = arguments[_HANDLE][1:2]
-    if kind != b"c":  # "e": expandable segments, turned on in the program
+    check_export(arguments)
+    return arguments
+
+
+def check_alone(segments: Sequence[Mapping[str, Any]], address: int) -> None:
+    """Raises TransportError unless the block at `address` is a whole segment of the allocator's `memory_snapshot`."""
+    blocks = next((each["blocks"] for each in segments if each["address"] == address), None)
+    if blocks is None or len(blocks) > 1:
+        raise _not_alone("a part of a larger one" if blocks is None else f"one of {len(blocks)} blocks")
+
+
+def check_export(arguments: Sequence[Any]) -> None:
+    """Raises TransportError unless the arguments are of a whole allocation that another process can map."""
+    if (kind := arguments[_HANDLE][1:2]) != b"c":  # "e": expandable segments, turned on in the program
         raise TransportError(
             "transport cuda_ipc",
             "the buffer must be memory of cudaMalloc",
             f"an allocation of kind {kind!r}",
             "turn expandable segments off, or use transport=object_store",
         )
-    return arguments
+    if offset := arguments[_OFFSET]:
+        raise _not_alone(f"the part from byte {offset} of a larger one")
+
+
+def _not_alone(found: str) -> TransportError:
+    return TransportError(
+        "transport cuda_ipc",
+        "a ring must be an allocation of its own, because readers map all of what it lies in",
+        found,
+        "use transport=object_store",
+    )
 
 
 def _import(arguments: tuple[Any, ...], device: torch.device) -> Tensor:

@@ -14,16 +14,18 @@ import mmap
 import os
 import secrets
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from distill_rl.errors import TransportError
+from distill_rl.transport.room import available_bytes
 
 Backing = Literal["memfd", "file"]
 SHM = Path("/dev/shm")
+RING, OWNER = "ring", "owner"
+"""files in a folder: the memory, and what its owner has locked"""
 NONCE_BYTES = 16
 
 
@@ -52,28 +54,35 @@ class Segment:
         """`size` bytes, all pages present, for this process to write.
 
         Raises:
-            TransportError: there is not so much shared memory.
+            TransportError: there is not so much shared memory, or it cannot be made.
         """
-        sweep()
-        fd = _memfd() if backing == "memfd" else -1
-        folder = _OwnedFolder() if fd < 0 else None
-        if folder:
-            fd = os.open(folder.path / "ring", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            sweep()
+            return cls._create(size, backing)
+        except OSError as error:
+            rule = "shared memory for the slots of one teacher rank must be made"
+            raise TransportError("transport", rule, error.strerror, "use transport=object_store") from error
+
+    @classmethod
+    def _create(cls, size: int, backing: Backing) -> Segment:
+        nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
+        with ExitStack() as undo:
+            fd, folder = (_memfd() if backing == "memfd" else -1), None
+            if fd < 0:
+                folder = _OwnedFolder()
+                undo.callback(folder.remove)
+                fd = os.open(folder.path / RING, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(os.close, fd)
             _allocate(fd, size)
             mapped = _map(fd, size)
-        except BaseException:
-            os.close(fd)
-            if folder:
-                folder.remove()
-            raise
-        nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
-        mapped[:NONCE_BYTES] = nonce
-        if folder:
-            os.close(fd)
-            return cls(mapped, Address(str(folder.path / "ring"), size, nonce, pid, str(folder.path)), folder)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return cls(mapped, Address(f"/proc/{pid}/fd/{fd}", size, nonce, pid), fd=fd)
+            mapped[:NONCE_BYTES] = nonce
+            if not folder:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            undo.pop_all()
+        if not folder:
+            return cls(mapped, Address(f"/proc/{pid}/fd/{fd}", size, nonce, pid), fd=fd)
+        os.close(fd)
+        return cls(mapped, Address(str(folder.path / RING), size, nonce, pid, str(folder.path)), folder)
 
     @classmethod
     def attach(cls, address: Address, what: str) -> Segment:
@@ -83,10 +92,10 @@ class Segment:
             TransportError: it is gone, not to be reached from here, or not the one that was meant.
         """
         remedy = "use transport=object_store if its writer lives, as another user or in another PID namespace"
-        if address.folder and (lock := _claim(Path(address.folder))) is not None:
-            os.close(lock)
-            raise TransportError(what, "its writer must live when it is opened")
         try:
+            if address.folder and (lock := _claim(Path(address.folder))) is not None:
+                os.close(lock)
+                raise TransportError(what, "its writer must live when it is opened")
             fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise TransportError(what, "its shared memory must be there to open", error.strerror, remedy) from None
@@ -134,37 +143,53 @@ def sweep(root: Path = SHM) -> list[Path]:
 
 
 class _OwnedFolder:
-    """A folder in /dev/shm, locked until this process ends."""
+    """A folder in /dev/shm, locked until this process ends.
+
+    Raises:
+        OSError: it cannot be made or locked; nothing is left of it.
+    """
 
     def __init__(self, root: Path = SHM):
         while True:
             self.path = root / f"{_prefix()}{secrets.token_hex(8)}"
             self.path.mkdir(mode=0o700)
+            try:
+                lock = _claim(self.path)
+            except OSError:
+                _remove(self.path)
+                raise
             # A sweeper may take the folder between its making and its locking; then another is made.
-            lock = _claim(self.path)
             if lock is not None:
                 self._lock = lock
                 return
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._lock)
 
 
+def _remove(folder: Path) -> None:
+    """Takes no descriptor, as `shutil.rmtree` does: there may be none left."""
+    with contextlib.suppress(OSError):
+        for name in (RING, OWNER):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
 def _claim(folder: Path) -> int | None:
-    """The lock of a folder, if nobody holds it and nobody removed the folder meanwhile."""
-    owner = folder / "owner"
-    try:
+    """The lock of a folder; None if another process holds it or has removed the folder meanwhile.
+
+    Raises:
+        OSError: whose it is cannot be told, as for want of descriptors.
+    """
+    owner = folder / OWNER
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
         lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-    try:
+        undo.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if owner.stat().st_ino == os.fstat(lock).st_ino:
+            undo.pop_all()
             return lock
-    except OSError:
-        pass
-    os.close(lock)
     return None
 
 
@@ -188,7 +213,7 @@ def _memfd() -> int:
 
 def _allocate(fd: int, size: int) -> None:
     """Takes the pages now: with `ftruncate` alone a full memory would be a bus error at the first write."""
-    free = psutil.virtual_memory().available  # a memfd has no limit of its own, and would take all there is
+    free = available_bytes()  # a memfd has no limit of its own, and would take all there is
     try:
         if size > free:
             raise OSError(errno.ENOMEM, f"{free} bytes of memory are free")

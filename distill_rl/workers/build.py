@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +86,17 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 _keep_logs(ray_logs, staff.groups, job.paths.logs)
                 raise
             finally:
+                pids = [pid for group in staff.groups for pid in group.pids]
                 for group in staff.groups:
                     group.kill()
+                _sweep(pids)
+
+
+def _sweep(pids: Iterable[int]) -> None:
+    """Removes the counters that torch keeps in shared memory for each GPU buffer it has shared; a killed process leaves them."""
+    for pid in pids:
+        for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,9 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 def _target_bytes(job: Job) -> int:
     """Targets in the object store at once: every teacher's ring, twice, because a slot's last object goes only when the
-    next is there."""
+    next is there. None where they are sure to go another way."""
+    if job.config.transport in ("shared_memory", "cuda_ipc"):
+        return 0
     facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies)
     derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}

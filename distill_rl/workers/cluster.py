@@ -69,7 +69,7 @@ def ray_session(
         WorkerError: Ray did not start.
     """
     if settings.address is not None:
-        with _joined_ray(settings, settings.address):
+        with _joined_ray(settings.address):
             started()
             yield None
     else:
@@ -95,7 +95,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                     logging_level=logging.ERROR,
                     log_to_driver=False,
                     namespace=namespace(),
-                    runtime_env={"env_vars": _worker_environment(settings)},
+                    runtime_env={"env_vars": _worker_environment()},
                     _temp_dir=str(directory),
                 )
             except Exception as error:
@@ -115,7 +115,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
 
 
 @contextmanager
-def _joined_ray(settings: RayConfig, address: str) -> Iterator[None]:
+def _joined_ray(address: str) -> Iterator[None]:
     _require_answer(address)
     try:
         ray.init(
@@ -123,7 +123,7 @@ def _joined_ray(settings: RayConfig, address: str) -> Iterator[None]:
             logging_level=logging.ERROR,
             log_to_driver=False,
             namespace=namespace(),
-            runtime_env={"env_vars": _worker_environment(settings)},
+            runtime_env={"env_vars": _worker_environment()},
         )
     except Exception as error:
         raise ConfigError(
@@ -211,13 +211,12 @@ def _only_passed_on() -> Iterator[None]:
         os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
 
 
-def _worker_environment(settings: RayConfig) -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     """What a joined cluster's nodes cannot inherit and must agree on."""
     names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*")
     agreed = {name: value for name, value in _passed_on(os.environ).items() if names.fullmatch(name)}
-    if settings.placement == "disaggregated":  # so that a rank can map the memory of another's GPU
-        agreed |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    return agreed | {"TOKENIZERS_PARALLELISM": "false"}
+    # A rank sees all GPUs of its node, so that it can map the memory of another's; it takes the one that Ray gave it.
+    return agreed | {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:

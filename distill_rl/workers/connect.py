@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distill_rl.config.derive import RingPlan
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
 from distill_rl.transport.assemble import readers_of
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt
+from distill_rl.transport.base import Handle, Layout, Offer
 from distill_rl.transport.choose import Choice, Place, choose
 from distill_rl.transport.segment import Backing
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pipeline import Refs, Teachers
+from distill_rl.workers.probe import Problem
 
 FALLBACK = "object_store"
 
@@ -70,6 +72,8 @@ class Connector:
                 "transport", f"must work from {source} to the student", problem, "set transport=object_store"
             )
         chosen = {route.source: route.choice for route in (*routes, *again)}
+        names = sorted({choice.name for choice in chosen.values()})
+        self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
         for choice in dict.fromkeys(chosen.values()):
             say(f"transport {choice.name}: {choice.reason}")
             log.info("it is used by %s", ", ".join(source for source, its in chosen.items() if its == choice))
@@ -107,54 +111,57 @@ class Connector:
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
         """Opens the rings and sends the probes; what is in the way, by source, in the order of the routes."""
-        offers = self._ask(
-            [
-                (route, ("open_ring", route.choice.name, route.source, route.num_slots, route.readers, route.backing))
-                for route in routes
-            ]
-        )
-        receipts, problems = self._tell_readers("open_rings", routes, offers)
-        good = [route for route in routes if route.source not in problems]
-        self._ask([(route, ("accept", receipts[route.source])) for route in good])
-        probes: list[Handle] = self._ask([(route, ("publish_probe",)) for route in good])
-        _, unread = self._tell_readers(
-            "read_probes", good, [[probe] * len(r.readers) for r, probe in zip(good, probes)]
-        )
-        problems |= unread
+        problems: dict[str, str] = {}
+        opening = (("open_ring", r.choice.name, r.source, r.num_slots, r.readers, r.backing) for r in routes)
+        offers = self._ask(routes, opening, problems)
+        receipts = self._tell_readers("open_rings", offers, problems)
+        accepted = self._ask(list(receipts), (("accept", found) for found in receipts.values()), problems)
+        probes = self._ask(list(accepted), (("publish_probe",) for _ in accepted), problems)
+        self._tell_readers("read_probes", {r: [probe] * len(r.readers) for r, probe in probes.items()}, problems)
         return {route.source: problems[route.source] for route in routes if route.source in problems}
 
-    def _ask(self, questions: Sequence[tuple[Route, tuple]]) -> list:
-        """Calls the publishing rank of each route, all at the same time."""
+    def _ask(
+        self, routes: Sequence[Route], questions: Iterable[tuple[Any, ...]], problems: dict[str, str]
+    ) -> dict[Route, Any]:
+        """Calls the publishing rank of each route, all at the same time; the answers, but for those that are problems.
+
+        Args:
+            questions: method and arguments for each route.
+        """
         calls: Refs = {}
-        for route, (method, *arguments) in questions:
+        for route, (method, *arguments) in zip(routes, questions):
             calls |= route.group.submit(method, *arguments, ranks=[route.rank])
-        return self._calls.gather(calls, what="connecting", timeout_s=self._timeout_s)
+        answers = dict(zip(routes, self._gather(calls)))
+        problems |= {route.source: str(answer) for route, answer in answers.items() if isinstance(answer, Problem)}
+        return {route: answer for route, answer in answers.items() if not isinstance(answer, Problem)}
 
     def _tell_readers(
-        self, method: str, routes: Sequence[Route], things: Sequence[Sequence[Offer | Handle]]
-    ) -> tuple[dict[str, list[Receipt]], dict[str, str]]:
-        """Hands every reader its things, one per route that it reads; by source the receipts, and the first problem.
+        self, method: str, things: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
+    ) -> dict[Route, list[Any]]:
+        """Hands every reader its things; the answers of all readers of a route, unless one is a problem.
 
         Args:
             things: per route one for each of its readers.
         """
-        inbox: dict[int, list[tuple[str, Offer | Handle]]] = {rank: [] for rank in range(len(self._student.actors))}
-        for route, own in zip(routes, things):
+        inbox: dict[int, list[tuple[Route, Offer | Handle]]] = {rank: [] for rank in range(len(self._student.actors))}
+        for route, own in things.items():
             for reader, thing in zip(route.readers, own):
-                inbox[reader].append((route.source, thing))
+                inbox[reader].append((route, thing))
         calls: Refs = {}
         for rank, entries in inbox.items():
             calls |= self._student.submit(method, [thing for _, thing in entries], ranks=[rank])
-        answers = self._calls.gather(calls, what="connecting", timeout_s=self._timeout_s)
-        receipts: dict[str, list[Receipt]] = {route.source: [] for route in routes}
-        problems: dict[str, str] = {}
-        for entries, given in zip(inbox.values(), answers):
-            for (source, _), answer in zip(entries, given):
-                if isinstance(answer, Receipt):
-                    receipts[source].append(answer)
-                elif answer:
-                    problems.setdefault(source, answer)
-        return receipts, problems
+        answers: dict[Route, list[Any]] = {route: [] for route in things}
+        for entries, given in zip(inbox.values(), self._gather(calls)):
+            for (route, _), answer in zip(entries, given):
+                answers[route].append(answer)
+        for route, found in answers.items():
+            for problem in found:
+                if isinstance(problem, Problem):
+                    problems.setdefault(route.source, str(problem))
+        return {route: found for route, found in answers.items() if route.source not in problems}
+
+    def _gather(self, calls: Refs) -> list[Any]:
+        return self._calls.gather(calls, what="connecting", timeout_s=self._timeout_s)
 
 
 def _short(place: Place) -> str:

@@ -8,24 +8,24 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
 from distill_rl.types import AlignmentInfo, BatchInfo
-from distill_rl.workers.teacher import Published
+from distill_rl.workers.teacher import Taught
 
 
 def describe_transport(
-    config: Config, taught: Sequence[Sequence[Sequence[Published]]], occupancy: Mapping[str, float]
+    config: Config, taught: Sequence[Sequence[Sequence[Taught]]], occupancy: Mapping[str, float]
 ) -> dict[str, Metric]:
     """Times and bytes of one batch.
 
     Args:
-        taught: wave by wave, per running teacher what each replica published.
+        taught: wave by wave, per running teacher what each replica measured.
         occupancy: by teacher the largest share of its ring in use.
     """
     teachers = running_teachers(config)
     if not teachers:
         return {}
-    everything = [published for wave in taught for teacher in wave for published in teacher]
-    num_bytes = sum(published.num_bytes for published in everything)
-    positions = sum(published.num_positions for published in everything)
+    everything = [each for wave in taught for teacher in wave for each in teacher]
+    num_bytes = sum(each.num_bytes for each in everything)
+    positions = sum(each.num_positions for each in everything)
     metrics = {
         "transport/bytes": Metric(float(num_bytes), "sum"),
         "transport/bytes_per_token": Metric(num_bytes / max(positions, 1), "mean", positions),

@@ -123,8 +123,9 @@ class Pipeline:
         return info
 
     def finish(self, wave: Wave) -> None:
-        """Takes back the slots of a wave whose readers have all returned."""
+        """Takes back the slots of a wave whose readers have all returned, and lets go of what was in them."""
         self._give_back(wave)
+        wave.drop()
         self._pump()
 
     def occupancy(self) -> dict[str, float]:

@@ -165,10 +165,12 @@ def shortage(plan: SeatingPlan, total: Mapping[str, float], available: Mapping[s
     asked: Counter[str] = Counter()
     for bundle in plan.bundles:
         asked.update(bundle)
-    return ", ".join(
+    amounts = [
         f"{name}: asked {asked[name]:g}, cluster has {total.get(name, 0):g}, free {available.get(name, 0):g}"
         for name in sorted(asked)
-    )
+    ]
+    pinned = sorted({node for node in plan.nodes if node})
+    return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
 
 
 def options(seat: Seat, group: PlacementGroup) -> dict:

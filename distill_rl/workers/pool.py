@@ -163,6 +163,8 @@ class AlignerPool:
         try:
             return self._wait(pending, what)
         except DistillError as error:
+            if _succeeded(pending.info):  # after its deadline, but before anybody was told
+                return ray.get(pending.info)
             self._recover(pending.place, pending.info, error)
             return None
 
@@ -195,11 +197,19 @@ class AlignerPool:
 
 
 def _raised(call: ray.ObjectRef) -> bool:
-    """Whether a call ended by an exception, so that whoever it asked is alive and free."""
+    """Whether a call ended, by an exception or late, so that whoever it asked is alive and free."""
     try:
         ray.get(call, timeout=0)
     except RayTaskError:
         return True
+    except (RayError, TimeoutError):
+        return False
+    return True
+
+
+def _succeeded(call: ray.ObjectRef) -> bool:
+    try:
+        ray.get(call, timeout=0)
     except (RayError, TimeoutError):
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,22 +80,24 @@ class RankWorker:
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 
+    def close_others(self, names: Sequence[str]) -> None:
+        """Closes this process's transports but those of these names."""
+        for name in set(self._transports) - set(names):
+            self._transports.pop(name).close()
+
     def stop(self) -> None:
         """Leaves the process group together with the other ranks."""
         from distill_rl.parallel.mesh import close_world
 
-        for transport in self._transports.values():
-            transport.close()
+        self.close_others(())
         close_world(self._world)
 
     def _open_transport(
         self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
     ) -> Transport:
-        """This process's side of a transport, in place of one of that name that it had."""
+        """This process's side of a transport."""
         from distill_rl.transport.choose import make
 
-        if name in self._transports:
-            self._transports.pop(name).close()
         self._transports[name] = make(
             name,
             deadline_s=self._config.ray.step_timeout_s,

@@ -15,7 +15,7 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.transport.assemble import fetch_rows
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import Crossing, RankBatch
-from distill_rl.workers.probe import probe_tensors
+from distill_rl.workers.probe import Problem, probe_tensors, reporting
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.teacher import Published
 
@@ -55,28 +55,22 @@ class StudentWorker(RankWorker):
             crossings=self._crossings,
         )
 
-    def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | str]:
-        """Opens teachers' rings; for each a receipt, or what is in the way."""
-        found: list[Receipt | str] = []
-        for offer in offers:
-            try:
-                transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
-                found.append(transport.open(offer))
-            except TransportError as error:
-                found.append(str(error))
-        return found
+    def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
+        return [self._open_ring(offer) for offer in offers]
 
-    def read_probes(self, handles: Sequence[Handle]) -> list[str]:
-        """For each what is in the way of reading it, or nothing."""
+    def read_probes(self, handles: Sequence[Handle]) -> list[Problem | None]:
         return [self._read_probe(handle) for handle in handles]
 
-    def _read_probe(self, handle: Handle) -> str:
-        try:
-            with self._transports[handle.transport].fetch(handle) as tensors:
-                right = bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all())
-        except TransportError as error:
-            return str(error)
-        return "" if right else f"transport {handle.transport}: the probe arrived changed"
+    @reporting
+    def _open_ring(self, offer: Offer) -> Receipt:
+        transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
+        return transport.open(offer)
+
+    @reporting
+    def _read_probe(self, handle: Handle) -> None:
+        with self._transports[handle.transport].fetch(handle) as tensors:
+            if not bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all()):
+                raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
         self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published

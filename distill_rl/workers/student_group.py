@@ -14,7 +14,7 @@ from distill_rl.workers.calls import Calls
 from distill_rl.workers.describe import describe_alignment, describe_transport
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pipeline import PendingBatch, Pipeline, Refs, Wave
-from distill_rl.workers.teacher import Published
+from distill_rl.workers.teacher import Taught
 
 
 class StudentGroup:
@@ -41,7 +41,7 @@ class StudentGroup:
         with self._timer.part(parts[0]):
             info = self._pipeline.settle(batch)
         running: deque[tuple[Wave, Refs]] = deque()
-        taught: list[list[list[Published]]] = []
+        taught: list[list[list[Taught]]] = []
         trained: list[dict[str, Metric]] = []
         for wave in waves:
             while not wave.taught:  # the rings are full: what the student reads now must end first
@@ -70,14 +70,16 @@ class StudentGroup:
         calls: Refs,
         what: str,
         parts: tuple[str, str, str],
-        taught: list[list[list[Published]]],
+        taught: list[list[list[Taught]]],
         trained: list[dict[str, Metric]],
     ) -> None:
         """Waits for the teachers of a wave, then for the student; adds what they return to `taught` and `trained`."""
         with self._timer.part(parts[1]):
             watched = {ref: name for calls in (*wave.published, wave.others) for ref, name in calls.items()}
             results = dict(zip(watched, self._gather(watched, f"teaching the batch of {what}")))
-            taught.append([[results[ref] for ref in teacher] for teacher in wave.published])
+            # Not what was published: its handles would keep the objects of all waves alive.
+            taught.append([[results[ref].measured for ref in teacher] for teacher in wave.published])
+            results.clear()
         with self._timer.part(parts[2]):
             trained += self._gather(calls, what)
         self._pipeline.finish(wave)

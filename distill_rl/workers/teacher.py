@@ -11,7 +11,7 @@ from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
-from distill_rl.workers.probe import PROBE_LAYOUT, probe_tensors
+from distill_rl.workers.probe import PROBE_LAYOUT, probe_tensors, reporting
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.slots import FIRST_GENERATION
 
@@ -20,23 +20,25 @@ _SLACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Taught:
+    """What one teacher rank did for one wave of a batch, in numbers."""
+
+    num_bytes: int = 0
+    num_positions: int = 0
+    """of the rows, padding included"""
+    forward_s: float = 0.0
+    """of the whole call"""
+    publish_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """What one teacher rank wrote for one wave of a batch."""
 
     handles: tuple[Handle, ...] = ()
-    forward_s: float = 0.0
-    """of the whole call"""
-    publish_s: float = 0.0
+    measured: Taught = Taught()
     score: float = 0.0
     """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(handle.num_bytes for handle in self.handles)
-
-    @property
-    def num_positions(self) -> int:
-        return sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in self.handles)
 
 
 class TeacherWorker(RankWorker):
@@ -54,25 +56,31 @@ class TeacherWorker(RankWorker):
         world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port)
         self._engine = TeacherEngine(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
 
+    @reporting
     def open_ring(
         self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
     ) -> list[Offer]:
         """Makes this rank's ring, in place of one that it had; an offer for each of the student ranks that read it."""
+        self.close_others(())
         positions = self._engine.micro_batch_size * self._config.data.max_length
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)
         return [self._ring.offer(reader) for reader in readers]
 
+    @reporting
     def accept(self, receipts: Sequence[Receipt]) -> None:
         for receipt in receipts:
             self._ring.accept(receipt)
 
+    @reporting
     def publish_probe(self) -> Handle:
         """A known content in the first slot, for all readers."""
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
     def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
         """Publishes one micro-batch per slot. All ranks of a replica compute; the first publishes."""
+        import torch
+
         start = time.perf_counter()
         replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
         wave = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
@@ -85,6 +93,14 @@ class TeacherWorker(RankWorker):
             readers = readers_of(layout, *wave, dp=parallel.dp, tp=parallel.tp)
             handles.append(self._ring.publish(slots[number], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
+        if self._world.device.type == "cuda":  # or the seconds would be those of launching the work
+            torch.cuda.synchronize(self._world.device)
         if self._world.tp_rank:
             return Published()
-        return Published(tuple(handles), time.perf_counter() - start, publish_s, self._engine.score)
+        measured = Taught(
+            sum(handle.num_bytes for handle in handles),
+            sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in handles),
+            time.perf_counter() - start,
+            publish_s,
+        )
+        return Published(tuple(handles), measured, self._engine.score)

@@ -61,7 +61,7 @@ def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
     [("StudentWorker", "student-dp0-tp0"), ("TeacherWorker", "big/dp0-tp0")],
 )
 def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp_path, worker, role):
-    with training(material, tmp_path, "transport=shared_memory") as (process, _, log):
+    with training(material, tmp_path, "transport=shared_memory", "prefetch.slots=2") as (process, _, log):
         os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
         assert process.wait(timeout=2 * PROMISE_S) == 1, log.read_text()
     errors = [line for line in log.read_text().splitlines() if line.startswith("distill-rl: error:")]

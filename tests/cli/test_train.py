@@ -11,7 +11,6 @@ from tests.helpers.command import distill_rl, records, series
 
 pytestmark = pytest.mark.cli
 
-CALLS = {"student-dp0-tp0": "train", "big/dp0-tp0": "forward", "aligner-0": "build"}
 LOSSES = ("train/kl_loss", "train/nll_loss", "train/loss", "train/grad_norm")
 
 
@@ -90,27 +89,35 @@ def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(stra
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert_equal_weights(straight, run)
+    # A ring that holds no batch trains in waves, whose means are added up in another order in fp64.
+    rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
     for metric in LOSSES:
-        # A ring that holds no batch trains in waves, whose means are added up in another order in fp64.
-        rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
-        assert [value for _, value in series(run, metric)] == pytest.approx(
-            [value for _, value in series(straight, metric)], rel=rounding, abs=0
-        )
+        ours, theirs = ([value for _, value in series(each, metric)] for each in (run, straight))
+        assert ours == pytest.approx(theirs, rel=rounding, abs=0)
+    ours, theirs = (series(each, "validation/kl_loss")[-1][1] for each in (run, straight))
+    assert ours == pytest.approx(theirs, rel=rounding, abs=0)
+
+
+def boxes(run: Path, call: str, row: str) -> list[tuple[float, float]]:
+    """When a worker's calls began and ended, by the run's timeline."""
+    events = json.loads((run / "logs" / "timeline.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    own = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in own]
+
+
+def overlap(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> bool:
+    return any(start < end and begin < stop for start, stop in some for begin, end in others)
 
 
 def test_what_workers_did_can_be_seen_side_by_side_and_in_a_table(straight):
-    events = json.loads((straight / "logs" / "timeline.json").read_text())["traceEvents"]
-    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-    calls = {row: [e for e in events if e["tid"] == rows[row] and e["name"] == call] for row, call in CALLS.items()}
-    assert [len(calls[row]) for row in CALLS] == [8, 8 + 2, 8 + 2]
-    forwards, steps = calls["big/dp0-tp0"], calls["student-dp0-tp0"]
-    assert any(
-        step["ts"] < forward["ts"] + forward["dur"] and forward["ts"] < step["ts"] + step["dur"]
-        for step in steps
-        for forward in forwards
-    ), "the teacher never worked while the student did"
+    trained, taught = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
+    assert (len(trained), len(taught)) == (8, 8 + 2)
+    assert len(boxes(straight, "build", "aligner-0")) == 8 + 2
+    assert overlap(trained, taught), "the teacher never worked while the student did"
     log = (straight / "logs" / "driver.log").read_text()
-    assert "wait_teachers" in log
+    assert "where the time went, steps 1 to 4" in log
+    assert "where the time went, steps 5 to 8" in log
     assert records(straight)[0]["transport/bytes_per_token"] == 16 * 8 + 8
 
 
@@ -163,12 +170,15 @@ def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(materi
     for overrides in (
         [],
         [f"teachers.1={{name: same, model: {material.root}/teacher, dtype: fp32, micro_batch_size: 1, weight: 3, parallel: {{dp: 2}}}}",
-         "student.parallel.dp=2", "prefetch.depth=2", "transport=shared_memory", "ray.placement=disaggregated"],
+         "student.parallel.dp=2", "prefetch.depth=2", "transport=shared_memory", "ray.placement=disaggregated",
+         "observe.timeline=true"],
     ):  # fmt: skip
         folder = tmp_path / str(len(losses))
         ended = distill_rl("train", "-c", material.config(folder), "train.steps=null", "train.epochs=0.4", *overrides)
         assert ended.code == 0, ended.err
         losses.append(series(folder / "runs" / "tiny", "train/kl_loss"))
+    forwards = [boxes(folder / "runs" / "tiny", "forward", row) for row in ("big/dp0-tp0", "same/dp0-tp0")]
+    assert overlap(*forwards), "the teachers took turns"
     assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
     torch.testing.assert_close([kl for _, kl in losses[0]], [kl for _, kl in losses[1]], rtol=2e-4, atol=1e-6)
 

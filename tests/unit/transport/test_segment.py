@@ -1,5 +1,8 @@
+import contextlib
 import gc
 import os
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +88,49 @@ def test_more_than_there_is_is_refused_before_it_is_taken():
         with pytest.raises(TransportError, match=r"take \d+ bytes of shared memory; got \d+ bytes of memory are free"):
             Segment.create(1 << 50, backing)
     assert (psutil.Process().num_fds(), folders()) == (fds, before)
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Inside the block this process can open so many files more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(count + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(("backing", "left"), [("memfd", 0), ("memfd", 1), ("file", 0), ("file", 1), ("file", 2)])
+def test_without_descriptors_it_ends_in_an_error_that_leaves_nothing(backing, left):
+    fds, before = psutil.Process().num_fds(), folders()
+    with (
+        descriptors_left(left),
+        pytest.raises(TransportError, match=r"must be made; got Too many open files; use transport=object_store"),
+    ):
+        Segment.create(SIZE, backing)
+    assert (psutil.Process().num_fds(), folders()) == (fds, before)
+
+
+def test_a_folder_that_a_sweeper_takes_before_it_is_locked_is_made_again(monkeypatch):
+    """The sweeper comes between the making and the locking of the first folder."""
+    sweep()
+    before, claim, lost = folders(), module._claim, []
+
+    def late_claim(folder):
+        if not lost and folder not in before:
+            lost.append(folder)
+            assert sweep() == [folder]
+        return claim(folder)
+
+    monkeypatch.setattr(module, "_claim", late_claim)
+    segment = Segment.create(SIZE, "file")
+    assert folders() - before == {Path(segment.address.folder)} != set(lost)
+    segment.close()
+    assert folders() == before
 
 
 def test_without_a_memfd_a_file_takes_its_place(monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.placement import actor_names, seat, shortage
+from distill_rl.workers.placement import Node, actor_names, seat, shortage
 
 
 def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):
@@ -81,3 +81,46 @@ def test_a_shortage_says_asked_there_and_free():
     plan = seat(config(), gpus=True)
     line = shortage(plan, {"CPU": 2.0}, {"CPU": 1.0})
     assert line == "CPU: asked 3, cluster has 2, free 1, GPU: asked 1, cluster has 0, free 0"
+
+
+def apart(**sizes):
+    made = config(**sizes)
+    made.ray.placement = "disaggregated"
+    return made
+
+
+def node(name, **resources):
+    return Node(name, resources)
+
+
+def test_disaggregated_ranks_have_a_gpu_each():
+    plan = seat(apart(student=(2, 1), teachers=((1, 2), (1, 1))), gpus=True)
+    ranks = [place for place in plan.seats.values() if not place.actor.startswith("aligner")]
+    assert {place.num_gpus for place in ranks} == {1.0}
+    assert len({place.bundle for place in ranks}) == len(ranks) == 5
+    assert plan.nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([node("a", CPU=8, GPU=2), node("b", CPU=8, GPU=2)], ["a", "a", "b", "b"]),
+        ([node("a", CPU=8, GPU=1), node("b", CPU=8, GPU=1), node("c", CPU=8, GPU=4)], ["a", "b", "c", "c"]),
+        ([node("a", CPU=8, GPU=3), node("b", CPU=8, GPU=2)], ["a", "a", "b", "b"]),
+        ([node("a", CPU=1, GPU=8), node("b", CPU=8, GPU=8)], None),  # one of the student's fits, and then no teacher
+        ([node("a", CPU=8, GPU=8)], None),
+    ],
+)
+def test_student_and_teachers_have_nodes_of_their_own_where_there_are_enough(nodes, expected):
+    plan = seat(apart(student=(2, 1), teachers=((1, 2),)), gpus=True, nodes=nodes)
+    assert [*plan.nodes] == ([] if expected is None else [*expected, None])
+
+
+def test_on_cpus_nodes_are_told_apart_by_their_cores():
+    plan = seat(apart(), 0, gpus=False, nodes=[node("a", CPU=2), node("b", CPU=2)])
+    assert plan.nodes == ("a", "b")
+    assert shortage(plan, {"CPU": 4}, {"CPU": 1}).endswith("free 1, on the nodes a, b")
+
+
+def test_colocated_ranks_are_pinned_nowhere():
+    assert seat(config(), gpus=True, nodes=[node("a", CPU=9, GPU=9), node("b", CPU=9, GPU=9)]).nodes == ()

@@ -1,0 +1,65 @@
+"""How much memory there is to take: what the machine has, or what a container or a batch job leaves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+
+
+def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
+    """Memory that this process may take: free or reclaimable on this machine, within the limits of its control groups.
+
+    Args:
+        membership: the groups of this process, as the kernel lists them.
+        mount: where control groups are, of version 1 or 2. Limits that cannot be read do not count.
+    """
+    limits = [_left(folder) for folder in _groups(membership, mount)]
+    return max(0, min([psutil.virtual_memory().available, *(left for left in limits if left is not None)]))
+
+
+def _groups(membership: Path, mount: Path) -> Iterator[Path]:
+    """The folders of this process's groups and of all groups around them: each may have a limit.
+
+    In a container the listed path may be one of the machine's, while its own group is the root of the mount.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount
+        parts = PurePosixPath(path).parts[1:]
+        for depth in range(len(parts) + 1):
+            yield root.joinpath(*parts[:depth])
+
+
+def _left(group: Path) -> int | None:
+    """What a group may still take; pages of files count as free, as the kernel gives them up first."""
+    for limit_name, usage_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            limit, usage = (group / limit_name).read_text().strip(), int((group / usage_name).read_text())
+            if limit != "max":
+                return int(limit) - usage + _file_pages(group, prefix)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _file_pages(group: Path, prefix: str) -> int:
+    """0 where it cannot be read. Shared memory is not among them: it has no file to go to."""
+    try:
+        entries = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+        return sum(int(value) for name, value in entries if name in (f"{prefix}active_file", f"{prefix}inactive_file"))
+    except (OSError, ValueError):
+        return 0

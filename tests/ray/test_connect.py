@@ -1,0 +1,136 @@
+"""How a transport is chosen, proven and given up, by real workers that live in this process instead of actors of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distill_rl.config.derive import ring_plan
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.errors import ConfigError, TransportError
+from distill_rl.transport.choose import Choice
+from distill_rl.transport.segment import Segment
+from distill_rl.workers import connect
+from distill_rl.workers.connect import Connector
+from distill_rl.workers.student import StudentWorker
+from distill_rl.workers.teacher import TeacherWorker
+
+pytestmark = pytest.mark.ray
+
+
+class Group:
+    """Workers called in turn; what `submit` returns are their answers."""
+
+    def __init__(self, names: list[str], workers: list[Any]):
+        self.names, self.actors = names, workers
+
+    def submit(self, method: str, *arguments: Any, ranks: list[int]) -> dict[Any, str]:
+        return {Answer(getattr(self.actors[rank], method)(*arguments)): self.names[rank] for rank in ranks}
+
+    def call(self, method: str, *arguments: Any, **_: Any) -> list[Any]:
+        return [getattr(worker, method)(*arguments) for worker in self.actors]
+
+
+class Answer:
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Calls:
+    def gather(self, calls: dict[Answer, str], **_: Any) -> list[Any]:
+        return [answer.value for answer in calls]
+
+
+def config(transport: str, *, student=(1, 1), teacher=(1, 1)) -> Config:
+    made = Config(transport=transport)
+    made.student.parallel = ParallelConfig(*student)
+    made.teachers = [TeacherConfig(name="big", parallel=ParallelConfig(*teacher))]
+    made.data.max_length, made.train.global_batch_size, made.train.micro_batch_size = 8, 8, 1
+    return made
+
+
+@pytest.fixture
+def build(ray_cluster):
+    opened: list[Any] = []
+
+    def made(settings: Config) -> Connector:
+        teacher = settings.teachers[0]
+        world = SimpleNamespace(device=torch.device("cpu"), tp_rank=0)
+        teachers = []
+        for rank in range(teacher.parallel.dp * teacher.parallel.tp):
+            worker = TeacherWorker(rank, settings, teacher, 100, 1)
+            worker._engine = SimpleNamespace(micro_batch_size=1, bytes_per_token=64)
+            teachers.append(worker)
+        students = [
+            StudentWorker(rank, settings, 1, (), 100, 1)
+            for rank in range(settings.student.parallel.dp * settings.student.parallel.tp)
+        ]
+        for worker in (*teachers, *students):
+            worker._world = world
+        opened.extend((*students, *teachers))
+        names = [f"big/dp{n // teacher.parallel.tp}-tp{n % teacher.parallel.tp}" for n in range(len(teachers))]
+        student = Group([f"student-{n}" for n in range(len(students))], students)
+        return Connector(settings, [(teacher, Group(names, teachers))], student, ring_plan(settings), Calls())
+
+    yield made
+    for worker in opened:
+        worker.close_others(())
+
+
+def names(chosen: dict[str, Choice]) -> dict[str, str]:
+    return {source: choice.name for source, choice in chosen.items()}
+
+
+@pytest.mark.parametrize("transport", ["auto", "object_store", "shared_memory"])
+def test_every_replica_reaches_the_ranks_that_read_it(build, transport, capsys):
+    connector = build(config(transport, student=(2, 2), teacher=(4, 1)))
+    expected = "object_store" if transport == "auto" else transport
+    assert names(connector.connect()) == {f"big/dp{replica}-tp0": expected for replica in range(4)}
+    assert f"transport {expected}: " in capsys.readouterr().out
+    for rank, worker in enumerate(connector._student.actors):
+        assert list(worker._transports) == [expected]
+        if expected == "shared_memory":
+            replicas = (0, 1) if rank < 2 else (2, 3)
+            assert set(worker._transports[expected]._opened) == {f"big/dp{replica}-tp0" for replica in replicas}
+
+
+def test_auto_gives_up_what_fails_on_either_side_and_says_so(build, monkeypatch, capsys):
+    """CUDA IPC where there is no GPU."""
+    monkeypatch.setattr(connect, "choose", lambda *_: Choice("cuda_ipc", "they are on one GPU"))
+    connector = build(config("auto"))
+    assert names(connector.connect()) == {"big/dp0-tp0": "object_store"}
+    assert "transport object_store: cuda_ipc does not work: " in capsys.readouterr().out
+    ((_, teachers),) = connector._teachers
+    assert [list(worker._transports) for worker in (*teachers.actors, *connector._student.actors)] == [
+        ["object_store"]
+    ] * 2
+
+
+def test_shared_memory_that_has_no_common_name_is_tried_as_a_file(build, monkeypatch):
+    """As in a container whose processes do not see each other."""
+    attach = Segment.attach
+
+    def only_files(address, what):
+        if not address.folder:
+            raise TransportError(what, "its shared memory must be there to open", "no such file")
+        return attach(address, what)
+
+    monkeypatch.setattr(Segment, "attach", only_files)
+    connector = build(config("shared_memory"))
+    assert names(connector.connect()) == {"big/dp0-tp0": "shared_memory"}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "auto"])
+def test_what_was_asked_for_by_name_or_is_the_last_is_an_error(build, monkeypatch, transport):
+    def refuse(self, offer):
+        raise TransportError("ring", "must be there", "not there")
+
+    for medium in ("shared_memory.SharedMemoryTransport", "object_store.ObjectStoreTransport"):
+        monkeypatch.setattr(f"distill_rl.transport.{medium}.open", refuse)
+    with pytest.raises(
+        ConfigError, match=r"transport: (\w+ )?must work from big/dp0-tp0 to the student; got ring: must be"
+    ):
+        build(config(transport)).connect()

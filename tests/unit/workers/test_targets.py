@@ -1,0 +1,54 @@
+"""Of the targets of a batch the student opens those of one micro-batch at a time."""
+
+from contextlib import contextmanager
+
+import torch
+
+from distill_rl.losses import TopKLogprobs
+from distill_rl.transport.base import Layout, Ring, Slot
+from distill_rl.transport.local import LocalTransport
+from distill_rl.workers.student import _Targets
+from distill_rl.workers.teacher import Published
+
+TOKENS, K, ROWS_PER_SLOT, SLOTS = 3, 2, 2, 4
+
+
+class Watched(LocalTransport):
+    """Counts the slots that are open at once."""
+
+    open_now = most_open = 0
+
+    @contextmanager
+    def fetch(self, handle):
+        self.open_now += 1
+        self.most_open = max(self.most_open, self.open_now)
+        with super().fetch(handle) as tensors:
+            yield tensors
+        self.open_now -= 1
+
+
+def published(writer: LocalTransport) -> Published:
+    handles = []
+    for number in range(SLOTS):
+        first = number * ROWS_PER_SLOT
+        ids = torch.arange(first * TOKENS * K, (first + ROWS_PER_SLOT) * TOKENS * K, dtype=torch.int32).view(-1, K)
+        tensors = {"ids": ids, "logprobs": -ids.float()}
+        handles.append(writer.publish(Slot(number, 2), tensors, Layout(first, ROWS_PER_SLOT, TOKENS)))
+    return Published(tuple(handles))
+
+
+def test_one_micro_batch_is_open_at_a_time_and_far_bytes_are_counted_once():
+    writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), Watched(node_id="here")
+    writer.accept(reader.open(writer.offer(0)))
+    sent = published(writer)
+    for node_id, far in (("here", 0), ("there", sum(handle.num_bytes for handle in sent.handles))):
+        targets = _Targets({"local": reader}, node_id, 1.0, [1], [sent])
+        for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
+            with targets(first, 1) as (target,):
+                assert isinstance(target, TopKLogprobs)
+                assert target.ids[:, 0].tolist() == [2 * token for token in range(first * TOKENS, (first + 1) * TOKENS)]
+        assert targets.far_bytes == far
+    assert (reader.most_open, reader.open_now) == (1, 0)
+    with _Targets({"local": reader}, "here", 1.0, [1], [sent])(1, 2) as (target,):
+        assert target.ids.shape == (2 * TOKENS, K)
+    assert reader.most_open == 2
