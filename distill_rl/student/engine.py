@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -25,6 +24,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import NumericsError
 from distill_rl.models import families
+from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
@@ -68,7 +68,7 @@ class StudentEngine:
         crossings: Sequence[Crossing | None] = (),
     ):
         student = config.student
-        _be_deterministic(config, world.device)
+        be_deterministic(config.train.deterministic, world.device)
         self.config = config
         self.world = world
         self.vocabulary_size = vocabulary_size
@@ -258,13 +258,6 @@ class StudentEngine:
         """Draws that depend on run.seed, the step and the data-parallel rank: tensor-parallel ranks must draw alike."""
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
-
-
-def _be_deterministic(config: Config, device: torch.device) -> None:
-    if config.train.deterministic and device.type == "cuda":
-        # Read by cuBLAS when its first handle is made; without it deterministic matrix products raise.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _on_device(target: Target, device: torch.device) -> Target:

@@ -13,6 +13,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import HiddenStates, Wire
 from distill_rl.models import families
+from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
@@ -39,6 +40,7 @@ class TeacherEngine:
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
         if teacher.backend != "hf":
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
+        be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher
         self.world = world
         self.vocabulary_size = vocabulary_size

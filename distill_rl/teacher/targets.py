@@ -47,16 +47,15 @@ def topk_targets(
     Returns:
         Plain tensors of N rows, equal on every tensor-parallel rank.
     """
-    parts = []
+    whole: dict[str, Tensor] = {}
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
         logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
         found = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=temperature)
-        parts.append(found.to_tensors(torch.float32))
+        for name, part in found.to_tensors(torch.float32).items():
+            _put(whole, name, part, rows, hidden.shape[0])
         del logits, found
-    return TopKLogprobs.from_tensors(
-        {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, temperature
-    )
+    return TopKLogprobs.from_tensors(whole, temperature)
 
 
 def logits_targets(
@@ -75,16 +74,17 @@ def logits_targets(
         Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every
         tensor-parallel rank.
     """
-    parts, label_logprobs = [], []
+    whole: dict[str, Tensor] = {}
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
         logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
         found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature)
         assert isinstance(found, Tensor)
-        label_logprobs.append(found.float())
-        parts.append((logits.full_tensor() if isinstance(logits, DTensor) else logits).to(wire_dtype))
+        _put(whole, "label_logprob", found, rows, hidden.shape[0], torch.float32)
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        _put(whole, "logits", logits, rows, hidden.shape[0], wire_dtype)
         del logits
-    return DenseLogits(torch.cat(parts), torch.cat(label_logprobs))
+    return DenseLogits(whole["logits"], whole["label_logprob"])
 
 
 def hidden_targets(
@@ -102,16 +102,26 @@ def hidden_targets(
     Returns:
         Plain tensors of N rows, equal on every tensor-parallel rank; and on request the entropies, fp32 [N] in nats.
     """
-    label_logprobs, entropies = [], []
+    whole: dict[str, Tensor] = {}
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, start + chunk)
         logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
         found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature, return_entropy=with_entropy)
         of_label, *of_all = found if isinstance(found, tuple) else (found,)
-        label_logprobs.append(of_label.float())
-        entropies += [each.float() for each in of_all]
+        _put(whole, "label_logprob", of_label, rows, hidden.shape[0], torch.float32)
+        for each in of_all:
+            _put(whole, "entropy", each, rows, hidden.shape[0], torch.float32)
         del logits
-    return HiddenStates(hidden, torch.cat(label_logprobs)), torch.cat(entropies) if with_entropy else None
+    return HiddenStates(hidden, whole["label_logprob"]), whole.get("entropy")
+
+
+def _put(
+    whole: dict[str, Tensor], name: str, part: Tensor, rows: slice, num_rows: int, dtype: torch.dtype | None = None
+) -> None:
+    """Writes `part` where it belongs in the tensor of all rows: parts put together at the end would be there twice."""
+    if name not in whole:
+        whole[name] = part.new_empty(num_rows, *part.shape[1:], dtype=dtype or part.dtype)
+    whole[name][rows] = part
 
 
 def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError
+from distill_rl.transport.place import Place, expandable_segments
 
 if TYPE_CHECKING:
     import torch
@@ -16,60 +17,12 @@ if TYPE_CHECKING:
     from distill_rl.transport.segment import Backing
 
 NAMES = ("local", "object_store", "shared_memory", "cuda_ipc")
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     name: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank runs, as far as a transport cares."""
-
-    node_id: str
-    device: str
-    """`"cpu"` or the GPU's UUID"""
-    pid: int
-    uid: int
-    expandable: str = ""
-    """the environment variable that turns expandable segments on; their memory cannot be shared"""
-    reaches: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose memory this process can map: its own, and visible peers"""
-
-
-def place_of(device: torch.device, node_id: str) -> Place:
-    """The place of the process that calls this, whose model is on `device`."""
-    expandable = expandable_segments(os.environ)
-    if device.type != "cuda":
-        return Place(node_id, "cpu", os.getpid(), os.getuid(), expandable)
-    import torch
-
-    own = torch.cuda.current_device() if device.index is None else device.index
-    reaches = tuple(
-        gpu_uuid(index)
-        for index in range(torch.cuda.device_count())
-        if index == own or torch.cuda.can_device_access_peer(own, index)
-    )
-    return Place(node_id, gpu_uuid(own), os.getpid(), os.getuid(), expandable, reaches)
-
-
-def gpu_uuid(index: int) -> str:
-    """What names a GPU in every process of a node; its index depends on CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def expandable_segments(environment: Mapping[str, str]) -> str:
-    """The variable that turns them on; empty if none does."""
-    for variable in _ALLOCATOR_SETTINGS:
-        settings = environment.get(variable, "").replace(" ", "").lower().split(",")
-        if "expandable_segments:true" in settings:
-            return variable
-    return ""
 
 
 def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
@@ -160,7 +113,7 @@ def _named(name: str) -> Choice:
         raise ConfigError("transport", f"must be one of auto, {', '.join(NAMES)}", name)
     if name == "local":
         raise ConfigError("transport", "local works inside one process, and a run has several", name, _REMEDY)
-    return Choice(name, "set by transport")
+    return Choice(name, "asked for by name")
 
 
 def _against_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
-from distill_rl.transport.choose import expandable_segments, gpu_uuid
+from distill_rl.transport.place import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
     ALIGNMENT,
     SlotReader,

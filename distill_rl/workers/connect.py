@@ -13,7 +13,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Layout, Offer
-from distill_rl.transport.choose import Choice, Place, choose
+from distill_rl.transport.choose import Choice, choose
+from distill_rl.transport.place import Place
 from distill_rl.transport.segment import Backing
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
@@ -67,13 +68,13 @@ class Connector:
         routes = [route for teacher, group in self._teachers for route in self._routes(teacher, group, places)]
         problems = self._open(routes)
         again = [self._second_choice(route, problems[route.source]) for route in routes if route.source in problems]
+        if again:  # readers first: what they have opened belongs to the teachers
+            self._close_others([route for route in routes if route.source not in problems])
         for source, problem in self._open(again).items():
             raise ConfigError(
                 "transport", f"must work from {source} to the student", problem, "set transport=object_store"
             )
         chosen = {route.source: route.choice for route in (*routes, *again)}
-        names = sorted({choice.name for choice in chosen.values()})
-        self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
         for choice in dict.fromkeys(chosen.values()):
             say(f"transport {choice.name}: {choice.reason}")
             log.info("it is used by %s", ", ".join(source for source, its in chosen.items() if its == choice))
@@ -94,6 +95,11 @@ class Connector:
             log.info("%s on %s is read on %s", source, _short(own[replica * tp]), on)
             routes.append(Route(group, replica * tp, source, readers, slots, choice))
         return routes
+
+    def _close_others(self, routes: Sequence[Route]) -> None:
+        """Lets the student close the transports that none of these routes takes."""
+        names = sorted({route.choice.name for route in routes})
+        self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
 
     def _second_choice(self, route: Route, problem: str) -> Route:
         if route.choice.name == "shared_memory":

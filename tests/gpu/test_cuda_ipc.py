@@ -32,6 +32,23 @@ def stage(processes):
     made.close()
 
 
+PEER = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device"))
+
+
+@pytest.fixture(params=["cuda:0", PEER])
+def pair(stage, request):
+    """A writer on the first GPU and its only reader, on the same GPU or on a peer."""
+    elsewhere = Stage("cuda_ipc", stage.sides, device=request.param)
+
+    def made(ring):
+        writer, reader = stage.writer(ring), elsewhere.reader()
+        stage.connect(writer, reader)
+        return writer, reader
+
+    yield made
+    elsewhere.close()
+
+
 class TestCudaIpc(Every, Acknowledged, Apart):
     pass
 
@@ -42,14 +59,33 @@ def test_views_lie_in_the_writers_memory_and_nothing_is_copied(stage):
     assert reader.side.tell("device_memory_of_fetch", reader.number, handle) == 0
 
 
-def test_a_write_waits_for_kernels_that_still_read(stage):
+def test_a_write_waits_for_kernels_that_still_read(pair):
     """The reader's block ends on the CPU long before its kernels do; the next content must not reach them."""
     size = 4 << 20
-    writer, reader = stage.pair(Ring(1, 4 * size))
+    writer, reader = pair(Ring(1, 4 * size))
     for generation in range(2, 42, 2):
         handle = writer.publish(Slot(0, generation), {"x": torch.full((size,), float(generation))}, LAYOUT)
         reader.side.tell("mean_later", reader.number, handle)
     assert reader.side.tell("means") == [float(generation) for generation in range(2, 42, 2)]
+
+
+def test_a_read_waits_for_a_write_that_the_gpu_has_not_done(pair):
+    """The handle is there long before the content; kernels on it may run on a stream that is not the reader's own."""
+    size = 4 << 20
+    writer, reader = pair(Ring(1, 4 * size))
+    for generation in range(2, 12, 2):
+        content = {"x": torch.full((size,), float(generation))}
+        handle = writer.publish_later(Slot(0, generation), content, LAYOUT)
+        assert reader.values_in_pieces(handle) == [float(generation)]
+
+
+def test_a_ring_lies_alone_though_the_allocator_has_room_beside_other_memory(stage):
+    """6 MiB are cut from 20, and a small ring would fit into the rest; made there, it would be refused."""
+    stage.sides[0].tell("hold_gpu_memory", 6 << 20)
+    writer, reader = stage.pair(Ring(1, ROOM))
+    stage.sides[0].tell("hold_gpu_memory", 1 << 20)
+    handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
+    assert_same(reader.read(handle), targets())
 
 
 def test_a_ring_is_refused_inside_the_process_that_wrote_it(stage):

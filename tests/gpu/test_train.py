@@ -1,9 +1,13 @@
 """A whole run on one GPU that student and teacher share."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import distill_rl, records, series
+from tests.helpers.command import actor_pid, distill_rl, leftovers, records, running, series, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -34,6 +38,42 @@ def test_a_deterministic_run_repeats_itself_at_any_depth(material, tmp_path, dty
         curves.append(series(folder / "runs" / "tiny", "train/kl_loss"))
     assert len(curves[0]) == 8
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
+def test_the_transport_changes_no_bit(material, tmp_path, export):
+    curves = {}
+    for transport in ("cuda_ipc", "object_store", "shared_memory"):
+        folder = tmp_path / transport
+        ended = distill_rl(
+            "train", "-c", material.config(folder), f"transport={transport}", f"teachers.0.export={export}",
+            "prefetch.depth=2", "train.deterministic=true", "student.dtype=bf16", "teachers.0.dtype=bf16",
+        )  # fmt: skip
+        assert ended.code == 0, ended.err
+        assert f"transport {transport}: " in ended.out
+        run = folder / "runs" / "tiny"
+        curves[transport] = [series(run, metric) for metric in ("train/loss", "train/kl_loss", "train/grad_norm")]
+        assert [len(curve) for curve in curves[transport]] == [8, 8, 8]
+    assert curves["cuda_ipc"] == curves["object_store"] == curves["shared_memory"]
+
+
+@pytest.mark.parametrize("worker", ["TeacherWorker", "StudentWorker"])
+def test_a_killed_worker_leaves_no_counters_of_shared_gpu_memory(material, tmp_path, worker):
+    """Torch counts a buffer's readers in a file of the process that has it, which a kill -9 leaves to the run."""
+    log, run = tmp_path / "log", tmp_path / "runs" / "tiny"
+    config = material.config(tmp_path)
+    with running("train", "-c", config, "transport=cuda_ipc", "train.steps=100000", log=log) as process:
+        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+        assert process.poll() is None, log.read_text()
+        started = leftovers(process.pid)
+        assert counters(started)
+        os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
+        assert process.wait(timeout=60) == 1, log.read_text()
+    assert counters(started) == []
+
+
+def counters(pids):
+    return [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
 def test_an_aligner_with_a_share_of_the_gpu_runs_the_dynamic_programme_there(material, tmp_path):

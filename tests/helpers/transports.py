@@ -18,7 +18,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -28,8 +28,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
-from distill_rl.transport.choose import Place, make, place_of
+from distill_rl.transport.choose import make
+from distill_rl.transport.place import Place, place_of
 
 DEADLINE_S = 60.0
 
@@ -42,6 +44,7 @@ class Side:
         self._blocks: dict[int, ExitStack] = {}
         self._views: dict[int, dict[str, Tensor]] = {}
         self._means: list[Tensor] = []
+        self._held: list[Tensor] = []
 
     def make(self, number: int, name: str, device: str, backing: str, arguments: Mapping[str, Any]) -> None:
         if backing == "file":
@@ -92,12 +95,9 @@ class Side:
         with self._transports[number].fetch(handle):
             raise KeyError("of the reader's own")
 
-    def publish_and_die(self, number: int, slot: Slot, file: Path, layout: Layout) -> None:
-        """Copies from a file that is shorter than its mapping: the kernel ends this process half-way."""
-        size = file.stat().st_size
-        tensor = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
-        os.truncate(file, size // 2)
-        self._transports[number].publish(slot, {"x": tensor}, layout)
+    def publish_half_and_die(self, number: int, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        """Is killed by the kernel when all tensors but the last are written."""
+        self._transports[number].publish(slot, _Fatal(tensors), layout)
 
     def place(self, device: str, node_id: str) -> Place:
         return place_of(torch.device(device), node_id)
@@ -107,6 +107,21 @@ class Side:
         before = torch.cuda.memory_allocated()
         with self._transports[number].fetch(handle):
             return torch.cuda.memory_allocated() - before
+
+    def hold_gpu_memory(self, num_bytes: int) -> None:
+        """Takes a block of the allocator's, and leaves the rest of what that is cut from to others."""
+        self._held.append(torch.empty(num_bytes, dtype=torch.uint8, device="cuda"))
+
+    def publish_later(self, number: int, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        """Hands the handle out before the GPU has written the content: its stream is busy with something else first."""
+        moved = {name: tensor.cuda() for name, tensor in tensors.items()}
+        torch.cuda._sleep(200_000_000)
+        return self._transports[number].publish(slot, moved, layout)
+
+    def values_in_pieces(self, number: int, handle: Handle) -> list[float]:
+        """Which values the content has, seen by a kernel that puts pieces of it together."""
+        with self._transports[number].fetch(handle) as tensors:
+            return torch.cat(tensors["x"].chunk(2)).unique().tolist()
 
     def mean_later(self, number: int, handle: Handle) -> None:
         """Leaves the block before the GPU has read the content: its stream is busy with something else first."""
@@ -147,6 +162,10 @@ class Side:
                     writer.send(turn)
                 except (EOFError, OSError):
                     return turn, torn
+                except TransportError as error:
+                    if "must live while it is read" not in str(error):
+                        raise
+                    return turn, torn
         raise AssertionError("unreachable")
 
     def close(self, number: int) -> None:
@@ -166,6 +185,25 @@ class Side:
         """(bytes of memory that are this process's alone, open file descriptors)."""
         process = psutil.Process()
         return process.memory_full_info().uss, process.num_fds()
+
+
+class _Fatal(dict[str, Tensor]):
+    """Ends its process where a second pass comes to the last tensor: the first describes them, the second copies them."""
+
+    _passes = 0
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        self._passes += 1
+        for number, item in enumerate(super().items()):
+            if (self._passes, number) == (2, len(self) - 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+
+def forget_exports(pid: int) -> None:
+    """Removes torch's counters of GPU memory that a process has shared: a killed one leaves them for its run to sweep."""
+    for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        file.unlink(missing_ok=True)
 
 
 class Process:
@@ -214,6 +252,7 @@ class Process:
         """How it ended by itself: a negative number is a signal."""
         self._process.join(DEADLINE_S)
         self._ours.close()
+        forget_exports(self.pid)
         return self._process.exitcode
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, hidden_targets, topk_targets
+from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, hidden_targets, logits_targets, topk_targets
 
 TOKENS, HIDDEN, VOCABULARY, TOP = 17, 6, 23, 5
 
@@ -72,6 +72,22 @@ def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entrop
     for one in (plain, found):
         torch.testing.assert_close(one.label_logprob.double(), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_are_those_of_all_columns_in_the_wire_dtype_with_padding_at_minus_infinity(case, chunk: int, dtype):
+    hidden, weight, labels = case
+    settings = {"temperature": 2.0, "vocabulary_size": VOCABULARY, "chunk": chunk, "wire_dtype": dtype}
+    found = logits_targets(hidden, lambda part: part @ weight.T, labels, **settings)
+    exact = hidden.double() @ weight.double().T
+    assert found.logits.dtype == dtype
+    # A few units in the last place of either dtype: the logits are summed up in fp32.
+    bound = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(found.logits[:, :VOCABULARY], exact[:, :VOCABULARY].to(dtype), **bound)
+    assert bool((found.logits[:, VOCABULARY:] == -torch.inf).all())
+    wanted = (exact[:, :VOCABULARY] / 2).log_softmax(1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(found.label_logprob.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("columns", "tokens"), [(1, 1024), (65536, 1024), (131072, 512), (151936, 441), (10**9, 1)])

@@ -6,12 +6,13 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.transport.base import Ring
-from distill_rl.transport.choose import NAMES, Place, choose, expandable_segments, expected, make, place_of
+from distill_rl.transport.choose import NAMES, choose, expected, make
+from distill_rl.transport.place import Place, expandable_segments, place_of
 
-CPU = Place("a", "cpu", 1, 1000)
-GPU = Place("a", "GPU-0", 1, 1000, reaches=("GPU-0", "GPU-1"))
-PEER = Place("a", "GPU-1", 2, 1000, reaches=("GPU-0", "GPU-1"))
-HIDDEN = Place("a", "GPU-2", 3, 1000, reaches=("GPU-2",))
+CPU = Place("a", "cpu", 1000)
+GPU = Place("a", "GPU-0", 1000, reaches=("GPU-0", "GPU-1"))
+PEER = Place("a", "GPU-1", 1000, reaches=("GPU-0", "GPU-1"))
+HIDDEN = Place("a", "GPU-2", 1000, reaches=("GPU-2",))
 ELSEWHERE = replace(GPU, node_id="b")
 EXPANDABLE = replace(GPU, expandable="PYTORCH_ALLOC_CONF")
 
@@ -64,7 +65,7 @@ def test_a_transport_by_name_that_cannot_work_is_refused(name, readers, why):
 )
 def test_a_transport_by_name_that_can_work_is_taken(name, readers):
     choice = choose(name, GPU, readers)
-    assert (choice.name, choice.reason) == (name, "set by transport")
+    assert (choice.name, choice.reason) == (name, "asked for by name")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_is_expected_before_any_process_is_there(monkeypatch):
 
 def test_the_place_of_a_process_without_a_gpu():
     place = place_of(torch.device("cpu"), "node")
-    assert (place.node_id, place.device, place.pid, place.uid) == ("node", "cpu", os.getpid(), os.getuid())
+    assert (place.node_id, place.device, place.uid, place.reaches) == ("node", "cpu", os.getuid(), ())
 
 
 @pytest.mark.parametrize("name", ["local", "shared_memory"])
