@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, lcm
 
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -99,7 +99,7 @@ def wants_whole_batch(config: Config) -> bool:
 def rows_unit(config: Config) -> int:
     """Rows that the student and every running teacher divide evenly over ranks and micro-batches."""
     shares = [config.student.parallel.dp * config.train.micro_batch_size]
-    return lcm(*shares, *(_rows_per_slot(config, teacher) for teacher in running_teachers(config)))
+    return lcm(*shares, *(rows_per_slot(config, teacher) for teacher in running_teachers(config)))
 
 
 def ring_plan(config: Config) -> RingPlan:
@@ -112,7 +112,7 @@ def ring_plan(config: Config) -> RingPlan:
     whole, asked = wants_whole_batch(config), config.prefetch.slots
     rows_per_wave, slots = batch, {}
     for teacher in running_teachers(config):
-        rows = _rows_per_slot(config, teacher)
+        rows = rows_per_slot(config, teacher)
         room = (config.prefetch.depth + 1) * (batch // rows)
         wanted = 2 * unit // rows if teacher.export == "logits" and asked is None else asked
         if wanted is not None and not whole:
@@ -120,13 +120,13 @@ def ring_plan(config: Config) -> RingPlan:
         slots[teacher.name] = room if wanted is None or (whole and asked is None) else min(room, wanted)
     waves = ceil(batch / rows_per_wave)
     rows_per_wave = ceil(batch / waves / unit) * unit  # the last one is not much smaller than the others
-    per_wave = {teacher.name: rows_per_wave // _rows_per_slot(config, teacher) for teacher in running_teachers(config)}
+    per_wave = {teacher.name: rows_per_wave // rows_per_slot(config, teacher) for teacher in running_teachers(config)}
     return RingPlan(waves, rows_per_wave, slots, per_wave)
 
 
-def _rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
+def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
     """Rows of a batch that the replicas of a teacher write into one slot each."""
-    return teacher.parallel.dp * (teacher.micro_batch_size or config.train.micro_batch_size)
+    return teacher.parallel.dp * teacher_rows(config, teacher)
 
 
 def sizes(config: Config, facts: Facts) -> DerivedSizes:
@@ -154,7 +154,7 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
 
 
 def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, number: int) -> TeacherSizes:
-    rows = teacher.micro_batch_size or config.train.micro_batch_size
+    rows = teacher_rows(config, teacher)
     micro_batches = ceil(config.train.global_batch_size / (teacher.parallel.dp * rows))
     vocabularies = facts.teacher_vocabularies
     ids = (vocabularies[number] if number < len(vocabularies) else None) or facts.vocabulary_size

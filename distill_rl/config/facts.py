@@ -57,3 +57,8 @@ class Facts:
 def running_teachers(config: Config) -> list[TeacherConfig]:
     """The teachers that are started: none where loss.kd_weight is 0."""
     return list(config.teachers) if config.loss.kd_weight > 0 else []
+
+
+def teacher_rows(config: Config, teacher: TeacherConfig) -> int:
+    """Rows per forward of a teacher's rank."""
+    return config.train.micro_batch_size if teacher.micro_batch_size is None else teacher.micro_batch_size

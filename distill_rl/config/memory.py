@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers
+from distill_rl.config.facts import Facts, ModelFacts, running_teachers, teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -66,11 +66,12 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
         slots: bytes of a slot of each teacher, `rings` of all of a rank's.
     """
     workers = []
-    on_gpu = facts.gpus > 0
+    on_gpu, running = facts.gpus > 0, running_teachers(config)
     if facts.student is not None:
         heads = _heads(config, facts, facts.student, on_gpu)
-        workers.append(student_memory(config, facts.student, targets=sum(slots), heads=heads, on_gpu=on_gpu))
-    running = running_teachers(config)
+        rows = config.train.micro_batch_size
+        read = sum(max(slot, slot * rows // teacher_rows(config, each)) for slot, each in zip(slots, running))
+        workers.append(student_memory(config, facts.student, targets=read, heads=heads, on_gpu=on_gpu))
     # A ring is the teacher's own memory, unless it is Ray's object store that holds the slots.
     owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
     for teacher, slot, ring, model in zip(running, slots, rings, facts.teachers[: len(running)]):
@@ -139,7 +140,7 @@ def teacher_memory(
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
-    rows = teacher.micro_batch_size or config.train.micro_batch_size
+    rows = teacher_rows(config, teacher)
     tokens = rows * config.data.max_length
     columns = ceil(model.vocabulary_columns / tp)
     chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))

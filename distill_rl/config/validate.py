@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from math import lcm
 from typing import Any
 
-from distill_rl.config.derive import rows_unit, wants_whole_batch
-from distill_rl.config.facts import running_teachers
+from distill_rl.config.derive import rows_per_slot, rows_unit, wants_whole_batch
+from distill_rl.config.facts import running_teachers, teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
@@ -182,8 +182,7 @@ def _batch(config: Config) -> Iterator[str]:
     splits = [("student", config.student.parallel.dp, micro)]
     if config.loss.kd_weight > 0:
         for teacher in config.teachers:
-            own = micro if teacher.micro_batch_size is None else teacher.micro_batch_size
-            splits.append((f"teacher {teacher.name}", teacher.parallel.dp, own))
+            splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
     if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
         return  # each has a line of its own
     common = lcm(*(dp * size for _, dp, size in splits))
@@ -205,7 +204,7 @@ def _rings(config: Config) -> Iterator[str]:
     if wants_whole_batch(config):
         least, what = batch, "the whole batch, which loss.dynamic_scale or teachers[].score weighs"
     for teacher in running_teachers(config):
-        rows = teacher.parallel.dp * (teacher.micro_batch_size or config.train.micro_batch_size)
+        rows = rows_per_slot(config, teacher)
         if slots * rows < least:
             rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
             yield _line("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
@@ -214,7 +213,7 @@ def _rings(config: Config) -> Iterator[str]:
 def _unit(config: Config) -> int | None:
     """`derive.rows_unit`, None where a size makes no sense."""
     sizes = [config.student.parallel.dp, config.train.micro_batch_size]
-    sizes += [size for t in config.teachers for size in (t.parallel.dp, t.micro_batch_size or 1)]
+    sizes += [size for t in config.teachers for size in (t.parallel.dp, teacher_rows(config, t))]
     return rows_unit(config) if min(sizes) > 0 else None
 
 

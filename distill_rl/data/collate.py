@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.config.derive import ring_plan
+from distill_rl.config.facts import teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
@@ -162,11 +163,10 @@ class BatchPlan:
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, crossing: bool = False) -> BatchPlan:
         """`crossing`: some teacher has another tokenizer, so that every document has a row of its own."""
-        common = config.train.micro_batch_size
         rings = ring_plan(config)
         return cls(
-            student=Share(config.student.parallel.dp, common),
-            teachers=tuple(Share(t.parallel.dp, t.micro_batch_size or common) for t in config.teachers),
+            student=Share(config.student.parallel.dp, config.train.micro_batch_size),
+            teachers=tuple(Share(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
             max_length=config.data.max_length,
             packing=config.data.packing and not crossing,
             pad_id=pad_id,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill_rl.config.facts import teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import HiddenStates, Wire
@@ -44,7 +45,7 @@ class TeacherEngine:
         self.config, self.teacher = config, teacher
         self.world = world
         self.vocabulary_size = vocabulary_size
-        self.micro_batch_size = teacher.micro_batch_size or config.train.micro_batch_size
+        self.micro_batch_size = teacher_rows(config, teacher)
         self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
         self.model = load_model(
             teacher.model,

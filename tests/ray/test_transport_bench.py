@@ -1,6 +1,8 @@
 """The bench of the transports, small: that it runs, checks what arrives, and judges."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,10 @@ def test_what_is_slower_than_promised_is_named():
     bad["cuda"]["cuda_ipc"]["fetch_s"] = 150e-6
     assert [problem.split()[0:2] for problem in verdict(bad)] == [["shared_memory", "moves"], ["a", "cuda_ipc"]]
     assert "150 µs" in verdict(bad)[1]
+
+
+def test_the_published_record_is_as_promised_and_says_where_it_was_measured():
+    record = json.loads((Path(__file__).parents[2] / "docs/benchmarks/transport.json").read_text())
+    assert verdict(record) == []
+    assert record["environment"]["commit"]
+    assert record["cpu"]["shared_memory"]["bytes"] >= 64e6

@@ -12,6 +12,7 @@ from distill_rl.bench import pipeline
 from distill_rl.config.load import load_config
 from distill_rl.config.validate import problems
 
+RECORD = Path(__file__).parents[3] / "docs/benchmarks/pipeline.json"
 SIZES = {"steps": 6, "batch": 4, "micro_batch": 2, "length": 32}
 
 
@@ -110,3 +111,10 @@ def test_with_one_core_there_is_nothing_to_measure(monkeypatch, capsys) -> None:
     monkeypatch.setattr(pipeline.os, "sched_getaffinity", lambda _: {0})
     assert pipeline.main([]) == 2
     assert capsys.readouterr().err == "pipeline: error: needs two cores, one for either model\n"
+
+
+def test_the_published_record_is_as_promised_and_says_where_it_was_measured() -> None:
+    record = json.loads(RECORD.read_text())
+    assert pipeline.verdict(record) == []
+    assert record["environment"]["commit"]
+    assert record["repeats"] == 5
