@@ -9,7 +9,7 @@ from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.load import to_yaml
 from distill_rl.config.schema import Config
-from distill_rl.config.validate import notes
+from distill_rl.config.validate import notes, problems
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
 from distill_rl.preflight import gather
@@ -25,7 +25,8 @@ def check(path: str, overrides: Sequence[str]) -> int:
     checked = gather(path, overrides, clean=True, download=False)
     if checked.config is not None:
         print(to_yaml(checked.config), end="")
-        print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
+        if not problems(checked.config):  # of settings that break a rule no size follows
+            print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
     for name in checked.unreachable:
         print(f"# not checked: {printable(name)}")
     sys.stdout.flush()

@@ -9,8 +9,10 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -109,7 +111,8 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         yield directory / "session_latest" / "logs"
     finally:
         family = _with_descendants(roots)
-        ray.shutdown()
+        with _killed_when_asked_to_end(roots):
+            ray.shutdown()
         _end(family)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -237,6 +240,37 @@ def _object_store_bytes(target_bytes: int) -> int:
     if wanted > 0.8 * free:
         log.warning("targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20)
     return max(_LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
+
+
+@contextmanager
+def _killed_when_asked_to_end(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Ray sends SIGTERM, which its processes here do not hear (`held_back`), and gives each a second before it kills
+    them: this does so at once, and not before, because the driver has to leave first."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.02):
+            for process in processes:
+                if _has_pending(process.pid, signal.SIGTERM):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _has_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a process was sent a signal that it blocks; False where that cannot be seen."""
+    try:
+        found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
 
 
 def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:

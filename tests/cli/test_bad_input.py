@@ -45,6 +45,14 @@ def test_wrong_settings_are_all_told_at_once_and_nothing_is_written(material, tm
     assert not (tmp_path / "runs").exists()
 
 
+def test_settings_from_which_no_size_follows_are_refused_without_one(material, tmp_path):
+    zeros = ("train.micro_batch_size=0", "teachers.0.parallel.dp=0", "prefetch.slots=4")
+    ended = distill_rl("check", "-c", material.config(tmp_path), *zeros)
+    assert ended.code == 2
+    assert_named(ended.errors, ("train.micro_batch_size", "1 or more"), ("teachers.0.parallel.dp", "1 or more"))
+    assert "Traceback" not in ended.err
+
+
 def test_models_that_do_not_fit_are_all_told_at_once(material, tmp_path):
     write_tiny_model(tmp_path / "foreign", tokenizer=tiny_tokenizer(330, seed=3))
     (tmp_path / "file").write_text("in the way")
