@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -48,9 +48,7 @@ def topk_targets(
         Plain tensors of N rows, equal on every tensor-parallel rank.
     """
     whole: dict[str, Tensor] = {}
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+    for rows, logits in _chunks(hidden, head, vocabulary_size, chunk):
         found = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=temperature)
         for name, part in found.to_tensors(torch.float32).items():
             _put(whole, name, part, rows, hidden.shape[0])
@@ -75,9 +73,7 @@ def logits_targets(
         tensor-parallel rank.
     """
     whole: dict[str, Tensor] = {}
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+    for rows, logits in _chunks(hidden, head, vocabulary_size, chunk):
         found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature)
         assert isinstance(found, Tensor)
         _put(whole, "label_logprob", found, rows, hidden.shape[0], torch.float32)
@@ -103,9 +99,7 @@ def hidden_targets(
         Plain tensors of N rows, equal on every tensor-parallel rank; and on request the entropies, fp32 [N] in nats.
     """
     whole: dict[str, Tensor] = {}
-    for start in range(0, hidden.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logits = mask_padded_columns(head(hidden[rows]), vocabulary_size)
+    for rows, logits in _chunks(hidden, head, vocabulary_size, chunk):
         found = vocab_parallel_logprobs(logits, labels[rows], temperature=temperature, return_entropy=with_entropy)
         of_label, *of_all = found if isinstance(found, tuple) else (found,)
         _put(whole, "label_logprob", of_label, rows, hidden.shape[0], torch.float32)
@@ -113,6 +107,15 @@ def hidden_targets(
             _put(whole, "entropy", each, rows, hidden.shape[0], torch.float32)
         del logits
     return HiddenStates(hidden, whole["label_logprob"]), whole.get("entropy")
+
+
+def _chunks(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], vocabulary_size: int, chunk: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and their logits without padding; who is done with a chunk lets go of it before asking for the next."""
+    for start in range(0, hidden.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        yield rows, mask_padded_columns(head(hidden[rows]), vocabulary_size)
 
 
 def _put(

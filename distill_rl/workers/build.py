@@ -159,7 +159,7 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 def _target_bytes(job: Job) -> int:
     """Targets in the object store at once: every teacher's ring, twice, because a slot's last object goes only when the
-    next is there. None where they are sure to go another way."""
+    next is there; 0 where they are sure to go another way."""
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
     facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -163,7 +163,7 @@ class AlignerPool:
         try:
             return self._wait(pending, what)
         except DistillError as error:
-            if _succeeded(pending.info):  # after its deadline, but before anybody was told
+            if _outcome(pending.info) == "done":  # after its deadline, but before anybody was told
                 return ray.get(pending.info)
             self._recover(pending.place, pending.info, error)
             return None
@@ -176,7 +176,7 @@ class AlignerPool:
         if error.exit_code == 2:
             raise error
         log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if not _raised(call):
+        if _outcome(call) == "unknown":
             log.warning("%s is replaced", self._group.names[place])
             self._group.replace(place, timeout_s=self._start_timeout_s)
 
@@ -196,20 +196,12 @@ class AlignerPool:
         return [document for document in batch.documents if int(document["row"]) not in known]
 
 
-def _raised(call: ray.ObjectRef) -> bool:
-    """Whether a call ended, by an exception or late, so that whoever it asked is alive and free."""
+def _outcome(call: ray.ObjectRef) -> Literal["done", "raised", "unknown"]:
+    """How a call ended, if it did; whoever was asked is alive and free unless that is unknown."""
     try:
         ray.get(call, timeout=0)
     except RayTaskError:
-        return True
+        return "raised"
     except (RayError, TimeoutError):
-        return False
-    return True
-
-
-def _succeeded(call: ray.ObjectRef) -> bool:
-    try:
-        ray.get(call, timeout=0)
-    except (RayError, TimeoutError):
-        return False
-    return True
+        return "unknown"
+    return "done"

@@ -71,6 +71,7 @@ def test_memory_is_given_back_when_the_last_view_goes():
 def test_closing_twice_does_nothing(segment):
     segment.close()
     segment.close()
+    assert len(segment.view) == 0
 
 
 def test_a_memfd_cannot_be_cut_under_a_reader():
