@@ -91,9 +91,38 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from distill_rl.commands.evaluate import evaluate
+    from distill_rl.commands.evaluate import Request, Where, evaluate
+    from distill_rl.evals.backend import Settings
+    from distill_rl.evals.options import Options
 
-    return evaluate(options.model, options.suites.split(","), data=options.data, out=options.out, limit=options.limit)
+    settings = Settings(options.batch_size, options.dtype, options.tensor_parallel)
+    return evaluate(
+        Request(
+            options.model,
+            [name.strip() for name in options.suites.split(",") if name.strip()],
+            options.data,
+            Options(
+                options.num_fewshot,
+                options.max_new_tokens,
+                options.limit,
+                options.seed,
+                options.strict,
+                options.clean,
+                backend=options.backend,
+                settings=settings,
+            ),
+            options.out,
+            Where(options.shards, options.gpus_per_shard, options.ray_address, options.deadline),
+        )
+    )
+
+
+class _ListSuites(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        from distill_rl.commands.evaluate import print_suites
+
+        print_suites()
+        parser.exit()
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -121,7 +150,7 @@ def _align(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from distill_rl.commands.report import report
 
-    return report(options.run)
+    return report(*options.paths, out=options.out, baseline=options.baseline)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,18 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_other_commands(commands: Any) -> None:
-    evaluation = commands.add_parser(
-        "eval",
-        help="score a model on evaluation suites",
-        description="Score a model folder on evaluation suites, offline.",
-    )
-    evaluation.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face causal LM")
-    evaluation.add_argument("--suites", required=True, metavar="A,B", help="suites, separated by commas (exact_match)")
-    evaluation.add_argument("--data", required=True, metavar="PATH", help="file or folder of the suites' data")
-    evaluation.add_argument("--out", metavar="DIR", help="where results and items go; default: printed only")
-    evaluation.add_argument("--limit", type=int, metavar="N", help="only the first N items")
-    evaluation.set_defaults(command=_eval)
-
+    _add_eval(commands)
     _add_align(commands)
 
     export = commands.add_parser(
@@ -190,11 +208,76 @@ def _add_other_commands(commands: Any) -> None:
 
     report = commands.add_parser(
         "report",
-        help="write one static HTML file with a run's curves",
-        description="Write RUN/report.html: curves, timings, evaluation. Opens offline.",
+        help="write one static HTML file of a run, or of evaluated models side by side",
+        description="Of run directories: write RUN/report.html with curves, timings and evaluation (of several, the first "
+        "one's, with the others beside). Of folders of evaluation results: print the scores with 95 % intervals and "
+        "differences, and write them to PATH/comparison.html. The pages open offline.",
     )
-    report.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    report.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path, help="run directory, or folder of one or several models' results"
+    )
+    report.add_argument("--out", metavar="FILE", type=Path, help="the HTML file to write")
+    report.add_argument("--baseline", metavar="NAME", help="model that differences are to; default: the first one")
     report.set_defaults(command=_report)
+
+
+def _add_eval(commands: Any) -> None:
+    evaluation = commands.add_parser(
+        "eval",
+        help="score models on evaluation suites",
+        description="Score model folders on evaluation suites, offline. Given again after a stop, it goes on where it stopped.",
+    )
+    add = evaluation.add_argument
+    add("--model", required=True, nargs="+", action="extend", metavar="DIR",
+        help="folder of a Hugging Face causal LM; several are compared; NAME=DIR names one")  # fmt: skip
+    add(
+        "--suites",
+        required=True,
+        metavar="A,B",
+        help="suites, separated by commas, or .py files with suites of your own",
+    )
+    add("--list", action=_ListSuites, nargs=0, help="print the suites and stop")
+    add("--data", required=True, type=Path, metavar="PATH", help="folder of the suites' data, or a file")
+    add("--out", type=Path, metavar="DIR", help="where results and items go; default: printed only")
+    add(
+        "--backend",
+        choices=("hf", "vllm"),
+        default="hf",
+        help="Transformers, or vLLM (needs the vllm extra); %(default)s",
+    )
+    add("--limit", type=int, metavar="N", help="at most N items per suite, drawn by --seed")
+    add(
+        "--num-fewshot",
+        type=int,
+        metavar="N",
+        help="worked examples, for suites that take any; default: the suite's own",
+    )
+    add("--max-new-tokens", type=int, metavar="N", help="limit of a completion; default: the suite's own")
+    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); %(default)s")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
+        help="auto: that of the files on GPUs, fp32 on CPUs")  # fmt: skip
+    add(
+        "--shards",
+        type=int,
+        default=1,
+        metavar="K",
+        help="copies of the model, each a Ray actor; 0: no Ray; %(default)s",
+    )
+    add("--gpus-per-shard", type=float, metavar="X", help="default: the GPUs there are, shared out, at most 1 each")
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs per shard that vllm splits a model over; %(default)s",
+    )
+    add("--ray-address", metavar="HOST:PORT", help="cluster to join; default: Ray is started here")
+    add("--deadline", type=float, default=3600.0, metavar="SECONDS",
+        help="for loading a model, and for one call of a few batches; %(default)g")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="of the items that --limit draws; %(default)s")
+    add("--strict", action="store_true", help="data that are not as published (row counts, contents) are an error")
+    add("--clean", action="store_true", help="throw away results that are in --out already")
+    evaluation.set_defaults(command=_eval)
 
 
 def _add_align(commands: Any) -> None:

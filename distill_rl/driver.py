@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 from distill_rl import checkpoints, rundir
 from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
@@ -23,6 +24,7 @@ from distill_rl.prefetch import Lookahead
 from distill_rl.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import TrainState
 from distill_rl.workers.build import Crew, hire
+from distill_rl.workers.evaluations import Evaluations
 from distill_rl.workers.pipeline import PendingBatch
 
 
@@ -36,9 +38,11 @@ class Driver:
         timer: StepTimer,
         signals: Signals,
         resumed: Checkpoint | None,
+        evaluations: Evaluations,
     ):
         self.job, self.config, self.crew, self.student = job, job.config, crew, crew.student
         self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
+        self.evaluations = evaluations
         self.store = checkpoint_store(job)
         self.state = resumed.state.train if resumed else TrainState()
         self.score = resumed.state.score if resumed else None
@@ -72,8 +76,10 @@ class Driver:
             steps = (
                 f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
             )
+            evaluations = evaluations_of(job, crew, observer, signals)
+            evaluations.recover(start.step)
             say(f"training  {steps} in {job.paths.root}")
-            yield cls(job, crew, loader, observer, timer, signals, resumed)
+            yield cls(job, crew, loader, observer, timer, signals, resumed, evaluations)
 
     def run(self) -> int:
         """Trains to the last step, or to a request to stop. Returns the process's exit code."""
@@ -87,6 +93,7 @@ class Driver:
                 self.observer.log(step, trained, item.metrics, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
+                self.evaluate()
                 if self.due(self.config.checkpoint.every):
                     self.save()
                 if self.signals.preempted:
@@ -114,6 +121,14 @@ class Driver:
         self.observer.log(self.state.step, metrics)
         self.observer.flush()
 
+    def evaluate(self) -> None:
+        """Has the suites run on this step's weights, where they are due, and takes the scores of an earlier step."""
+        every = self.config.evaluate.suites_every
+        due = self.due(self.config.evaluate.every if every is None else every)
+        if due and self.state.step < self.loader.total_steps:  # at the end the export is evaluated
+            self.evaluations.start(self.state.step)
+        self.evaluations.collect()
+
     def save(self) -> None:
         """A checkpoint of this step; once per step at most."""
         if self._saved == self.state.step:
@@ -137,6 +152,8 @@ class Driver:
         self.validate()
         self.save()
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
+        self.crew.calls.interrupted = self.signals.raise_if_stopping  # all is saved
+        self.evaluations.wait()
         return 0
 
     def card(self, scores: Mapping[str, float] | None = None) -> str:
@@ -148,6 +165,21 @@ class Driver:
             data_fingerprint=self.job.fingerprints["data"],
             scores=measured | dict(scores or {}),
         )
+
+
+def evaluations_of(job: Job, crew: Crew, observer: Observer, signals: Signals) -> Evaluations:
+    def copy(folder: Path) -> None:
+        crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+
+    return Evaluations(
+        crew.evaluator,
+        job.config,
+        crew.calls,
+        job.paths.root / "evals",
+        copy=copy,
+        record=observer.record,
+        stopping=lambda: signals.preempted,
+    )
 
 
 def checkpoint_store(job: Job) -> CheckpointStore:

@@ -1,42 +1,197 @@
-"""distill-rl eval: suites on a model folder, offline."""
+"""distill-rl eval: suites on model folders, offline."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.observe.log import get, log_file, printable, say, setup_console
+from distill_rl.signals import EXIT_PREEMPTED, Preempted, Signals
+
+if TYPE_CHECKING:
+    from distill_rl.evals.lane import Lane
+    from distill_rl.evals.options import Options
+    from distill_rl.evals.run import Model
+
+Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""model name → suite → result"""
+
+MAX_TASKS = 10
+"""a suite of more tasks is printed without them"""
+COUNTED = {"truncated": "cut off", "unparsable": "no answer", "too_long": "too long"}
+FAILED = ("grader_timeout", "grader_failed")
 
 
-def evaluate(model: str, suites: Sequence[str], *, data: str, out: str | None, limit: int | None) -> int:
-    """Prints a table; with `out`, results and items are written there.
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the models run."""
+
+    shards: int = 1
+    """Ray actors; 0: this process, without Ray"""
+    gpus_each: float | None = None
+    address: str | None = None
+    deadline_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line of `distill-rl eval`."""
+
+    models: Sequence[str]
+    """folders, each with a name in front where it needs one: NAME=DIR"""
+    suites: Sequence[str]
+    data: Path
+    options: Options
+    out: Path | None = None
+    where: Where = field(default_factory=Where)
+
+
+def evaluate(request: Request) -> int:
+    """Runs all suites on all models and prints a table; with `out`, results and items are written there.
+
+    Returns:
+        0, or 85 when it was stopped by SIGTERM or SIGUSR1: what was judged is kept, the same command goes on.
 
     Raises:
-        ConfigError: unknown suite, or no model at that folder.
-        DataError: bad rows in the suites' data.
+        ConfigError: unknown suites, folders that hold no model, or results of other settings in `out`.
+        DataError: bad data of the suites.
     """
+    setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from distill_rl.evals.options import load_questions
+    from distill_rl.evals.progress import Printed
+    from distill_rl.evals.run import evaluate_models
+
+    models = named_models(request.models, request.out)
+    with ExitStack() as stack:
+        if request.out is not None:
+            stack.enter_context(log_file(request.out / "logs" / "eval.log"))
+        signals = stack.enter_context(Signals())
+        try:
+            with signals.at_once():
+                asked = load_questions(request.suites, request.data, request.options)
+            with _lane(request, signals) as lane, _at_once_without_ray(request, signals):
+                results = evaluate_models(
+                    models, request.suites, request.data, request.options, lane, Printed(), asked=asked
+                )
+        except Preempted:
+            say("stopped; what was judged is kept, the same command goes on" if request.out else "stopped")
+            return EXIT_PREEMPTED
+        except DistillError:
+            get("evals").info("the evaluation failed", exc_info=True)
+            raise
+    print_table(results)
+    if request.out is not None:
+        say(f"results   {request.out}")
+        if len(models) > 1:
+            say(f"compare   distill-rl report {request.out}")
+    return 0
+
+
+def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
+    """`NAME=DIR`, or `DIR`, whose name is that of the folder, or of the run that it is the export of.
+
+    One model's results go to `out` itself, several models' to a folder for each.
+
+    Raises:
+        ConfigError: two models of one name, or a name that is no file name.
+    """
+    from distill_rl.evals.run import Model
+
+    named: dict[str, Path] = {}
+    problems = []
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).is_dir():
+            name, folder = "", text
+        path = Path(folder).expanduser()
+        name = name or (path.resolve().parent.name if path.resolve().name == "export" else path.resolve().name)
+        if not name or name.startswith(".") or "/" in name:
+            problems.append(str(ConfigError("--model", "a name must be fit for a folder", text, "give NAME=DIR")))
+        elif name in named:
+            clash = f"{named[name]} and {path} are both called {name}"
+            problems.append(str(ConfigError("--model", "must have different names", clash, "give NAME=DIR")))
+        named[name] = path
+    if problems:
+        raise ConfigError.many(problems)
+    single = len(named) == 1
+    return [Model(name, path, out and (out if single else out / name)) for name, path in named.items()]
+
+
+def _lane(request: Request, signals: Signals) -> AbstractContextManager[Lane]:
+    where = request.where
+    if where.shards < 0:
+        raise ConfigError("--shards", "must be 0 or more", where.shards)
+    if where.shards == 0:
+        from contextlib import closing
+
+        from distill_rl.evals.lane import LocalLane
+
+        return closing(LocalLane())
+    from distill_rl.config.schema import RayConfig
+    from distill_rl.workers.eval_lane import RayLane, Shards
+
+    shards = Shards(where.shards, where.gpus_each, RayConfig(address=where.address), where.deadline_s)
+    logs = None if request.out is None else request.out / "logs"
+    return RayLane(shards, started=signals.install_again, interrupted=signals.raise_if_stopping, logs=logs)
+
+
+def _at_once_without_ray(request: Request, signals: Signals) -> AbstractContextManager[None]:
+    """Where nothing of Ray waits, the handler itself may raise."""
+    from contextlib import nullcontext
+
+    return signals.at_once() if request.where.shards == 0 else nullcontext()
+
+
+def print_table(results: Results) -> None:
+    """Score, interval and what went wrong, by model, suite and task."""
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from distill_rl.evals.run import evaluate as run_suites
-    from distill_rl.observe.log import printable
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("model", "suite", "task"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("score", "95 % interval", "items", *COUNTED.values(), "not graded"):
+        table.add_column(heading, justify="right", no_wrap=heading == "95 % interval")
+    for model, suites in results.items():
+        for suite, result in suites.items():
+            for index, (task, part) in enumerate(_parts(result)):
+                head = (model, suite) if not index else ("", "")
+                table.add_row(*(escape(printable(text)) for text in (*head, task)), *_figures(part))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file or a pipe has no width to keep to
+    console.print(table)
 
-    results = run_suites(model, [suite.strip() for suite in suites if suite.strip()], data, out_dir=out, limit=limit)
-    table = Table(title=escape(printable(model)), title_justify="left")
-    for heading in ("suite", "task"):
-        table.add_column(heading)
-    for heading in ("score", "95 % interval", "items", "cut off"):
-        table.add_column(heading, justify="right")
-    for suite, result in results.items():
-        for task, part in {"all": result, **result["per_task"]}.items():
-            low, high = part["interval"]
-            table.add_row(
-                suite,
-                task,
-                f"{part['score']:.3f}",
-                f"{low:.3f} to {high:.3f}",
-                str(part["num_items"]),
-                str(part["truncated"]),
-            )
-    Console().print(table)
-    return 0
+
+def _parts(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    tasks = result["per_task"]
+    return [("all", result), *(tasks.items() if 1 < len(tasks) <= MAX_TASKS else ())]
+
+
+def _figures(part: Mapping[str, Any]) -> list[str]:
+    low, high = part["interval"]
+    outcomes = part["outcomes"]
+    counts = [part["truncated"] if name == "truncated" else outcomes[name] for name in COUNTED]
+    counts.append(sum(outcomes[name] for name in FAILED))
+    return [
+        f"{part['score']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        *(f"{count:,}" for count in (part["num_items"], *counts)),
+    ]
+
+
+def print_suites() -> None:
+    """The suites there are, one line each."""
+    from distill_rl.evals.registry import SUITES
+
+    width = max(map(len, SUITES))
+    for name, suite in SUITES.items():
+        print(f"{name:<{width}}  {suite.title}")

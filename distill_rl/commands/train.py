@@ -45,9 +45,10 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
 
 
 def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
-    from distill_rl.commands.report import report
     from distill_rl.driver import Driver
+    from distill_rl.evals.compare import of_run
     from distill_rl.job import prepare
+    from distill_rl.observe.report import write_report
 
     with signals.at_once():
         job = prepare(config, paths)
@@ -56,29 +57,18 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
             say(f"crossing  {teacher.name} has another tokenizer: loss {crossing.method} over chunks of text")
     with Driver.open(job, signals) as driver:
         code = driver.run()
-    if code == 0:
-        say(f"exported  {paths.export}")
-        with signals.at_once():
+        if code == 0:
+            say(f"exported  {paths.export}")
             if config.evaluate.suites:
-                score_export(config, driver)
-    report(paths.root)
+                score_export(driver)
+    say(f"report    {write_report(paths.root, evaluation=of_run(paths.root))}")
     return code
 
 
-def score_export(config: Config, driver: Driver) -> None:
+def score_export(driver: Driver) -> None:
     """Runs the suites on the exported student; the scores go to the metrics, the report and the model card."""
-    from distill_rl.evals.run import evaluate
-    from distill_rl.observe.sinks import JsonlSink
+    from distill_rl.workers.evaluations import scores
 
-    paths, step = driver.job.paths, driver.state.step
-    results = evaluate(
-        paths.export, config.evaluate.suites, config.evaluate.data or "", out_dir=paths.root / "evals" / "student"
-    )
-    scores = {f"eval/{suite}": result["score"] for suite, result in results.items()}
-    sink = JsonlSink(paths.metrics)
-    sink.write(step, scores)
-    sink.close()
-    write_atomic(paths.export / "README.md", driver.card(scores))
-    for suite, result in results.items():
-        low, high = result["interval"]
-        say(f"evaluated {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}] on {result['num_items']} items")
+    export = driver.job.paths.export
+    results = driver.evaluations.score(export, driver.state.step)
+    write_atomic(export / "README.md", driver.card(scores(results)))

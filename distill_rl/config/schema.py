@@ -248,11 +248,21 @@ class EvaluateConfig:
     every: int = 0
     """Steps between validation passes (KD and CE on held-out text); 0: only at the end of the run."""
     suites: list[str] = field(default_factory=list)
-    """Evaluation suites to run on the exported student at the end."""
+    """Evaluation suites, or paths of .py files with suites of your own. They run at the end on the exported student, and before on copies of it, beside the training, which they do not change by one bit."""
+    suites_every: Optional[int] = None
+    """Steps between evaluations on the suites; null: evaluate.every; 0: only at the end of the run."""
     data: Optional[str] = None
     """File or folder of the suites' data."""
     backend: Literal["hf", "vllm"] = "hf"
-    """Engine that runs the suites."""
+    """Engine that runs the suites: Transformers, or vLLM (needs the `vllm` extra)."""
+    limit: Optional[int] = None
+    """Items per suite while training; null: all. At the end it is always all."""
+    batch_size: int = 64
+    """Prompts that are run together (hf)."""
+    gpu_share: float = 0.2
+    """Share of its GPU's memory that vllm may take, at most what the evaluator is given of that GPU."""
+    timeout_s: float = 7200.0
+    """Seconds in which an evaluation must end."""
 
 
 @dataclass

@@ -14,7 +14,6 @@ from distill_rl.errors import ConfigError
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
     ("teachers[].backend", "hf"),
-    ("evaluate.backend", "hf"),
     ("observe.wandb", False),
     ("observe.mlflow", False),
 )
@@ -43,6 +42,10 @@ POSITIVE = (
     "loss.uncommon_top_k",
     "loss.alm_tau",
     "checkpoint.keep_last",
+    "evaluate.limit",
+    "evaluate.batch_size",
+    "evaluate.gpu_share",
+    "evaluate.timeout_s",
     "observe.every",
     "ray.num_cpus",
     "ray.placement_timeout_s",
@@ -64,9 +67,10 @@ NOT_NEGATIVE = (
     "checkpoint.every",
     "checkpoint.keep_best",
     "evaluate.every",
+    "evaluate.suites_every",
     "observe.table_every",
 )
-SHARES = ("loss.beta", "schedule.min_lr_ratio")
+SHARES = ("loss.beta", "schedule.min_lr_ratio", "evaluate.gpu_share")
 NOT_EMPTY = (
     "run.name", "run.dir", "student.model", "teachers[].name", "teachers[].model",
     "data.path", "data.split", "data.text_key", "data.messages_key",
@@ -90,6 +94,7 @@ def problems(config: Config) -> list[str]:
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
+        *_suites(config),
         *_transport(config),
         *_not_available(config),
     ]
@@ -286,6 +291,11 @@ def _checkpoints(config: Config) -> Iterator[str]:
     if resume is not None and resume not in ("latest", "auto") and "step-" not in resume:
         remedy = "for example checkpoint.resume=latest"
         yield _line("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
+
+
+def _suites(config: Config) -> Iterator[str]:
+    if config.evaluate.suites and not config.evaluate.data:
+        yield _line("evaluate.data", "must say where the data of evaluate.suites are", "null", "give a file or a folder")
 
 
 def _transport(config: Config) -> Iterator[str]:

@@ -1,131 +1,112 @@
-"""Batched greedy generation with Transformers."""
+"""The backend `hf`: batched greedy generation and log-likelihoods with Transformers."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 
-from distill_rl.data.chat import render
-from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.suite import Item, Prompt
-from distill_rl.models.facts import folder_problems
-from distill_rl.models.hub import read_tokenizer
+from distill_rl.errors import ConfigError
+from distill_rl.evals import greedy, likelihood
+from distill_rl.evals.backend import Output, Settings
+from distill_rl.evals.encode import Encoder, model_folder
+from distill_rl.evals.sharing import Beginning, abilities, group
+from distill_rl.evals.suite import Item
 
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    text: str
-    """what follows the prompt, without special tokens"""
-    num_tokens: int
-    """generated tokens, the one that ended it included"""
-    truncated: bool
-    """the limit was reached before the model ended its turn"""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DEFAULT = Settings()
 
 
 class Generator:
     """A model and its tokenizer, loaded offline, from safetensors, without running code of the model's folder.
 
-    In fp32 on CPUs, in the dtype of the files on a GPU.
+    Rows of similar length share a batch, the longest first, which keeps padding small and shows at once whether the
+    largest batch fits into memory. What items share in front (`Item.prefix`) is run once, and its keys and values are
+    repeated over the batch, where the model's cache allows it.
 
     Raises:
         ConfigError: the folder is missing or holds no such model.
     """
 
-    def __init__(self, model_dir: str | Path):
-        from transformers import GenerationConfig
+    def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
+        self.settings = settings
+        self.folder = model_folder(model_dir)
+        self.encoder = Encoder(self.folder)
+        self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._take(self.folder)
 
-        self.folder = Path(model_dir).expanduser()
-        if not self.folder.is_dir():
-            raise ConfigError(f"model {model_dir}", "must be a folder", "no such folder", "evaluation reaches no hub")
-        problems = folder_problems(f"model {model_dir}", self.folder)
-        if problems:
-            raise ConfigError.many(problems)
-        self.tokenizer: Any = read_tokenizer(self.folder)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _load(self.folder, "auto" if self.device.type == "cuda" else torch.float32).to(self.device).eval()
-        self.stop_ids = _stop_ids(self.model, self.tokenizer)
-        # A folder's generation_config.json may sample, search beams or penalise repetition; none of it is greedy.
-        self.model.generation_config = GenerationConfig(
-            do_sample=False, eos_token_id=list(self.stop_ids), pad_token_id=self.stop_ids[0]
-        )
+    def reload(self, folder: Path) -> None:
+        self.folder = model_folder(folder)
+        self.close()  # two models at once need not fit
+        self._take(self.folder)
 
-    def encode(self, item: Item) -> list[int]:
-        """The ids of an item's prompt, as the model saw such text in training: no end-of-text token after it.
-
-        Raises:
-            DataError: a chat prompt for a tokenizer without a chat template, or one that it refuses.
-        """
-        if isinstance(item.prompt, str):
-            ids = list(self.tokenizer(item.prompt)["input_ids"])
-            while ids and ids[-1] == self.tokenizer.eos_token_id:
-                ids.pop()
-        else:
-            ids = list(self.tokenizer(self._chat(item.id, item.prompt), add_special_tokens=False)["input_ids"])
-        if not ids:
-            raise DataError(item.id, "the prompt must have at least one token")
-        return ids
-
-    def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def close(self) -> None:
+        self.model: Any = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def generate(
-        self, items: Sequence[Item], *, max_new_tokens: int, batch_size: int
-    ) -> Iterator[tuple[int, Completion]]:
-        """Yields (index of the item, its completion) for every item, the longest prompts first.
+        self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Output]]:
+        rows = []
+        for index, item in enumerate(items):
+            ids = self.encoder.encode(item)
+            room = self.encoder.room(ids)
+            if room == 0:
+                yield index, Output(prompt_tokens=len(ids), too_long=True)
+            else:
+                rows.append(greedy.Row(index, ids, max_new_tokens if room is None else min(max_new_tokens, room)))
+        ending = greedy.Ending(self.encoder, stop)
+        may_share = [len(row.ids) - 1 for row in rows]
+        for batch, beginning in self._batches(rows, may_share, items, share=self.abilities.share_padded):
+            if self.abilities.plain:
+                yield from greedy.write(self.model, batch, beginning, ending)
+            else:
+                yield from greedy.write_by_library(self.model, batch, ending)
 
-        Prompts of similar length share a batch, which keeps padding small and shows at once whether the
-        largest batch fits into memory.
+    def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
+        rows: list[likelihood.Row] = []
+        counts = likelihood.Counts()
+        for index, item in enumerate(items):
+            choices = self.encoder.choices(item)
+            room = self.encoder.room(choices.context)
+            if room is not None and max(len(ids) for ids in choices.continuations) > room:
+                yield index, Output(prompt_tokens=len(choices.context), too_long=True)
+            else:
+                counts.expect(index, choices)
+                rows += likelihood.rows_of(index, choices)
+        may_share = [row.start - 1 for row in rows]
+        for batch, beginning in self._batches(rows, may_share, items, share=self.abilities.share_aligned):
+            for row, sums in zip(batch, likelihood.score(self.model, batch, beginning)):
+                output = counts.add(row.index, sums)
+                if output is not None:
+                    yield row.index, output
 
-        Raises:
-            DataError: a prompt that cannot be encoded, or that leaves too few of the model's positions.
-        """
-        prompts = [self.encode(item) for item in items]
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        for item, ids in zip(items, prompts):
-            if positions is not None and len(ids) + max_new_tokens > positions:
-                rule = f"prompt and answer must fit into the model's {positions} positions"
-                raise DataError(item.id, rule, f"{len(ids)} + {max_new_tokens} tokens", "leave the row out")
-        order = sorted(range(len(items)), key=lambda index: -len(prompts[index]))
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
-            yield from zip(indices, self._batch([prompts[index] for index in indices], max_new_tokens))
+    def _batches(
+        self, rows: Sequence[Any], may_share: Sequence[int], items: Sequence[Item], *, share: bool
+    ) -> Iterator[tuple[list[Any], Beginning]]:
+        """Rows to run together, and what all of them begin with."""
+        ids, prefixes = [row.ids for row in rows], [items[row.index].prefix for row in rows]
+        for part in group(ids, may_share, prefixes, share=share):
+            beginning = Beginning(self.model, ids[part.rows[0]][: part.shared])
+            for batch in part.batches(self.settings.batch_size):
+                yield [rows[row] for row in batch], beginning
 
-    @torch.inference_mode()
-    def _batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
-        longest = max(len(ids) for ids in prompts)
-        # What fills a row is masked in front of the prompt and cut off behind the answer, so any id will do.
-        input_ids = torch.full((len(prompts), longest), self.stop_ids[0], dtype=torch.int64)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompts):
-            input_ids[row, longest - len(ids) :] = torch.tensor(ids)
-            mask[row, longest - len(ids) :] = 1
-        output = self.model.generate(
-            input_ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            max_new_tokens=max_new_tokens,
-            use_cache=True,
-        )
-        return [self._completion(row) for row in output[:, longest:].tolist()]
+    def _take(self, folder: Path) -> None:
+        from transformers import GenerationConfig
 
-    def _completion(self, ids: list[int]) -> Completion:
-        end = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
-        text = self.tokenizer.decode(ids[:end], skip_special_tokens=True)
-        return Completion(text, len(ids) if end is None else end + 1, end is None)
-
-    def _chat(self, name: str, prompt: Prompt) -> str:
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                name, "chat messages need a tokenizer with a chat template", "none", "give `prompt` instead"
-            )
-        try:
-            return render(self.tokenizer, prompt, add_generation_prompt=True)  # type: ignore[arg-type]
-        except TemplateError as error:
-            raise DataError(name, "must be a chat that the tokenizer's template accepts", str(error)) from error
+        stored = "auto" if self.device.type == "cuda" else torch.float32
+        self.model = _load(folder, _DTYPES.get(self.settings.dtype, stored)).to(self.device).eval()
+        # A folder's generation_config.json may sample, search beams or penalise repetition; none of it is greedy.
+        ends = self.encoder.stop_ids
+        self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=list(ends), pad_token_id=ends[0])
+        self.abilities = abilities(self.model)
 
 
 def _load(folder: Path, dtype: torch.dtype | str) -> Any:
@@ -155,29 +136,3 @@ def _load(folder: Path, dtype: torch.dtype | str) -> Any:
         missing = ", ".join(sorted(loading["missing_keys"])[:3])
         raise ConfigError(f"model {folder}", "its files must hold every weight", f"without {missing}", "copy it again")
     return model
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ends of text and of turn: the generation config's, the tokenizer's, and what the chat template writes after a turn."""
-    configured = model.generation_config.eos_token_id
-    candidates = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
-    candidates.append(_end_of_turn(tokenizer))
-    found = tuple(dict.fromkeys(token for token in candidates if token is not None))
-    if not found:
-        raise ConfigError("model", "must have an end-of-text token", None, "set eos_token in tokenizer_config.json")
-    return found
-
-
-def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token right after an assistant's words, if the template writes one."""
-    if not tokenizer.chat_template:
-        return None
-    words = "Yes"
-    try:
-        chat = render(tokenizer, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": words}])
-    except TemplateError:
-        return None
-    after = tokenizer(chat.rpartition(words)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    # Not `all_special_ids`: a turn marker need not have a role of its own (eos_token, pad_token, …).
-    added = tokenizer.added_tokens_decoder
-    return after[0] if after and after[0] in added and added[after[0]].special else None

@@ -1,41 +1,47 @@
-"""Runs suites on a model: `evaluate`."""
+"""Runs suites on models: `evaluate` and `evaluate_models`."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
-import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill_rl import __version__
-from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.exact_match import ExactMatch
-from distill_rl.evals.suite import Item, Suite
-from distill_rl.files import sha256, write_atomic, write_json
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.evals.backend import BackendName, Output, Settings
+from distill_rl.evals.grader import Graded, Grader
+from distill_rl.evals.lane import Lane, LocalLane, Task
+from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
+from distill_rl.evals.progress import Progress, Quiet
+from distill_rl.evals.registry import SUITES
+from distill_rl.evals.result import Row, chosen, completed, summarise
+from distill_rl.evals.statistics import wilson
+from distill_rl.evals.store import Store, occupied
+from distill_rl.evals.suite import Item
+from distill_rl.files import sha256
 
-if TYPE_CHECKING:
-    from distill_rl.evals.generate import Completion, Generator
-
-SUITES: Mapping[str, Suite] = {"exact_match": ExactMatch()}
+__all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
 ANSWER_MARGIN = 8
 """tokens that a completion may be longer than the longest right answer before it is cut off"""
+GRADING_ENDS_S = 600.0
+"""in which the completions that are waiting to be judged must have been, when the model is done"""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A suite with its questions in hand."""
+class Model:
+    """A model to be scored."""
 
-    suite: Suite
-    items: tuple[Item, ...]
-    file: Path
-    sha256: str
+    name: str
+    folder: Path
+    out: Path | None = None
+    """folder of its results; None: nothing is written"""
 
 
 def evaluate(
@@ -47,133 +53,248 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    num_fewshot: int | None = None,
+    max_new_tokens: int | None = None,
+    backend: BackendName = "hf",
+    strict: bool = False,
+    clean: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Scores a model folder on local data by greedy generation; reaches no network.
+    """Scores a model folder on local data, in this process; reaches no network.
 
     Args:
-        suites: names in SUITES.
-        data: the file of a suite, or a folder that holds the files of all.
-        out_dir: gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item with the
-            completion; `<run>/evals/<model>` is where the report looks. None: nothing is written.
-        limit: at most so many items per suite, drawn by `seed`, in the order of the file.
-        batch_size: prompts that are generated together.
+        suites: names in SUITES, or paths of .py files with a suite of your own.
+        data: the file of a suite, or a folder that holds the data of all.
+        out_dir: gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; `<run>/evals/<model>` is
+            where the report looks. What a killed call left there is gone on with. None: nothing is written.
+        limit: at most so many items per suite, drawn by `seed`, in the order of the data.
+        batch_size: prompts that are run together.
+        num_fewshot, max_new_tokens: in place of the suites' own.
+        strict: warnings about the data are errors.
+        clean: results that are there already are thrown away.
 
     Returns:
-        Per suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `truncated` (completions
-        that hit the token limit), `per_task` (the same by task), the sha256 of data and model, `seconds`, `tokens_per_second`.
+        Per suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes` (how many of
+        each of `result.OUTCOMES`), `truncated` (completions that hit the token limit), `per_task` (the same by task),
+        `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all settings.
 
     Raises:
-        ConfigError: an unknown suite, or a folder that is no model; found before anything is generated.
-        DataError: missing file or bad rows; one line each.
+        ConfigError: an unknown suite, a folder that is no model, a chat suite for a model without a chat template, or
+            results of other settings in `out_dir`; found before anything is run.
+        DataError: missing files or bad rows; one line each.
     """
-    for name, number in (("limit", limit), ("batch_size", batch_size)):
-        if number is not None and number < 1:
-            raise ConfigError(name, "must be 1 or more", number)
-    loaded = load_suites(suites, Path(data), limit, seed)
-    # torch and transformers are needed only from here on, and bad input should be told at once.
-    from distill_rl.evals.generate import Generator
+    settings = Settings(batch_size=batch_size)
+    options = Options(num_fewshot, max_new_tokens, limit, seed, strict, clean, backend=backend, settings=settings)
+    model = Model(str(model_dir), Path(model_dir).expanduser(), None if out_dir is None else Path(out_dir))
+    lane = LocalLane()
+    try:
+        return evaluate_models([model], suites, Path(data), options, lane)[model.name]
+    finally:
+        lane.close()
 
-    generator = Generator(Path(model_dir))
-    facts = {"model": str(model_dir), "model_sha256": _hash_model(generator.folder), "version": __version__}
-    results = {}
-    for one in loaded:
-        result, rows = _run(one, generator, batch_size)
-        results[one.suite.name] = result | facts | {"limit": limit, "seed": seed, "batch_size": batch_size}
-        if out_dir is not None:
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            write_atomic(Path(out_dir) / f"{one.suite.name}.items.jsonl", lines.encode("utf-8", errors="replace"))
-            write_json(Path(out_dir) / f"{one.suite.name}.json", results[one.suite.name])
+
+def evaluate_models(
+    models: Sequence[Model],
+    suites: Sequence[str],
+    data: Path,
+    options: Options,
+    lane: Lane,
+    progress: Progress | None = None,
+    asked: Sequence[Asked] | None = None,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Scores models one after the other, each on all suites: model name → suite → result. As `evaluate`.
+
+    Args:
+        lane: what runs them; loads a model only if some of its items have no row yet.
+        asked: the questions, where they are loaded already.
+    """
+    progress = progress or Quiet()
+    asked = load_questions(suites, data, options) if asked is None else asked
+    check_models(models, asked)
+    for each in asked:
+        for warning in each.questions.warnings:
+            progress.warn(warning)
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        stack.enter_context(occupied({model.out for model in models if model.out is not None}))
+        grader = stack.enter_context(Grader())
+        runs = [
+            _Run(model, asked, options) for model in models
+        ]  # what is in the way is told before any model is loaded
+        for run in runs:
+            results[run.model.name] = run.suites(lane, grader, progress)
     return results
 
 
-def load_suites(names: Sequence[str], data: Path, limit: int | None, seed: int) -> list[Loaded]:
-    """The suites with their items.
-
-    Raises:
-        ConfigError: unknown names, all of them, with the list of suites; or none given.
-        DataError: the bad rows of all suites.
+def check_models(models: Sequence[Model], asked: Sequence[Asked]) -> None:
     """
-    if not names:
-        raise ConfigError("suites", "must name at least one", "none", f"choose from {', '.join(SUITES)}")
-    unknown = [name for name in names if name not in SUITES]
-    if unknown:
-        raise ConfigError("suites", f"must be among {', '.join(SUITES)}", ", ".join(unknown))
-    loaded: list[Loaded] = []
+    Raises:
+        ConfigError: folders that hold no model, or none that the suites can ask; all problems at once.
+    """
+    from distill_rl.models.facts import folder_problems
+
+    chats = chat_suites(asked)
     problems: list[str] = []
-    for name in dict.fromkeys(names):
-        suite = SUITES[name]
-        file = suite.file(data)
-        try:
-            items = suite.load(file)
-        except DataError as error:
-            problems += error.problems
+    for model in models:
+        what = f"model {model.name}"
+        if not model.folder.is_dir():
+            problems.append(str(ConfigError(what, "must be a folder", "no such folder", "evaluation reaches no hub")))
             continue
-        loaded.append(Loaded(suite, _draw(items, limit, seed), file, sha256(file)))
+        found = folder_problems(what, model.folder)
+        problems += found
+        if chats and not found:
+            problems += _template_problems(chats, what, model.folder)
     if problems:
-        raise DataError.many(problems)
-    return loaded
+        raise ConfigError.many(problems)
 
 
-def wilson(score: float, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion (Wilson 1927, JASA 22, eq. for p); (0, 1) without observations."""
-    if count == 0:
-        return 0.0, 1.0
-    z = 1.959963984540054
-    scale = 1 + z * z / count
-    center = (score + z * z / (2 * count)) / scale
-    half = z * math.sqrt(score * (1 - score) / count + z * z / (4 * count * count)) / scale
-    # At the ends the exact bounds are 0 and 1, which rounding misses.
-    return (center - half if score > 0 else 0.0), (center + half if score < 1 else 1.0)
+def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[str]:
+    from distill_rl.models.hub import read_tokenizer
+
+    try:
+        tokenizer: Any = read_tokenizer(folder)
+    except DistillError as error:
+        return list(error.problems)
+    return [] if tokenizer.chat_template else [chat_problem(chats, what)]
 
 
-def _draw(items: Sequence[Item], limit: int | None, seed: int) -> tuple[Item, ...]:
-    if limit is None or limit >= len(items):
-        return tuple(items)
-    chosen = sorted(random.Random(seed).sample(range(len(items)), limit))
-    return tuple(items[index] for index in chosen)
+class _Run:
+    """One model on all suites."""
+
+    def __init__(self, model: Model, asked: Sequence[Asked], options: Options):
+        self.model, self.options = model, options
+        self._hash = hash_model(model.folder)
+        self._tokenizer: Any = None
+        self._loaded = False
+        self._stores = [(each, self._store(each)) for each in asked]
+
+    def _store(self, asked: Asked) -> Store:
+        options = self.options
+        key = self._key(asked)
+        return Store(self.model.out, asked.suite.name, key, clean=options.clean, replace_others=options.replace_others)
+
+    def suites(self, lane: Lane, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
+        return {each.suite.name: self._suite(each, store, lane, grader, progress) for each, store in self._stores}
+
+    def _key(self, asked: Asked) -> dict[str, Any]:
+        """What decides every row; not the batch size, which a run that goes on may change."""
+        return {
+            "suite": asked.suite.name,
+            "model_sha256": self._hash,
+            "data_sha256": asked.questions.content_sha256,
+            "num_fewshot": asked.num_fewshot,
+            "max_new_tokens": self._max_new_tokens(asked),
+            "limit": self.options.limit,
+            "seed": None if self.options.limit is None else self.options.seed,
+            "backend": self.options.backend,
+            "dtype": self.options.settings.dtype,
+            "version": __version__,
+        }
+
+    def _suite(self, asked: Asked, store: Store, lane: Lane, grader: Grader, progress: Progress) -> dict[str, Any]:
+        if store.result is not None:
+            progress.found(self.model.name, asked.suite.name, store.result)
+            return store.result
+        todo = [item for item in asked.items if item.id not in store.rows]
+        resumed, start = len(asked.items) - len(todo), time.perf_counter()
+        if todo and not self._loaded:
+            lane.load(self.model.folder, self.options.backend, self.options.settings)
+            self._loaded = True
+            start = time.perf_counter()
+        tokens = 0
+        with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
+            try:
+                for rows in self._rows(asked, todo, lane, grader):
+                    store.append(rows)
+                    tokens += sum(row["num_tokens"] for row in rows)
+                    shown.add(rows)
+            finally:
+                store.close()
+        seconds = time.perf_counter() - start
+        speed = {"seconds": round(seconds, 3), "tokens_per_second": round(tokens / max(seconds, 1e-9), 1)}
+        ordered = [store.rows[item.id] for item in asked.items]
+        facts = self._facts(asked) | {"device": lane.device, "resumed_items": resumed}
+        return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
+
+    def _rows(self, asked: Asked, items: Sequence[Item], lane: Lane, grader: Grader) -> Iterator[list[Row]]:
+        """Rows as they are judged; the model goes on meanwhile."""
+        if not items:
+            return
+        waiting = _Waiting(asked.name, grader)
+        task = Task(all(item.choices for item in items), self._max_new_tokens(asked) or 0, asked.suite.stop)
+        for outputs in lane.run(task, items):
+            rows = []
+            for index, output in outputs:
+                item = items[index]
+                if task.choose:
+                    rows.append(chosen(item, output))
+                elif output.too_long:
+                    rows.append(completed(item, output, None))
+                else:
+                    waiting.submit(item, output)
+            yield rows + waiting.done()
+        yield from waiting.rest()
+
+    def _max_new_tokens(self, asked: Asked) -> int | None:
+        if all(item.choices for item in asked.items):
+            return None
+        own = self.options.max_new_tokens or asked.suite.max_new_tokens
+        return own or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in asked.items)
+
+    def _count_tokens(self, text: str) -> int:
+        if self._tokenizer is None:
+            from distill_rl.models.hub import read_tokenizer
+
+            self._tokenizer = read_tokenizer(self.model.folder)
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _facts(self, asked: Asked) -> dict[str, Any]:
+        item = asked.items[0]
+        prompt = item.prefix + item.prompt if isinstance(item.prompt, str) else [dict(turn) for turn in item.prompt]
+        return {
+            "title": asked.suite.title,
+            "model": str(self.model.folder),
+            "data": [str(file) for file in asked.questions.files][:20],
+            "warnings": list(asked.questions.warnings),
+            "batch_size": self.options.settings.batch_size,
+            "example_prompt": prompt,
+        }
 
 
-def _run(loaded: Loaded, generator: Generator, batch_size: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The result of a suite and one row per item, in the order of the items."""
-    items, start = loaded.items, time.perf_counter()
-    max_new_tokens = max(generator.count_tokens(item.answer) for item in items) + ANSWER_MARGIN
-    completions: dict[int, Completion] = {}
-    for index, completion in generator.generate(items, max_new_tokens=max_new_tokens, batch_size=batch_size):
-        completions[index] = completion
-    seconds = time.perf_counter() - start
-    rows = [_row(loaded.suite, item, completions[index]) for index, item in enumerate(items)]
-    tasks: dict[str, list[dict[str, Any]]] = {}
-    for item, row in zip(items, rows):
-        if item.task:
-            tasks.setdefault(item.task, []).append(row)
-    result = {"suite": loaded.suite.name} | _summary(rows)
-    result |= {"per_task": {task: _summary(members) for task, members in tasks.items()}}
-    result |= {"data": str(loaded.file), "data_sha256": loaded.sha256, "max_new_tokens": max_new_tokens}
-    result |= {"device": str(generator.device), "seconds": round(seconds, 3)}
-    result["tokens_per_second"] = round(sum(row["num_tokens"] for row in rows) / max(seconds, 1e-9), 1)
-    return result, rows
+@dataclass
+class _Waiting:
+    """Completions that are being judged."""
+
+    suite: str
+    grader: Grader
+    futures: dict[Future[Graded], tuple[Item, Output]] = field(default_factory=dict)
+
+    def submit(self, item: Item, output: Output) -> None:
+        self.futures[self.grader.submit(self.suite, item, output.text)] = (item, output)
+
+    def done(self) -> list[Row]:
+        return [self._row(future) for future in [each for each in self.futures if each.done()]]
+
+    def rest(self) -> Iterator[list[Row]]:
+        """Waits for all that are left; each has a deadline of its own, and the grader keeps it."""
+        deadline = time.monotonic() + GRADING_ENDS_S + self.grader.deadline_s * len(self.futures)
+        while self.futures:
+            wait(self.futures, timeout=1.0, return_when=FIRST_COMPLETED)
+            yield self.done()
+            if self.futures and time.monotonic() > deadline:
+                raise DistillError(
+                    "grading", "must end after the model", f"{len(self.futures)} completions are left", "run it again"
+                )
+
+    def _row(self, future: Future[Graded]) -> Row:
+        item, output = self.futures.pop(future)
+        return completed(item, output, future.result())
 
 
-def _row(suite: Suite, item: Item, completion: Completion) -> dict[str, Any]:
-    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
-    judged = {"score": suite.score(item, completion.text), "completion": completion.text, "answer": item.answer}
-    counts = {"truncated": completion.truncated, "num_tokens": completion.num_tokens}
-    return {"id": item.id, "task": item.task} | judged | counts | {"prompt": prompt}
-
-
-def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    score = math.fsum(row["score"] for row in rows) / len(rows)
-    return {
-        "score": score,
-        "interval": list(wilson(score, len(rows))),
-        "num_items": len(rows),
-        "truncated": sum(row["truncated"] for row in rows),
-    }
-
-
-def _hash_model(folder: Path) -> str:
-    """sha256 over config and weights, names included."""
+def hash_model(folder: Path) -> str:
+    """sha256 over weights, config and tokenizer, names included."""
     digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(f"{path.name} {sha256(path)}\n".encode())
+    decide = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for path in sorted([*(folder / name for name in decide), *folder.glob("*.safetensors")]):
+        if path.is_file():
+            digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()

@@ -1,8 +1,9 @@
-"""What a suite is. To add one: write a class like `exact_match.ExactMatch`, name it in `run.SUITES`."""
+"""What a suite is. To add one, write a class like `exact_match.ExactMatch` and name it in `registry.SUITES`; or keep it in
+a file of your own that ends with `SUITE = MySuite()`, and give that file's path where a name is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,26 +17,75 @@ class Item:
     """One question of a suite."""
 
     id: str
-    """unique in its suite; the file's name and row, so that a reader can find it"""
+    """unique in its suite; the same however the data are stored, so that runs can be compared item by item"""
     prompt: Prompt
     answer: str
     task: str = ""
     """for a break-down of the score; empty: none"""
+    prefix: str = ""
+    """of a text prompt: what stands in front of it and many items share (worked examples); work on it is done once"""
+    choices: tuple[str, ...] = ()
+    """continuations to choose from by their log-likelihood, such as " A"; the right one is `answer` with white space
+    around it. Empty: the model writes freely"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a suite makes of a completion."""
+
+    score: float
+    """0 to 1"""
+    extracted: str | None
+    """the answer as it was found in the completion; None: there was none"""
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The items of a suite, as they were found."""
+
+    items: tuple[Item, ...]
+    files: tuple[Path, ...]
+    """all that were read"""
+    content_sha256: str
+    """of the questions and answers, the same in whatever form and order they are stored"""
+    warnings: tuple[str, ...] = ()
+    """one line each: counts or contents that are not those of the published data"""
 
 
 class Suite(Protocol):
     """Questions, and how an answer is judged."""
 
     name: str
+    title: str
+    """one line for lists: what is asked, how, and how it is scored"""
+    num_fewshot: int
+    """worked examples in front of each question, where nothing else is asked for"""
+    max_fewshot: int
+    """as many as there can be; 0 for a suite that takes none"""
+    chat: bool
+    """whether the prompts are chat messages, which need a chat template"""
+    max_new_tokens: int | None
+    """limit of a completion; None: a little more than the longest answer"""
+    stop: tuple[str, ...]
+    """texts that end a completion, and are not part of it"""
 
-    def file(self, data: Path) -> Path:
-        """The suite's file where `data` is that file or a folder of the suites' data."""
+    def load(self, data: Path, num_fewshot: int) -> Questions:
+        """The questions, from a suite's file or a folder that holds the data of suites.
+
+        Raises:
+            DataError: nothing there, columns missing, or bad rows, one line each; or more worked examples asked for
+                than the data have.
+        """
         ...
 
-    def load(self, file: Path) -> Sequence[Item]:
-        """Raises: DataError: with one line per bad row."""
+    def judge(self, item: Item, completion: str) -> Verdict:
+        """Judges what the model wrote after the prompt (special tokens left out). Runs in a process of its own that is
+        ended when it takes too long, so it may call what can hang on hostile text."""
         ...
 
-    def score(self, item: Item, completion: str) -> float:
-        """0 to 1 for what the model wrote after the prompt (special tokens left out). Never raises for hostile text."""
-        ...
+
+def with_fewshot(suite: Suite, asked: int | None) -> int:
+    """The number of worked examples that a suite gets when so many are asked for: none where it takes none."""
+    return suite.num_fewshot if asked is None or suite.max_fewshot == 0 else asked
+
+

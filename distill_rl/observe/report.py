@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,15 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.config.load import fingerprint, load_config
 from distill_rl.errors import DataError, DistillError
-from distill_rl.files import write_atomic
 from distill_rl.observe import charts
 from distill_rl.observe.charts import Chart, Series
+from distill_rl.observe.page import write_page
+from distill_rl.observe.scores import Evaluation, read_runs
 from distill_rl.observe.sinks import RATE, SECONDS, TOKENS, read_records
 from distill_rl.types import RunPaths
 
-SUMMARY_MODELS = ("teacher", "student_before", "student_after", "ce_only")
-"""the models of a summary.json, used where a run has no folder of evaluation results"""
+INLINE_TASKS = 6
+"""more tasks than these get a table of their own"""
 NAMED = ("train/kl_loss", "validation/kl_loss", "train/nll_loss", "validation/nll_loss", "train/lr", "train/grad_norm")
 
 
@@ -34,8 +34,6 @@ class Run:
     records: list[dict[str, Any]]
     """by step, ascending; the records of one step joined"""
     config: str
-    scores: list[dict[str, Any]]
-    """one per model and suite: {model, suite, score, interval, num_items, truncated, tasks}"""
 
     def points(self, metric: str, default: float | None = None) -> list[charts.Point]:
         """(step, value) of the records that have the metric, or of all with `default` for it."""
@@ -56,6 +54,8 @@ def write_report(
     *,
     comparisons: Sequence[str | os.PathLike[str]] = (),
     facts: Mapping[str, str] | None = None,
+    evaluation: Evaluation | None = None,
+    out: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Writes `<run_dir>/report.html`.
 
@@ -64,31 +64,36 @@ def write_report(
             `evaluate` writes them, and summary.json.
         comparisons: other run directories, whose losses and scores are shown beside.
         facts: further lines of the header, such as a fingerprint.
+        evaluation: the scores of all these, with what was made of them (`evals.compare.of_run` adds the differences
+            between models); None: they are read from the run directories.
+        out: written instead.
 
     Raises:
         DataError: a directory holds no metrics.jsonl.
         OSError: the page cannot be written.
     """
     run, others = read_run(run_dir), [read_run(other) for other in comparisons]
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("distill_rl.observe", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.jinja").render(
+    if evaluation is None:
+        roots = [Path(folder) for folder in (run_dir, *comparisons)]
+        evaluation = read_runs(roots, [each.name for each in (run, *others)])
+    final = evaluation.only(lambda score: score.step is None)
+    during = evaluation.only(lambda score: score.step is not None)
+    path = RunPaths(Path(run_dir)).report if out is None else Path(out)
+    write_page(
+        path,
+        "report.html.jinja",
+        title=run.name,
         run=run,
         facts=_header(run, RunPaths(Path(run_dir)).config) | dict(facts or {}),
         tiles=_tiles(run),
         groups=[(title, drawn) for title, drawn in _chart_groups(run, others) if drawn],
-        scores=_score_rows(run, others),
+        score_chart=_score_chart(run, others),
+        evaluation=evaluation,
+        final=final if final.scores else during,
+        during=during if during.scores and final.scores else None,
+        few_tasks=all(len(score.tasks) <= INLINE_TASKS for score in evaluation.scores),
         geometry=charts,
     )
-    path = RunPaths(Path(run_dir)).report
-    write_atomic(path, page.encode("utf-8", errors="replace"))
     return path
 
 
@@ -105,50 +110,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     for record in records:
         joined[record["step"]] = joined.get(record["step"], {}) | record
     config = paths.config.read_text("utf-8", errors="replace") if paths.config.is_file() else ""
-    return Run(paths.root.resolve().name, [joined[step] for step in sorted(joined)], config, _scores(paths.root))
-
-
-def _scores(root: Path) -> list[dict[str, Any]]:
-    files = sorted((root / "evals").glob("*/*.json"), key=lambda path: (path.stat().st_mtime, path.name))
-    rows = [_score_row(path.parent.name, path.stem, _read_json(path)) for path in files]
-    summary = _read_json(root / "summary.json")
-    if not any(rows):
-        rows = [_score_row(model, "exact match", {"score": summary.get(model)}) for model in SUMMARY_MODELS]
-    return [row for row in rows if row]
-
-
-def _score_row(model: str, suite: str, result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One line of the table; None when there is no score. Whatever else is absent or odd is left blank."""
-    if not isinstance(result.get("score"), int | float):
-        return None
-    interval, tasks = result.get("interval"), result.get("per_task")
-    known = isinstance(interval, list) and len(interval) == 2 and all(isinstance(end, int | float) for end in interval)
-    counts = {key: value if isinstance(value := result.get(key), int) else None for key in ("num_items", "truncated")}
-    named = tasks.items() if isinstance(tasks, dict) else ()
-    scored = {
-        task: value["score"]
-        for task, value in named
-        if isinstance(value, dict) and isinstance(value.get("score"), int | float)
-    }
-    row = {"model": model, "suite": str(result.get("suite", suite)), "score": result["score"], "tasks": scored}
-    return row | counts | {"interval": interval if known else None}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _score_rows(run: Run, others: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every run's scores, suite by suite; the models of a compared run carry its name."""
-    rows = list(run.scores)
-    for other in others:
-        rows += [row | {"model": f"{other.name}: {row['model']}"} for row in other.scores]
-    suites = list(dict.fromkeys(row["suite"] for row in rows))
-    return sorted(rows, key=lambda row: suites.index(row["suite"]))
+    return Run(paths.root.resolve().name, [joined[step] for step in sorted(joined)], config)
 
 
 def _header(run: Run, config: Path) -> dict[str, str]:
@@ -207,10 +169,27 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
     timed = _timing_parts(run)
     shares = [f"align/{series.label}" for series in _shares(run)]
     seen = {"step", "time", RATE, SECONDS, *NAMED, *timed, *shares}
-    named = {name for record in run.records for name in record if not name.startswith("eval/")}
+    named = {name for record in run.records for name in record if not _is_score(name)}
     rest = sorted(named - seen)
     others_drawn = [charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in rest]
     return [("", [chart for chart in main if chart]), ("All other metrics", [chart for chart in others_drawn if chart])]
+
+
+def _score_chart(run: Run, others: Sequence[Run]) -> Chart | None:
+    """The scores of evaluations during training, where there is more than one."""
+    names = sorted({name for record in run.records for name in record if _is_score(name)})
+    series = []
+    for index, name in enumerate(names):
+        suite = name.removeprefix("eval/")
+        series.append(Series(suite, run.points(name), index))
+        series += [Series(f"{suite}, {other.name}", other.points(name), index, dashed=True) for other in others]
+    if all(len(one.points) < 2 for one in series):
+        return None
+    return charts.line_chart("Score during training", [one for one in series if one.points], linear=True)
+
+
+def _is_score(metric: str) -> bool:
+    return metric.startswith("eval/") and metric.count("/") == 1
 
 
 def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Chart | None:

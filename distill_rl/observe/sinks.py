@@ -80,6 +80,11 @@ class Observer:
             for sink in self._sinks:
                 sink.write(self._step, record)
 
+    def record(self, step: int, record: Mapping[str, float]) -> None:
+        """Writes a record of its own, of any step: what was measured on that step's weights while others followed."""
+        for sink in self._sinks:
+            sink.write(step, record)
+
     def close(self) -> None:
         """Flushes, then closes every sink, also when one of them fails."""
         try:

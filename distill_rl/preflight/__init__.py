@@ -17,6 +17,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight.data import data_facts
+from distill_rl.preflight.evaluation import suite_problems
 from distill_rl.preflight.opened import Opened, line, open_model, who
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.choose import expected
@@ -98,6 +99,7 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
         crossings=tuple(teacher.crossing for teacher in teachers),
         teacher_vocabularies=tuple(teacher.vocabulary_size for teacher in teachers),
     )
+    problems += suite_problems(config, student)
     problems += _gpu_problems(config, facts.gpus)
     problems += _space_problems(config, facts)
     return Preflight(problems, unreachable, facts)

@@ -7,12 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import distill_rl
 from distill_rl.errors import ConfigError, DistillError
+from distill_rl.evals.compare import of_run
 from distill_rl.files import write_json
 from distill_rl.observe.log import printable, say
 from distill_rl.observe.report import write_report
@@ -75,7 +77,8 @@ def quickstart(options: argparse.Namespace) -> int:
     scores = score_all(material, paths, control)
     summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
     write_json(paths.root / "summary.json", summary)
-    report = write_report(paths.root, comparisons=[control.root])
+    evaluation = of_run(paths.root, [control.root])
+    report = write_report(paths.root, comparisons=[control.root], evaluation=evaluation)
     print_table(scores, summary)
     for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
         say(f"{name:<9} {path}")
@@ -96,15 +99,19 @@ def verdict(summary: Mapping[str, Any]) -> int:
 
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
     """Exact match of every model on the held-out questions, by name in the order of MODELS; also written to <run>/evals."""
-    from distill_rl.evals.run import evaluate
+    from distill_rl.evals.lane import LocalLane
+    from distill_rl.evals.options import Options
+    from distill_rl.evals.progress import Printed
+    from distill_rl.evals.run import Model, evaluate_models
 
-    folders = (material.teacher, material.student, paths.export, control.export)
+    evals = paths.root / "evals"
     # `train` has scored the export as evals/student; here it stands among the others, under the name of the summary.
-    shutil.rmtree(paths.root / "evals", ignore_errors=True)
-    return {
-        name: evaluate(folder, [SUITE], material.test, out_dir=paths.root / "evals" / name)[SUITE]
-        for name, folder in zip(MODELS, folders, strict=True)
-    }
+    shutil.rmtree(evals / "student", ignore_errors=True)
+    folders = (material.teacher, material.student, paths.export, control.export)
+    models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
+    with closing(LocalLane()) as lane:
+        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), lane, Printed())
+    return {name: suites[SUITE] for name, suites in results.items()}
 
 
 def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:

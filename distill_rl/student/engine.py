@@ -204,7 +204,7 @@ class StudentEngine:
         return dict(state.extra)
 
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
-        """Writes the student as a Hugging Face folder, and what it learnt of projections into `projections` beside it."""
+        """Writes the student as a Hugging Face folder; collective."""
         export_model(
             self.model,
             source=self.config.student.model,
@@ -213,8 +213,11 @@ class StudentEngine:
             card=card,
             revision=self.config.student.revision,
         )
+
+    def export_projections(self, folder: str | Path) -> None:
+        """Writes what was learnt of projections between vocabularies, if anything was."""
         if self.world.rank == 0:
-            save_learnt(self.objective.learnt, self.crossings, Path(out_dir).with_name("projections"))
+            save_learnt(self.objective.learnt, self.crossings, Path(folder))
 
     def _sweep(self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool) -> LossSums:
         """All micro-batches, also those without a label: the other ranks wait for their collectives."""

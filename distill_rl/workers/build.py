@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +25,10 @@ from distill_rl.workers.aligner import AlignerWorker
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.cluster import nodes, ray_session
 from distill_rl.workers.connect import Connector
-from distill_rl.workers.group import WorkerGroup
+from distill_rl.workers.evaluator import EvalWorker
+from distill_rl.workers.group import WorkerGroup, keep_logs
 from distill_rl.workers.pipeline import Pipeline, Teachers
-from distill_rl.workers.placement import SeatingPlan, actor_names, reserve, seat
+from distill_rl.workers.placement import EVALUATOR, SeatingPlan, actor_names, reserve, seat
 from distill_rl.workers.pool import AlignerPool, BadRows
 from distill_rl.workers.student import StudentWorker
 from distill_rl.workers.student_group import StudentGroup
@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 class Crew:
     pipeline: Pipeline
     student: StudentGroup
+    evaluator: WorkerGroup | None
+    """where suites are asked for"""
+    calls: Calls
 
 
 @contextmanager
@@ -56,14 +59,14 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
     """
     config = job.config
     here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    num_cpus = sum(compute_groups(config)) + here
+    num_cpus = sum(compute_groups(config)) + here + bool(config.evaluate.suites)
     with ray_session(
         config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again
     ) as ray_logs:
         cluster = ray.cluster_resources()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
-        plan = seat(config, num_aligners, gpus=gpus > 0, nodes=nodes())
+        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes())
         calls = Calls(signals.raise_if_stopping)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
@@ -76,14 +79,15 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 Connector(config, staff.teachers, staff.student, rings, calls).connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
                 pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
-                yield Crew(pipeline, StudentGroup(staff.student, config, calls, timer, pipeline))
+                student = StudentGroup(staff.student, config, calls, timer, pipeline)
+                yield Crew(pipeline, student, staff.evaluator, calls)
                 if config.observe.timeline:
                     ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
                 # Readers first: what they have opened belongs to the teachers.
-                _stop([staff.student, *(group for _, group in staff.teachers)])
+                _stop([staff.student, *(group for _, group in staff.teachers), *staff.evaluators])
             except DistillError:
-                _keep_logs(ray_logs, staff.groups, job.paths.logs)
+                keep_logs(ray_logs, staff.groups, job.paths.logs)
                 raise
             finally:
                 pids = [pid for group in staff.groups for pid in group.pids]
@@ -106,10 +110,15 @@ class _Staff:
     student: WorkerGroup
     teachers: Teachers
     aligners: WorkerGroup
+    evaluator: WorkerGroup | None
+
+    @property
+    def evaluators(self) -> list[WorkerGroup]:
+        return [] if self.evaluator is None else [self.evaluator]
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        return [self.student, *(group for _, group in self.teachers), self.aligners]
+        return [self.student, *(group for _, group in self.teachers), self.aligners, *self.evaluators]
 
 
 def _make(
@@ -127,6 +136,7 @@ def _make(
             for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
         ],
         WorkerGroup(AlignerWorker, aligners, *at, *_aligning(job)),
+        WorkerGroup(EvalWorker, [EVALUATOR], plan, placement, calls, threads) if config.evaluate.suites else None,
     )
 
 
@@ -166,14 +176,6 @@ def _target_bytes(job: Job) -> int:
     derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
     return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
-
-
-def _keep_logs(ray_logs: Path | None, groups: list[WorkerGroup], folder: Path) -> None:
-    """Copies what the workers printed into the run's logs, by actor; Ray's own copy goes away with the session."""
-    for pid, name in (entry for group in groups for entry in group.pids.items()):
-        for file in ray_logs.glob(f"worker-*-{pid}.*") if ray_logs else ():
-            if file.stat().st_size:
-                shutil.copyfile(file, folder / f"{name.replace('/', '-')}{file.suffix}")
 
 
 def _start(job: Job, staff: _Staff, calls: Calls) -> None:

@@ -25,12 +25,13 @@ class Calls:
     """Waits for calls of known actors.
 
     `names` maps Ray actor ids (hex) to actor names, `actors` to handles. `interrupted` is asked at every poll and may
-    raise.
+    raise. `after_death` is what a user does when an actor died.
     """
 
     interrupted: Callable[[], None]
     names: dict[str, str] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
+    after_death: str = "resume from the last checkpoint with --resume"
 
     def know(self, name: str, actor: Any) -> None:
         """An actor that errors may be about; it has a method `identify`."""
@@ -91,10 +92,10 @@ class Calls:
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
         actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
-        return explain(error, actor, what)
+        return explain(error, actor, what, self.after_death)
 
 
-def explain(error: BaseException, actor: str, what: str) -> DistillError:
+def explain(error: BaseException, actor: str, what: str, after_death: str) -> DistillError:
     """One line that names the actor, what it was doing, and the cause."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user's to mend, wherever it was found
@@ -107,9 +108,7 @@ def explain(error: BaseException, actor: str, what: str) -> DistillError:
             actor, f"{what} failed", "killed for memory", "see `distill-rl check` for the estimate per worker"
         )
     elif isinstance(error, ActorDiedError | RayActorError):
-        blamed = WorkerError(
-            actor, f"its process died during {what}", _death(error), "resume from the last checkpoint with --resume"
-        )
+        blamed = WorkerError(actor, f"its process died during {what}", _death(error), after_death)
     else:
         blamed = WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
     blamed.add_note(_plain(error))

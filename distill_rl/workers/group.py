@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -105,3 +107,12 @@ class WorkerGroup:
                 process.kill()
         with contextlib.suppress(Exception):
             ray.kill(self.actors[rank], no_restart=True)
+
+
+def keep_logs(ray_logs: Path | None, groups: Sequence[WorkerGroup], folder: Path) -> None:
+    """Copies what the workers printed into the run's logs, by actor; Ray's own copy goes away with the session."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pid, name in (entry for group in groups for entry in group.pids.items()):
+        for file in ray_logs.glob(f"worker-*-{pid}.*") if ray_logs else ():
+            if file.stat().st_size:
+                shutil.copyfile(file, folder / f"{name.replace('/', '-')}{file.suffix}")

@@ -58,6 +58,11 @@ def aligner_name(index: int) -> str:
     return f"aligner-{index}"
 
 
+EVALUATOR = "evaluator"
+EVALUATOR_SHARE = 0.2
+"""of the first GPU, where it has none of its own"""
+
+
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """Names of the student's ranks, of each running teacher's ranks, and of the aligners; ranks are dp-major."""
     student = [student_name(d, t) for d in range(config.student.parallel.dp) for t in range(config.student.parallel.tp)]
@@ -70,7 +75,7 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     return student, teachers, [aligner_name(i) for i in range(num_aligners)]
 
 
-def seat(config: Config, num_aligners: int = 1, *, gpus: bool, nodes: Sequence[Node] = ()) -> SeatingPlan:
+def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[Node] = ()) -> SeatingPlan:
     """Which actors sit together.
 
     `colocated`: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
@@ -78,36 +83,44 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: bool, nodes: Sequence[N
     there are enough of them.
 
     Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
-    gives them a share of one, they sit with the ranks, in turn.
+    gives them a share of one, they sit with the ranks, in turn. The evaluator, which there is where suites are asked
+    for, has a bundle of its own, with a GPU if one is left over; else it shares the first.
+
+    Args:
+        gpus: in the cluster.
 
     Raises:
-        ConfigError: the aligners of one GPU leave nothing of it to the ranks.
+        ConfigError: the guests of one GPU leave nothing of it to the ranks.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
     apart = config.ray.placement == "disaggregated"
     groups = [student, *teachers.values()]
     tables = [[name] for group in groups for name in group] if apart else _side_by_side(groups)
+    alone = [EVALUATOR] if config.evaluate.suites and (not gpus or gpus > len(tables)) else []
+    shared = {EVALUATOR: EVALUATOR_SHARE} if config.evaluate.suites and not alone else {}
     share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
     seats: dict[str, Seat] = {}
     for index, together in enumerate(tables):
-        guests = aligners[index :: len(tables)] if share else []
-        if share * len(guests) >= 1:
+        guests = dict.fromkeys(aligners[index :: len(tables)] if share else [], share) | (shared if not index else {})
+        left = 1.0 - sum(guests.values())
+        if left <= 0:
             raise ConfigError(
                 "aligner.num_gpus",
                 "the aligners that share a GPU with ranks must leave them some of it",
-                f"{len(guests)} aligners of {share:g} each on one GPU",
+                f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU",
                 "lower aligner.num_gpus or aligner.workers",
             )
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         for name in together:
-            seats[name] = Seat(name, index, 1.0, (1.0 - share * len(guests)) / len(together) if gpus else 0.0)
-        for name in guests:
-            seats[name] = Seat(name, index, 1.0, share)
+            seats[name] = Seat(name, index, 1.0, left / len(together) if gpus else 0.0)
+        for name, part in guests.items():
+            seats[name] = Seat(name, index, 1.0, part)
     ranks = len(bundles)
-    for name in [] if share else aligners:
-        bundles.append({"CPU": 1.0})
-        seats[name] = Seat(name, len(bundles) - 1, 1.0, 0.0)
+    for name in [*([] if share else aligners), *alone]:
+        of_gpu = 1.0 if gpus and name in alone else 0.0
+        bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
+        seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
     own = _nodes_apart(bundles[:ranks], len(student), nodes) if apart else None
     pinned = (*own, *[None] * (len(bundles) - ranks)) if own else ()
     return SeatingPlan(tuple(bundles), seats, pinned)

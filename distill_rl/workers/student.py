@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -141,6 +142,13 @@ class StudentWorker(RankWorker):
         from distill_rl.models.hub import tokenizer_of
 
         self._engine.export(directory, tokenizer_of(self._config.student), card)
+        self._engine.export_projections(Path(directory).with_name("projections"))
+
+    def copy(self, directory: str) -> None:
+        """The weights alone, as a folder that an evaluator loads."""
+        from distill_rl.models.hub import tokenizer_of
+
+        self._engine.export(directory, tokenizer_of(self._config.student))
 
 
 class _Targets:

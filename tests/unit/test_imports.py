@@ -39,21 +39,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "student": LIBRARY,
     "checkpoints": BASE | {"config"},
     "rundir": BASE | {"config"},
-    "preflight": BASE | {"config", "data", "models", "rundir", "align", "transport"},
+    "preflight": BASE | {"config", "data", "models", "rundir", "align", "transport", "evals"},
     "job": BASE | {"config", "data", "models", "align"},
-    "workers": ENGINES | {"job", "signals", "prefetch"},
-    "evals": BASE | {"data", "models"},
+    "workers": ENGINES | {"job", "signals", "prefetch", "evals"},
+    "evals": BASE | {"data", "models", "observe"},
     "driver": RUN,
     "verify": {"align", "losses"},
     "commands": RUN | {"driver", "verify"},
-    "cli": {"errors", "commands", "observe", "signals"},
+    "cli": {"errors", "commands", "observe", "signals", "evals"},
     "quickstart": BASE | {"observe", "evals"},
-    "bench": ENGINES | {"quickstart", "workers"},
+    "bench": ENGINES | {"quickstart", "workers", "evals"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 
-RAY = ("workers/", "transport/object_store.py", "service/", "observe/sinks.py", "evals/run.py")
+RAY = ("workers/", "transport/object_store.py", "service/", "observe/sinks.py")
 PROCESS_GROUPS = ("parallel/mesh.py",)
 COLLECTIVES = ("parallel/", "losses/", "student/", "teacher/")
 

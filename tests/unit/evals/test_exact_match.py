@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.evals.exact_match import MAX_PROBLEMS, ExactMatch
-from distill_rl.evals.suite import Item
+from distill_rl.evals.exact_match import ExactMatch
+from distill_rl.evals.read import MAX_PROBLEMS
+from distill_rl.evals.suite import Item, Verdict
 
 
 def write(folder: Path, *lines: str | bytes) -> Path:
@@ -24,15 +25,24 @@ def test_plain_and_chat_rows_become_items_named_by_file_and_row(tmp_path: Path) 
         "",
         json.dumps({"messages": messages, "answer": "4"}),
     )
-    assert ExactMatch().load(path) == [
+    questions = ExactMatch().load(path, 0)
+    assert questions.items == (
         Item("exact_match.jsonl:1", "sort: 2 1 =>", "1 2", "sort"),
         Item("exact_match.jsonl:3", tuple(messages), "4", ""),
-    ]
+    )
+    assert (questions.files, questions.warnings) == ((path,), ())
 
 
 def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
-    assert ExactMatch().file(tmp_path) == tmp_path / "exact_match.jsonl"
-    assert ExactMatch().file(tmp_path / "x.jsonl") == tmp_path / "x.jsonl"
+    path = write(tmp_path, '{"prompt": "p", "answer": "a"}')
+    assert ExactMatch().load(tmp_path, 0) == ExactMatch().load(path, 0)
+
+
+def test_the_content_hash_is_that_of_questions_and_answers(tmp_path: Path) -> None:
+    one, two = '{"prompt": "p", "answer": "a"}', '{"answer": "b", "prompt": "q"}'
+    known = ExactMatch().load(write(tmp_path, one, two), 0).content_sha256
+    assert ExactMatch().load(write(tmp_path, two, one), 0).content_sha256 == known
+    assert ExactMatch().load(write(tmp_path, one, two.replace("b", "c")), 0).content_sha256 != known
 
 
 @pytest.mark.parametrize(
@@ -42,9 +52,10 @@ def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
         ("[1]", "one JSON object per line"),
         ("[" * 100_000, "one JSON object per line"),
         (b'{"prompt": "\xff", "answer": "a"}', "UTF-8"),
-        ('{"prompt": "p"}', "needs an `answer`"),
-        ('{"prompt": "p", "answer": 4}', "needs an `answer`"),
-        ('{"prompt": "p", "answer": " "}', "needs an `answer`"),
+        ('{"prompt": "p"}', "`answer` must be a text"),
+        ('{"prompt": "p", "answer": 4}', "`answer` must be a text"),
+        ('{"prompt": "p", "answer": " "}', "`answer` must be a text"),
+        ('{"prompt": "\\ud800", "answer": "a"}', "`prompt` must be Unicode"),
         ('{"answer": "a"}', "either `prompt` or `messages`"),
         ('{"prompt": "p", "messages": [], "answer": "a"}', "either `prompt` or `messages`"),
         ('{"prompt": "", "answer": "a"}', "`prompt` must be a text"),
@@ -59,7 +70,7 @@ def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
 def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str | bytes, rule: str) -> None:
     path = write(tmp_path, '{"prompt": "p", "answer": "a"}', line)
     with pytest.raises(DataError) as caught:
-        ExactMatch().load(path)
+        ExactMatch().load(path, 0)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{path}, row 2: ")
     assert rule in problem
@@ -67,28 +78,35 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str |
 
 def test_all_bad_rows_are_told_at_once_up_to_a_limit(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        ExactMatch().load(write(tmp_path, "1", '{"prompt": "p", "answer": "a"}', "3"))
+        ExactMatch().load(write(tmp_path, "1", '{"prompt": "p", "answer": "a"}', "3"), 0)
     assert [problem.split(":")[0].rpartition(" ")[2] for problem in caught.value.problems] == ["1", "3"]
     with pytest.raises(DataError) as caught:
-        ExactMatch().load(write(tmp_path, *["x"] * 1000))
+        ExactMatch().load(write(tmp_path, *["x"] * 1000), 0)
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
 
 
 @pytest.mark.parametrize("lines", [(), ("", "  ")])
 def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match="must hold at least one row"):
-        ExactMatch().load(write(tmp_path, *lines))
+        ExactMatch().load(write(tmp_path, *lines), 0)
 
 
 def test_a_missing_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"nothing\.jsonl: cannot be read; got No such file or directory; give a \.jsonl"
-    ):
-        ExactMatch().load(tmp_path / "nothing.jsonl")
+    for data in (tmp_path / "nothing.jsonl", tmp_path):
+        with pytest.raises(DataError, match=r"\.jsonl: cannot be read; got no such file; give a \.jsonl"):
+            ExactMatch().load(data, 0)
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"), [("1 2", 1.0), (" 1 2\n", 1.0), ("1  2", 0.0), ("1 2 3", 0.0), ("", 0.0), ("\x00", 0.0)]
+    ("completion", "verdict"),
+    [
+        ("1 2", Verdict(1.0, "1 2")),
+        (" 1 2\n", Verdict(1.0, "1 2")),
+        ("1  2", Verdict(0.0, "1  2")),
+        ("1 2 3", Verdict(0.0, "1 2 3")),
+        (" \n", Verdict(0.0, None)),
+        ("\x00", Verdict(0.0, "\x00")),
+    ],
 )
-def test_only_the_answer_itself_scores(completion: str, score: float) -> None:
-    assert ExactMatch().score(Item("i", "p", "1 2"), completion) == score
+def test_only_the_answer_itself_scores(completion: str, verdict: Verdict) -> None:
+    assert ExactMatch().judge(Item("i", "p", "1 2"), completion) == verdict

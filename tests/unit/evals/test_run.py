@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.run import SUITES, evaluate, wilson
+from distill_rl.evals.run import SUITES, evaluate
+from distill_rl.evals.statistics import wilson
 from tests.helpers.models import write_tiny_model
 from tests.unit.evals.conftest import KNOWN, chat, write_rows
 
@@ -21,7 +22,18 @@ def test_known_prompts_score_one_and_others_nothing(parrot: Path, questions: Pat
         "first": (0.5, 2),
         "second": (1.0, 1),
     }
-    assert result["data_sha256"] == hashlib.sha256(questions.read_bytes()).hexdigest()
+    assert sum(result["outcomes"].values()) == 4
+    assert result["data"] == [str(questions)]
+    assert result["macro"] == 0.75
+
+
+def test_the_hash_of_the_data_is_that_of_questions_and_answers(parrot: Path, questions: Path) -> None:
+    first = evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"]
+    rows = questions.read_text().splitlines()
+    questions.write_text("\n\n".join(rows) + "\n")
+    assert evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"] == first
+    questions.write_text("\n".join(rows[:3]))
+    assert evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"] != first
 
 
 def test_an_untrained_model_scores_nothing(questions: Path, tmp_path: Path) -> None:
@@ -29,20 +41,40 @@ def test_an_untrained_model_scores_nothing(questions: Path, tmp_path: Path) -> N
 
 
 def test_results_and_items_are_written_and_the_report_finds_them(parrot: Path, questions: Path, tmp_path: Path) -> None:
-    from distill_rl.observe.report import read_run
+    from distill_rl.observe.scores import read_runs
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     out = tmp_path / "run" / "evals" / "student"
     results = evaluate(parrot, ["exact_match"], questions.parent, out_dir=out)
-    assert sorted(file.name for file in out.iterdir()) == ["exact_match.items.jsonl", "exact_match.json"]
+    assert sorted(file.name for file in out.glob("[!.]*")) == ["exact_match.items.jsonl", "exact_match.json"]
     assert json.loads((out / "exact_match.json").read_text()) == results["exact_match"]
     rows = [json.loads(line) for line in (out / "exact_match.items.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [f"exact_match.jsonl:{number}" for number in (1, 2, 3, 4)]
     assert [row["score"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
     assert rows[0]["completion"] == "one two"
-    (row,) = read_run(tmp_path / "run").scores
-    assert (row["model"], row["suite"], row["score"], row["num_items"]) == ("student", "exact_match", 0.5, 4)
+    (row,) = read_runs([tmp_path / "run"], ["run"]).scores
+    assert (row.model, row.suite, row.whole.score, row.whole.num_items) == ("student", "exact_match", 0.5, 4)
+
+
+def test_a_second_call_finds_what_the_first_one_wrote(parrot: Path, questions: Path, tmp_path: Path) -> None:
+    first = evaluate(parrot, ["exact_match"], questions, out_dir=tmp_path / "out")
+    written = (tmp_path / "out" / "exact_match.json").stat().st_mtime_ns
+    assert evaluate(parrot, ["exact_match"], questions, out_dir=tmp_path / "out", batch_size=1) == first
+    assert (tmp_path / "out" / "exact_match.json").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match=r"another evaluation; got max_new_tokens \d+; now max_new_tokens 3"):
+        evaluate(parrot, ["exact_match"], questions, out_dir=tmp_path / "out", max_new_tokens=3)
+
+
+def test_a_chat_suite_needs_a_chat_template(parrot: Path, questions: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(parrot, bare)
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"exact_match asks in chat messages, which need .* chat template; got none; "):
+        evaluate(bare, ["exact_match"], questions)
 
 
 def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:
@@ -65,7 +97,7 @@ def test_limit_draws_the_same_items_for_the_same_seed_in_file_order(parrot: Path
     data = write_rows(tmp_path / "rows.jsonl", rows)
 
     def drawn(seed: int) -> list[int]:
-        evaluate(parrot, ["exact_match"], data, out_dir=tmp_path / "out", limit=5, seed=seed)
+        evaluate(parrot, ["exact_match"], data, out_dir=tmp_path / "out", limit=5, seed=seed, clean=True)
         lines = (tmp_path / "out" / "exact_match.items.jsonl").read_text().splitlines()
         return [int(json.loads(line)["id"].rpartition(":")[2]) for line in lines]
 
@@ -75,7 +107,7 @@ def test_limit_draws_the_same_items_for_the_same_seed_in_file_order(parrot: Path
 
 
 def test_an_unknown_suite_is_refused_with_the_list_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"suites: must be among exact_match.*; got maths, mmmlu"):
+    with pytest.raises(ConfigError, match=r"suites: must be among .*exact_match.*; got maths, mmmlu"):
         evaluate(tmp_path / "no-model", ["maths", "exact_match", "mmmlu"], tmp_path / "no-data")
     with pytest.raises(ConfigError, match="suites: must name at least one"):
         evaluate(tmp_path, [], tmp_path)
@@ -83,7 +115,7 @@ def test_an_unknown_suite_is_refused_with_the_list_before_anything_is_read(tmp_p
 
 def test_bad_rows_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p"}])
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: needs an `answer`"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: `answer` must be"):
         evaluate(tmp_path / "no-model", ["exact_match"], data)
 
 
@@ -95,21 +127,6 @@ def test_a_size_below_one_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_every_suite_goes_by_its_own_name() -> None:
     assert all(name == suite.name for name, suite in SUITES.items())
-
-
-@pytest.mark.parametrize(
-    ("score", "count", "low", "high"),
-    [
-        # Textbook values (Brown, Cai, DasGupta 2001) and the closed forms z²/(n+z²) at the ends.
-        (0.5, 10, 0.23659, 0.76341),
-        (0.0, 10, 0.0, 0.27753),
-        (1.0, 10, 0.72247, 1.0),
-        (0.943, 600, 0.92144, 0.95890),
-        (0.0, 0, 0.0, 1.0),
-    ],
-)
-def test_wilson_interval(score: float, count: int, low: float, high: float) -> None:
-    assert wilson(score, count) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_importing_run_needs_no_torch_and_starts_no_ray() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +9,11 @@ import pytest
 from distill_rl.config.load import fingerprint, save_config
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError
+from distill_rl.evals.compare import of_run
 from distill_rl.observe.report import read_run, write_report
-
-HOSTILE = "</svg></script><script>alert(1)</script><img src=x onerror=alert(1)>\"'`{{ 7 * 7 }}"
-VOID = {"meta", "link", "br", "img", "input", "hr", "base"}
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text; complains about tags that do not match."""
-
-    def __init__(self, text: str):
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.texts: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == [], "every tag is closed"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> without a start"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append(data.strip())
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
+from distill_rl.observe.scores import read_runs
+from tests.helpers import results
+from tests.helpers.page import ACTIVE, HOSTILE, Page
 
 
 def make_run(folder: Path, records: list[dict[str, Any]]) -> Path:
@@ -99,8 +63,8 @@ def test_a_whole_run_is_one_page_without_script_or_outside_reference(tmp_path: P
     assert "http:" not in text
     assert "https:" not in text
     assert "url(" not in text
-    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
-    assert not [a for a in page.attributes if a[1] in ("src", "href", "xlink:href", "action") or a[1].startswith("on")]
+    assert not ACTIVE & set(page.tags)
+    assert not page.reaches_out
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "evals", "metrics.jsonl", "report.html"]
 
 
@@ -133,9 +97,8 @@ def test_hostile_names_numbers_and_configurations_are_shown_as_text(tmp_path: Pa
     write_result(run, HOSTILE.replace("/", ""), suite=HOSTILE, per_task={HOSTILE: {"score": 1.0}})
     other = make_run(tmp_path / ("<script>" + "other"), records)
     page = report(run, comparisons=[other], facts={HOSTILE: HOSTILE})
-    assert "script" not in page.tags
-    assert "img" not in page.tags
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert not ACTIVE & set(page.tags)
+    assert not page.reaches_out
     assert "{{ 7 * 7 }}" in page.text
     assert "alert(1)" in page.text
 
@@ -177,7 +140,7 @@ def test_models_are_listed_in_the_order_in_which_they_were_scored(tmp_path: Path
     for when, model in enumerate(("teacher", "a_student", "m_control")):
         write_result(run, model)
         os.utime(run / "evals" / model / "exact_match.json", (when, when))
-    assert [row["model"] for row in read_run(run).scores] == ["teacher", "a_student", "m_control"]
+    assert read_runs([run], ["r"]).models == ["teacher", "a_student", "m_control"]
 
 
 def test_the_scores_of_a_summary_are_used_where_there_are_no_results(tmp_path: Path) -> None:
@@ -195,8 +158,10 @@ def test_a_damaged_result_is_left_out(tmp_path: Path) -> None:
     for name, content in (("torn", '{"score": 0.'), ("list", "[]"), ("text", '{"score": "high"}'), ("odd", '{"score": 0.5, "interval": 3, "per_task": [1], "num_items": "x"}')):  # fmt: skip
         write_result(run, name)
         (run / "evals" / name / "exact_match.json").write_text(content)
-    assert {row["model"] for row in read_run(run).scores} == {"good", "odd"}
-    assert "good" in report(run).texts
+    assert set(read_runs([run], ["r"]).models) == {"good", "odd"}
+    page = report(run)
+    assert "good" in page.texts
+    assert f"{run / 'evals' / 'torn' / 'exact_match.json'}: must be JSON" in page.text, "it is left out, and said so"
 
 
 def test_worker_times_are_not_part_of_the_drivers_sum(tmp_path: Path) -> None:
@@ -210,3 +175,54 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"report of .*nothing: a run directory holds metrics\.jsonl"):
         write_report(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_differences_outcomes_and_settings_stand_in_the_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", training(2))
+    good, bad = results.numbered([1.0] * 90 + [0.0] * 10), results.numbered([1.0] * 60 + [0.0] * 40)
+    results.write_result(run / "evals" / "student_after", bad, macro=0.625, outcomes={"right": 60, "wrong": 29, "truncated": 8, "grader_timeout": 3})  # fmt: skip
+    results.write_result(run / "evals" / "teacher", good, num_fewshot=0)
+    page = report(run, evaluation=of_run(run))
+    for fact in ("difference to teacher, 95\xa0% interval", "−0.300", "−0.390 to −0.210", "0 / 30", "0.625"):
+        assert fact in page.texts
+    for fact in ("wrong", "cut off", "grading timed out", "29", "8", "3", "quiz: num_fewshot differs: 0 (teacher), 5 (student_after)"):  # fmt: skip
+        assert fact in page.texts
+    assert "no answer found" not in page.texts, "it befell no item"
+
+
+def test_evaluations_during_training_are_a_chart_and_a_table_by_step(tmp_path: Path) -> None:
+    scored = [{"step": step, "eval/quiz": step / 100, "eval/quiz/items": 9.0} for step in (9, 10, 100)]
+    run = make_run(tmp_path / "r", scored)
+    for step in (100, 9, 10):
+        results.write_result(run / "evals" / f"step-{step}", results.numbered([1.0, 0.0]))
+    results.write_result(run / "evals" / "teacher", results.numbered([1.0, 1.0]))
+    page = report(run)
+    names = [text for text in page.texts if text in ("teacher", "step-9", "step-10", "step-100", "Evaluations during training")]  # fmt: skip
+    assert names == ["teacher", "Evaluations during training", "step-9", "step-10", "step-100"]
+    assert page.texts.count("Score during training") == 1
+    assert "eval/quiz" not in page.texts
+    assert "eval/quiz/items" in page.texts, "what is no score is among the other metrics"
+
+
+def test_a_run_with_evaluations_during_training_alone_shows_them_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", training(2))
+    results.write_result(run / "evals" / "step-1", results.numbered([1.0, 0.0]))
+    page = report(run)
+    assert "step-1" in page.texts
+    assert "Evaluations during training" not in page.texts
+
+
+def test_many_tasks_have_a_table_of_their_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", training(2))
+    tasks = [f"subject {index}" for index in range(57)]
+    results.write_result(run / "evals" / "student", results.numbered([1.0] * 57), tasks=tasks)
+    page = report(run)
+    assert "quiz by task (57)" in page.texts
+    assert "by task" not in page.texts
+    assert page.texts.count("subject 56") == 1
+
+
+def test_compared_runs_share_the_chart_of_scores(tmp_path: Path) -> None:
+    run, other = (make_run(tmp_path / name, [{"step": 1, "eval/quiz": 0.1}, {"step": 2, "eval/quiz": 0.2}]) for name in ("kd", "ce"))  # fmt: skip
+    page = report(run, comparisons=[other])
+    assert {"quiz", "quiz, ce"} <= set(page.texts)

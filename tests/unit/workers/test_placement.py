@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.placement import Node, actor_names, seat, shortage
+from distill_rl.workers.placement import EVALUATOR, Node, actor_names, seat, shortage
 
 
 def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):
@@ -57,7 +57,7 @@ def test_aligners_that_use_a_gpu_sit_with_the_ranks_in_turn_and_take_their_share
 def test_aligners_that_leave_nothing_of_a_gpu_are_refused():
     asked = config()
     asked.aligner.num_gpus = 0.5
-    with pytest.raises(ConfigError, match=r"aligner\.num_gpus: .* must leave them some of it; got 2 aligners of 0\.5"):
+    with pytest.raises(ConfigError, match=r"aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU"):
         seat(asked, 2, gpus=True)
 
 
@@ -124,3 +124,42 @@ def test_on_cpus_nodes_are_told_apart_by_their_cores():
 
 def test_colocated_ranks_are_pinned_nowhere():
     assert seat(config(), gpus=True, nodes=[node("a", CPU=9, GPU=9), node("b", CPU=9, GPU=9)]).nodes == ()
+
+
+def evaluated(placement="colocated", **sizes):
+    made = config(**sizes)
+    made.evaluate.suites = ["mmlu"]
+    made.ray.placement = placement
+    return made
+
+
+def test_without_suites_there_is_no_evaluator():
+    assert EVALUATOR not in seat(config(), gpus=4).seats
+
+
+def test_an_evaluator_has_a_gpu_of_its_own_where_one_is_left_over():
+    plan = seat(evaluated(), 1, gpus=2)
+    assert plan.seats[EVALUATOR].num_gpus == 1.0
+    assert plan.bundles[plan.seats[EVALUATOR].bundle] == {"CPU": 1.0, "GPU": 1.0}
+    assert plan.seats["student-dp0-tp0"].num_gpus == 0.5
+
+
+def test_an_evaluator_shares_the_first_gpu_where_there_is_no_other():
+    plan = seat(evaluated(student=(2, 1)), 1, gpus=2)
+    assert plan.seats[EVALUATOR].bundle == plan.seats["student-dp0-tp0"].bundle == 0
+    assert plan.seats[EVALUATOR].num_gpus == 0.2
+    assert plan.seats["student-dp0-tp0"].num_gpus == pytest.approx(0.4)
+    assert plan.seats["student-dp1-tp0"].num_gpus == 1.0
+
+
+def test_an_evaluator_on_a_cpu_has_a_seat_of_its_own():
+    plan = seat(evaluated(), 1, gpus=0)
+    assert plan.bundles[plan.seats[EVALUATOR].bundle] == {"CPU": 1.0}
+    assert plan.seats[EVALUATOR].num_gpus == 0
+
+
+def test_a_disaggregated_evaluator_is_on_any_node():
+    nodes = [node("a", CPU=4, GPU=2), node("b", CPU=4, GPU=2)]
+    plan = seat(evaluated("disaggregated", student=(1, 1), teachers=((1, 1),)), 0, gpus=4, nodes=nodes)
+    assert plan.nodes == ("a", "b", None)
+    assert plan.seats[EVALUATOR].num_gpus == 1.0

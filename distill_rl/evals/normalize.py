@@ -1,0 +1,67 @@
+"""One spelling for answers that mean the same."""
+
+from __future__ import annotations
+
+import re
+
+_REPLACED = (
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_UNITS = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets",
+    "multiples",
+)  # fmt: skip
+_REMOVED = (
+    "\\ldots", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}",
+    "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_UNIT = re.compile(rf"(?<!\\)(?<!\\le)(?:{'|'.join(_UNITS)})")
+_ARTICLE = re.compile(r"(?<![\\A-Za-z0-9])an? (?=[A-Za-z]{2})")
+_ASSIGNED = re.compile(r"^\s*(?:\\[A-Za-z]+|[A-Za-z])(?:_\{?\w+\}?)?(?:\([A-Za-z, ]+\))?\s*=(?=[^=]*$)")
+_TEXT = re.compile(r"\\(?:text|textbf|overline|boxed)\{([^{}]*+)\}")
+_SHORT_FRACTION = re.compile(r"frac([^{}\\])(?:([^{}\\])|(?=\{))")
+_SHORT_ROOT = re.compile(r"sqrt([^{}\[\\])")
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+
+
+def without_delimiters(text: str) -> str:
+    r"""Without the `$…$`, `\(…\)` or the like around the whole of it."""
+    text = text.strip()
+    for left, right in _DELIMITERS:
+        inner = text[len(left) : len(text) - len(right)]
+        if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and right not in inner:
+            return inner.strip()
+    return text
+
+
+def normalize(answer: str) -> str:
+    """The answer after Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D: units, words, spaces and dollars away,
+    short fractions and roots written out.
+
+    Stricter than the paper where it makes different answers equal: the left side of an equation goes only where it is
+    one name (`x = 3`; not `x^2 + y^2 = 4`, nor `x = 1, y = 2`), and commas only between thousands (`1,2` is not 12).
+    """
+    answer = _ARTICLE.sub("", _ASSIGNED.sub("", without_delimiters(answer), count=1))
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    answer = _UNIT.sub("", answer)
+    for old in _REMOVED:
+        answer = answer.replace(old, "")
+    answer = _TEXT.sub(r"\1", without_delimiters(answer))
+    answer = answer.replace("dfrac", "frac").replace("tfrac", "frac")
+    answer = _SHORT_FRACTION.sub(_spelled_out, answer)
+    answer = _SHORT_ROOT.sub(r"sqrt{\1}", answer).replace("$", "")
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _spelled_out(fraction: re.Match[str]) -> str:
+    return f"frac{{{fraction[1]}}}" + (f"{{{fraction[2]}}}" if fraction[2] else "")

@@ -1,0 +1,33 @@
+"""What can be told of the suites that a run is evaluated on, before it starts."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import DistillError
+from distill_rl.preflight.opened import Opened, line
+
+
+def suite_problems(config: Config, student: Opened) -> list[str]:
+    """Unknown suites, bad data, a student that they cannot ask, an engine that is not installed."""
+    evaluate = config.evaluate
+    if not evaluate.suites:
+        return []
+    problems = []
+    if evaluate.backend == "vllm" and find_spec("vllm") is None:
+        remedy = "install the vllm extra, or set evaluate.backend=hf"
+        problems.append(line("evaluate.backend", "needs vllm, which is not installed", "vllm", remedy))
+    if not evaluate.data:
+        return problems  # said by the rules of the settings
+    from distill_rl.evals.options import Options, chat_problem, chat_suites, load_questions
+
+    try:
+        asked = load_questions(evaluate.suites, Path(evaluate.data).expanduser(), Options())
+    except DistillError as error:
+        return [*problems, *(f"evaluate.suites: {problem}" for problem in error.problems)]
+    chats = chat_suites(asked)
+    if chats and student.tokenizer is not None and not student.tokenizer.chat_template:
+        problems.append(chat_problem(chats, "student"))
+    return problems

@@ -1,0 +1,62 @@
+"""The evaluation actor: a model of its own, on a share of a GPU or on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from distill_rl.evals.backend import BackendName, Output, Settings
+from distill_rl.evals.lane import LocalLane, Task
+from distill_rl.evals.options import Asked, Options
+from distill_rl.evals.suite import Item
+from distill_rl.workers.rank import Process, identify
+
+if TYPE_CHECKING:
+    from distill_rl.evals.run import Model
+
+
+class EvalWorker:
+    """One copy of a model. It sees no GPU but those that Ray gave it."""
+
+    def __init__(self, rank: int, threads: int):
+        gpus = ",".join(map(str, ray.get_gpu_ids()))
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
+        self._threads = threads
+        self._lane = LocalLane()
+        self._asked: list[Asked] = []
+
+    def identify(self) -> Process:
+        return identify()
+
+    def start(self) -> None:
+        """Nothing to do before a model is named."""
+
+    def stop(self) -> None:
+        self._lane.close()
+
+    def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
+        """Loads a model; the device that it is on."""
+        self._lane.load(folder, backend, self._settled(settings))
+        return self._lane.device
+
+    def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
+        """(index of the item, its output) for every item."""
+        return list(self._lane.outputs(task, items))
+
+    def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
+        """Whole suites with grading, results on disk included: suite → result."""
+        from distill_rl.evals.options import load_questions
+        from distill_rl.evals.run import evaluate_models
+
+        asked = load_questions(suites, data, options)
+        options = replace(options, settings=self._settled(options.settings))
+        return evaluate_models([model], suites, data, options, self._lane, asked=asked)[model.name]
+
+    def _settled(self, settings: Settings) -> Settings:
+        return replace(settings, gpu_share=min(settings.gpu_share, self._share), threads=self._threads)

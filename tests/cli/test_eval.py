@@ -1,0 +1,201 @@
+"""`distill-rl eval` as a user gives it: what it prints and writes, and what no end of it may lose or do twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.command import Ended, actor_pid, distill_rl, leftovers, running, shared_memory, temporary, until
+from tests.helpers.models import write_tiny_model
+from tests.helpers.suites import write_suite
+
+pytestmark = pytest.mark.cli
+
+COUNT = 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden=32, seed=1)
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long enough to be interrupted."""
+    return write_suite(tmp_path_factory.mktemp("suite"), count=COUNT, max_new_tokens=40)
+
+
+def arguments(model: Path, suite: Path, out: Path, *more: str) -> list[str]:
+    given = ("--model", model, "--suites", suite, "--data", suite.parent, "--out", out, "--batch-size", "4")
+    return ["eval", *map(str, given), *more]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation that nothing disturbed, on two shards."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    ended = distill_rl(*arguments(model, suite, out, "--shards", "2"))
+    assert ended.code == 0, ended.err
+    return out
+
+
+def items(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "own.items.jsonl").read_text().splitlines()]
+
+
+def result(out: Path) -> dict:
+    return json.loads((out / "own.json").read_text())
+
+
+def judged(out: Path) -> int:
+    """Items on disk of an evaluation that runs."""
+    partial = out / ".own.partial.jsonl"
+    return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
+
+
+@contextmanager
+def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Popen]:
+    """An evaluation, handed over when some of its items are judged; checks afterwards that nothing is left of it."""
+    before = shared_memory()
+    with running(*command, log=log) as process:
+        until(lambda: judged(out) >= 8 or process.poll() is not None, "the first items")
+        assert process.poll() is None, log.read_text()
+        started = leftovers(process.pid)
+        assert len(started) > 3
+        yield process
+    _, alive = psutil.wait_procs(list(started.values()), timeout=30)
+    assert not alive, [survivor.cmdline() for survivor in alive]
+    assert shared_memory() <= before
+
+
+def assert_goes_on_to(whole: Path, command: list[str], out: Path) -> Ended:
+    """The same command again ends with every item once, each as if nothing had happened."""
+    before = judged(out)
+    assert 0 < before < COUNT
+    assert not (out / "own.json").exists()
+    ended = distill_rl(*command)
+    assert ended.code == 0, ended.err
+    assert f"{before} of {COUNT} items are there already" in ended.out
+    assert items(out) == items(whole)
+    assert result(out)["resumed_items"] == before
+    assert {key: result(out)[key] for key in ("score", "interval", "outcomes", "per_task")} == {
+        key: result(whole)[key] for key in ("score", "interval", "outcomes", "per_task")
+    }
+    return ended
+
+
+def test_results_say_what_was_done_and_on_what(whole: Path, model: Path, suite: Path) -> None:
+    found = result(whole)
+    assert found["num_items"] == COUNT == len(items(whole))
+    assert sum(found["outcomes"].values()) == COUNT
+    assert (found["backend"], found["dtype"], found["device"]) == ("hf", "auto", "cpu")
+    assert (found["model"], found["data"]) == (str(model), [str(suite.parent)])
+    assert found["tokens_per_second"] > 0
+    assert found["example_prompt"] == items(whole)[0]["prompt"] == "question 0 is"
+    assert [row["id"] for row in items(whole)] == [f"q{n}" for n in range(COUNT)]
+
+
+def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
+    ended = distill_rl(*arguments(model, suite, tmp_path / "out", "--shards", "0"))
+    assert ended.code == 0, ended.err
+    assert items(tmp_path / "out") == items(whole)
+
+
+def test_kill_9_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
+    command = arguments(model, suite, tmp_path / "out", "--shards", "2")
+    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
+        process.kill()
+    assert_goes_on_to(whole, command, tmp_path / "out")
+
+
+def test_a_request_to_stop_keeps_what_was_judged_and_exits_85(
+    whole: Path, model: Path, suite: Path, tmp_path: Path
+) -> None:
+    command = arguments(model, suite, tmp_path / "out")
+    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
+        assert not temporary(process.pid)
+    assert "the same command goes on" in (tmp_path / "log").read_text()
+    assert_goes_on_to(whole, command, tmp_path / "out")
+
+
+def test_a_killed_actor_ends_the_evaluation_with_one_line_and_the_same_command_goes_on(
+    whole: Path, model: Path, suite: Path, tmp_path: Path
+) -> None:
+    command = arguments(model, suite, tmp_path / "out")
+    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
+        os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
+        assert process.wait(timeout=60) == 1, (tmp_path / "log").read_text()
+    (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("distill-rl: error:")]
+    assert "evaluator-0: its process died during running the model" in error
+    assert "give the same command again" in error
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert_goes_on_to(whole, command, tmp_path / "out")
+
+
+def test_another_model_does_not_mix_with_the_results_of_the_first(whole: Path, suite: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", hidden=32, seed=2)
+    before = {path: path.read_bytes() for path in whole.glob("own.*")}
+    ended = distill_rl(*arguments(other, suite, whole))
+    assert ended.code == 2
+    assert "holds results of another evaluation; got model_sha256" in ended.errors[0]
+    assert "--clean" in ended.errors[0]
+    assert {path: path.read_bytes() for path in whole.glob("own.*")} == before
+
+
+def test_models_are_compared_side_by_side(model: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", hidden=16, seed=2)
+    suite = write_suite(tmp_path, count=20)
+    given = ("--model", f"big={model}", "--model", other, "--suites", suite, "--data", tmp_path, "--shards", "0")
+    ended = distill_rl("eval", *given, "--out", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    for name in ("big", "other"):
+        assert result(tmp_path / "out" / name)["num_items"] == 20
+    report = distill_rl("report", tmp_path / "out")
+    assert report.code == 0, report.err
+    assert "big" in report.out
+    assert "other" in report.out
+
+
+def test_suites_are_listed(tmp_path: Path) -> None:
+    ended = distill_rl("eval", "--list")
+    assert ended.code == 0
+    listed = [line.split()[0] for line in ended.out.splitlines()]
+    assert {"math", "math500", "minerva_math", "mmlu", "mmlu_cot", "gsm8k", "exact_match"} <= set(listed)
+
+
+def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
+    cases: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
+        (("--model", model, "--suites", "maths,mmul", "--data", tmp_path), ("maths, mmul", "minerva_math")),
+        (("--model", model, "--suites", "mmlu,gsm8k", "--data", tmp_path / "nothing"), ("nothing",)),
+        (("--model", tmp_path / "no", "--suites", suite, "--data", tmp_path), ("no such folder",)),
+        (("--model", model, "--suites", suite, "--data", tmp_path, "--strict"), ("4 rows; published are 5",)),
+        (("--model", model, "--suites", suite, "--data", tmp_path, "--limit", "0"), ("limit: must be 1 or more",)),
+        (("--model", model, model, "--suites", suite, "--data", tmp_path), ("are both called tiny", "NAME=DIR")),
+        (("--model", model, "--suites", suite, "--data", tmp_path, "--shards", "-1"), ("--shards: must be 0 or more",)),
+        (
+            ("--model", model, "--suites", suite, "--data", tmp_path, "--backend", "vllm", "--shards", "0"),
+            ("vllm", "not installed"),
+        ),
+    ]
+    for given, words in cases:
+        ended = distill_rl("eval", *map(str, given))
+        assert ended.code == 2, (given, ended.err)
+        assert "Traceback" not in ended.err
+        assert all(word in " ".join(ended.errors) for word in words), (given, ended.err)
+
+
+def test_data_that_are_not_as_published_are_only_a_warning(model: Path, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
+    ended = distill_rl("eval", "--model", model, "--suites", suite, "--data", tmp_path, "--shards", "0")
+    assert ended.code == 0, ended.err
+    assert "warning: own: 4 rows; published are 5" in ended.out

@@ -1,0 +1,40 @@
+"""A user's own suite, as a file: made-up questions that any model can be asked, as many as a test needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OWN = '''\
+from pathlib import Path
+
+from distill_rl.evals.suite import Item, Questions, Verdict
+
+
+class Own:
+    name = "own"
+    title = "does the completion have an even number of characters?"
+    num_fewshot = 0
+    max_fewshot = 0
+    chat = False
+    max_new_tokens = {max_new_tokens}
+    stop = ()
+
+    def load(self, data: Path, num_fewshot: int) -> Questions:
+        items = tuple(Item(f"q{{n}}", f"question {{n * 7919 % 1000}} is", "even", task=f"t{{n % 2}}") for n in range({count}))
+        return Questions(items, (data,), "0" * 64, {warnings})
+
+    def judge(self, item: Item, completion: str) -> Verdict:
+        return Verdict(float(len(completion) % 2 == 0), str(len(completion)))
+
+
+SUITE = Own()
+'''
+
+
+def write_suite(
+    folder: Path, *, count: int = 24, max_new_tokens: int = 12, warnings: tuple[str, ...] = (), name: str = "own.py"
+) -> Path:
+    """A suite called `own` of `count` items."""
+    path = folder / name
+    path.write_text(OWN.format(count=count, max_new_tokens=max_new_tokens, warnings=repr(warnings)))
+    return path

@@ -1,0 +1,64 @@
+"""What a person sees of an evaluation."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from distill_rl.evals.progress import Printed
+
+
+def rows(count: int, score: float) -> list[dict[str, float]]:
+    return [{"score": score, "num_tokens": 3}] * count
+
+
+def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.StringIO]:
+    file = io.StringIO()
+    clock = iter(seconds)
+    now = [0.0]
+
+    def read() -> float:
+        now[0] = next(clock, now[0])
+        return now[0]
+
+    console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
+    return Printed(console=console, interval_s=10.0, clock=read), file
+
+
+def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:
+    progress, file = printed(terminal=False, seconds=[0.0, 5.0, 12.0, 12.0, 12.0, 20.0])
+    with progress.suite("student", "math", 6, []) as shown:
+        shown.add(rows(2, 1.0))
+        shown.add(rows(2, 0.0))
+        shown.add(rows(2, 0.5))
+    assert file.getvalue().splitlines() == [
+        "math  student  4/6  score 0.500  1 tokens/s",
+        "math  student  6/6  score 0.500  1 tokens/s",
+    ]
+
+
+def test_items_that_are_there_already_are_said_and_counted() -> None:
+    progress, file = printed(terminal=False, seconds=[0.0])
+    with progress.suite("student", "math", 4, rows(3, 1.0)) as shown:
+        shown.add(rows(1, 0.0))
+    first, last = file.getvalue().splitlines()
+    assert first == "math  student: 3 of 4 items are there already"
+    assert last.startswith("math  student  4/4  score 0.750")
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    progress, file = printed(terminal=True, seconds=[0.0])
+    with progress.suite("student", "math", 4, []) as shown:
+        shown.add(rows(4, 1.0))
+    assert "4/4" in file.getvalue()
+    assert "score 1.000" in file.getvalue()
+
+
+def test_names_cannot_forge_lines_or_repaint_the_terminal() -> None:
+    progress, file = printed(terminal=False, seconds=[0.0])
+    with progress.suite("a\nb\x1b[2J", "math", 1, []) as shown:
+        shown.add(rows(1, 1.0))
+    progress.warn("odd\x1b[31m data\nnext")
+    assert "\x1b" not in file.getvalue()
+    assert len(file.getvalue().splitlines()) == 2

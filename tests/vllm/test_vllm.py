@@ -1,0 +1,173 @@
+"""vLLM for real, against the backend `hf`, in fp32 on the same ids. `bash launch/test.sh vllm` runs these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
+
+from distill_rl.errors import ConfigError
+from distill_rl.evals.backend import Backend, Output, Settings
+from distill_rl.evals.generate import Generator
+from distill_rl.evals.likelihood import rows_of
+from distill_rl.evals.suite import Item
+from distill_rl.evals.vllm import VLLM, _scoring
+from tests.helpers.models import write_tiny_model
+from tests.vllm.material import LETTERS, POSITIONS, SHAPE, items, train
+
+FP32 = Settings(batch_size=32, dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def hf(model: Path) -> Generator:
+    return Generator(model, FP32)
+
+
+@pytest.fixture(scope="session")
+def engine(model: Path) -> Iterator[VLLM]:
+    engine = VLLM(model, FP32)
+    yield engine
+    engine.close()
+
+
+def choose(backend: Backend, questions: Sequence[Item]) -> list[Output]:
+    return in_order(backend.choose(questions), len(questions))
+
+
+def generate(backend: Backend, questions: Sequence[Item], limit: int, stop: Sequence[str] = ()) -> list[Output]:
+    return in_order(backend.generate(questions, max_new_tokens=limit, stop=stop), len(questions))
+
+
+def in_order(found: Iterator[tuple[int, Output]], count: int) -> list[Output]:
+    outputs = list(found)
+    assert sorted(index for index, _ in outputs) == list(range(count)), "every item once"
+    return [output for _, output in sorted(outputs, key=lambda pair: pair[0])]
+
+
+def letter(output: Output) -> str:
+    return LETTERS[output.logprobs.index(max(output.logprobs))]
+
+
+@pytest.mark.parametrize(("shots", "space"), [(5, True), (5, False), (0, False)])
+def test_the_same_letters_as_hf(
+    hf: Generator, engine: VLLM, shots: int, space: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = items(240, shots=shots, space=space)
+    ours, theirs = choose(hf, questions), choose(engine, questions)
+    letters = [letter(output) for output in theirs]
+    histogram = Counter(letters)
+    right = sum(letter == item.answer for letter, item in zip(letters, questions))
+    different = [item.id for item, left, right in zip(questions, ours, theirs) if letter(left) != letter(right)]
+    with capsys.disabled():
+        counts = ", ".join(f"{name} {histogram[name]}" for name in LETTERS)
+        print(
+            f"\n{shots} shots: letters {counts}; right {right} of {len(letters)}; differ from hf: {different or 'none'}"
+        )
+    assert max(histogram.values()) <= 0.6 * len(letters)
+    assert right > 0.5 * len(letters), "the model has learned something"
+    assert len(different) <= 0.01 * len(letters)
+    for left, right in zip(ours, theirs):
+        assert replace(left, logprobs=()) == replace(right, logprobs=())
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+
+
+def test_choices_of_several_tokens_get_the_log_likelihoods_of_hf(hf: Generator, engine: VLLM) -> None:
+    choices = (" ka lo", " A\nBecause", " sol be ru 42", " B")
+    questions = [replace(item, choices=choices) for item in items(12, shots=1, space=True)]
+    for left, right in zip(choose(hf, questions), choose(engine, questions)):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+        assert left.num_tokens == right.num_tokens
+
+
+@pytest.mark.parametrize("stop", [(), ("use ", ".\n")])
+def test_the_same_completions_as_hf(
+    hf: Generator, engine: VLLM, stop: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = items(120, shots=1, space=True, seed=2)
+    ours, theirs = generate(hf, questions, 24, stop), generate(engine, questions, 24, stop)
+    ties = [item.id for item, left, right in zip(questions, ours, theirs) if left != right]
+    with capsys.disabled():
+        ended = sum(not output.truncated for output in theirs)
+        print(f"\nstop {stop}: {len(ties)} of {len(questions)} differ {ties}; {ended} ended by themselves")
+    assert len(ties) <= 0.05 * len(questions)
+    assert len({output.text for output in theirs}) > 10
+    assert {output.truncated for output in theirs} == {True, False}
+    assert not any(text in output.text for output in theirs for text in stop)
+
+
+def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(hf: Generator, engine: VLLM) -> None:
+    lengths = (POSITIONS + 9, POSITIONS, POSITIONS - 1, POSITIONS - 5, 8)
+    questions = [Item(f"row {count}", "\x01" * count, "") for count in lengths]
+    ours, theirs = generate(hf, questions, 12), generate(engine, questions, 12)
+    assert [output.too_long for output in theirs] == [True, True, False, False, False]
+    assert ours == theirs
+    questions = [replace(item, choices=("\x02", "\x03\x04")) for item in questions]
+    assert [output.too_long for output in choose(engine, questions)] == [True, True, True, False, False]
+    assert [output.too_long for output in choose(hf, questions)] == [True, True, True, False, False]
+
+
+def test_what_prompts_share_is_taken_from_the_cache(engine: VLLM) -> None:
+    rows = [row for item in items(40, shots=5, space=False) for row in rows_of(0, engine.encoder.choices(item))]
+    requests = [(number, row.ids, _scoring(row)) for number, row in enumerate(rows)]
+    cached = sum(made.num_cached_tokens for _, made in engine._run(requests))
+    assert cached > 0.5 * sum(len(row.ids) for row in rows)
+
+
+def test_whoever_stops_listening_leaves_nothing_behind(hf: Generator, engine: VLLM) -> None:
+    questions = items(40, shots=0, space=True)
+    found = engine.generate(questions, max_new_tokens=24)
+    assert len(list(islice(found, 2))) == 2
+    found.close()
+    assert choose(engine, questions[:3])[0].logprobs == pytest.approx(choose(hf, questions[:3])[0].logprobs, abs=1e-3)
+
+
+def test_new_weights_are_put_into_the_running_engine(hf: Generator, engine: VLLM, model: Path, tmp_path: Path) -> None:
+    questions = items(24, shots=5, space=False)
+    other = write_tiny_model(tmp_path / "other", seed=5, **SHAPE)  # type: ignore[arg-type]
+    before, running = choose(engine, questions), engine._engine
+    engine.reload(other)
+    assert engine._engine is running, "no second engine"
+    assert engine.folder == other
+    for left, right in zip(choose(Generator(other, FP32), questions), choose(engine, questions)):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+    engine.reload(model)
+    for left, right in zip(before, choose(engine, questions)):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+def test_a_model_of_another_shape_gets_an_engine_of_its_own(engine: VLLM, model: Path, tmp_path: Path) -> None:
+    questions = items(8, shots=0, space=False)
+    other = write_tiny_model(tmp_path / "other", **SHAPE | {"layers": 3})  # type: ignore[arg-type]
+    before, running = choose(engine, questions), engine._engine
+    engine.reload(other)
+    assert engine._engine is not running
+    for left, right in zip(choose(Generator(other, FP32), questions), choose(engine, questions)):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+    engine.reload(model)
+    for left, right in zip(before, choose(engine, questions)):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+
+
+def test_a_device_of_another_build_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="device: "):
+        VLLM(model, Settings(device="cuda:3"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have attention for these heads")
+def test_heads_that_vllm_cannot_do_are_refused_before_any_prompt(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"vllm on CPUs needs attention heads of 32, 64.*; got 8; take the backend hf"
+    ):
+        VLLM(write_tiny_model(tmp_path))
