@@ -101,7 +101,8 @@ class VLLM:
 
     def reload(self, folder: Path) -> None:
         before, self.folder = self.folder, model_folder(folder)
-        if _tensors(before) == _tensors(self.folder):
+        # Of tied embeddings vllm would refit the input side alone, and say nothing (0.32, on CPUs).
+        if not self._tied() and _tensors(before) == _tensors(self.folder):
             try:
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
                 self._engine.reset_prefix_cache()
@@ -157,9 +158,24 @@ class VLLM:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"model {self.folder}", "vllm must load it", first, "or take the backend hf") from error
         if cpu:
-            _require_head_size(self.folder, self._engine.llm_engine.model_config.get_head_size())
+            self._require_head_size()
         longest = self._engine.llm_engine.model_config.max_model_len
         self._positions = longest if self.encoder.positions is None else min(longest, self.encoder.positions)
+
+    def _require_head_size(self) -> None:
+        """vLLM on CPUs would find out at the first prompt."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        size = self._engine.llm_engine.model_config.get_head_size()
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in sizes:
+            self.close()
+            rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
+            raise ConfigError(f"model {self.folder}", rule, size, "take the backend hf")
+
+    def _tied(self) -> bool:
+        config = self._engine.llm_engine.model_config
+        return any(getattr(each, "tie_word_embeddings", False) for each in (config.hf_config, config.hf_text_config))
 
     def _room(self, ids: Sequence[int]) -> int:
         return max(self._positions - len(ids), 0)
@@ -210,16 +226,6 @@ def _require_device(asked: str, cpu: bool) -> None:
         rule = f"this vllm is a build for {'CPUs' if cpu else 'GPUs'}"
         raise ConfigError("device", rule, asked, "install the other build, or take the backend hf")
     raise ConfigError("device", "vllm takes the first GPUs that it sees", asked, "choose them by CUDA_VISIBLE_DEVICES")
-
-
-def _require_head_size(folder: Path, size: int) -> None:
-    """vLLM on CPUs would find out at the first prompt."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
-        raise ConfigError(f"model {folder}", rule, size, "take the backend hf")
 
 
 def _stored_dtype(folder: Path) -> str:

@@ -147,17 +147,20 @@ def test_new_weights_are_put_into_the_running_engine(hf: Generator, engine: VLLM
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
-def test_a_model_of_another_shape_gets_an_engine_of_its_own(engine: VLLM, model: Path, tmp_path: Path) -> None:
+def test_an_engine_is_made_anew_where_new_weights_would_not_reach_all_of_it(
+    engine: VLLM, model: Path, tmp_path: Path
+) -> None:
     questions = items(8, shots=0, space=False)
-    other = write_tiny_model(tmp_path / "other", **SHAPE | {"layers": 3})  # type: ignore[arg-type]
-    before, running = choose(engine, questions), engine._engine
-    engine.reload(other)
-    assert engine._engine is not running
-    for left, right in zip(choose(Generator(other, FP32), questions), choose(engine, questions)):
-        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
-    engine.reload(model)
-    for left, right in zip(before, choose(engine, questions)):
-        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+    before = choose(engine, questions)
+    deeper = write_tiny_model(tmp_path / "deeper", **SHAPE | {"layers": 3})  # type: ignore[arg-type]
+    tied = [write_tiny_model(tmp_path / str(seed), seed=seed, tie=True, **SHAPE) for seed in (1, 2)]  # type: ignore[arg-type]
+    for folder in (deeper, *tied, model):
+        running = engine._engine
+        engine.reload(folder)
+        assert engine._engine is not running
+        for left, right in zip(choose(Generator(folder, FP32), questions), choose(engine, questions)):
+            assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+    assert [output.logprobs for output in choose(engine, questions)] == [output.logprobs for output in before]
 
 
 def test_a_device_of_another_build_is_refused(model: Path) -> None:
