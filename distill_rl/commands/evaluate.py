@@ -23,8 +23,14 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 MAX_TASKS = 10
 """a suite of more tasks is printed without them"""
-COUNTED = {"truncated": "cut off", "unparsable": "no answer", "too_long": "too long"}
-FAILED = ("grader_timeout", "grader_failed")
+COUNTED = {
+    "truncated": "cut off",
+    "unparsable": "no answer",
+    "too_long": "too long",
+    "grader_timeout": "grader late",
+    "grader_failed": "grader failed",
+}
+"""what may go wrong with an item, and the heading of its column, which is there where it did"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ def evaluate(request: Request) -> int:
             get("evals").info("the evaluation failed", exc_info=True)
             raise
     print_table(results)
+    say_what_was_left_out(results)
     if request.out is not None:
         say(f"results   {request.out}")
         if len(models) > 1:
@@ -155,20 +162,37 @@ def print_table(results: Results) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    rows = [
+        ((model, suite) if not index else ("", ""), task, part)
+        for model, suites in results.items()
+        for suite, result in suites.items()
+        for index, (task, part) in enumerate(_parts(result))
+    ]
+    shown = [name for name in COUNTED if any(_count(part, name) for _, _, part in rows)]
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("model", "suite", "task"):
         table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 % interval", "items", *COUNTED.values(), "not graded"):
-        table.add_column(heading, justify="right", no_wrap=heading == "95 % interval")
-    for model, suites in results.items():
-        for suite, result in suites.items():
-            for index, (task, part) in enumerate(_parts(result)):
-                head = (model, suite) if not index else ("", "")
-                table.add_row(*(escape(printable(text)) for text in (*head, task)), *_figures(part))
+    for heading in ("score", "95 % interval", "items", *(COUNTED[name] for name in shown)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for head, task, part in rows:
+        low, high = part["interval"]
+        figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]
+        counts = [f"{_count(part, name):,}" for name in shown]
+        table.add_row(*(escape(printable(text)) for text in (*head, task)), *figures, *counts)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a file or a pipe has no width to keep to
     console.print(table)
+
+
+def say_what_was_left_out(results: Results) -> None:
+    """Items that count as not right because they could not be asked."""
+    for model, suites in results.items():
+        for suite, result in suites.items():
+            count = result["outcomes"]["too_long"]
+            if count:
+                what = f"{count} of {result['num_items']} items of {suite} do not fit into the positions of {model}"
+                say(f"warning: {what} and count as not right; fewer worked examples (--num-fewshot) may help")
 
 
 def _parts(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -176,16 +200,8 @@ def _parts(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [("all", result), *(tasks.items() if 1 < len(tasks) <= MAX_TASKS else ())]
 
 
-def _figures(part: Mapping[str, Any]) -> list[str]:
-    low, high = part["interval"]
-    outcomes = part["outcomes"]
-    counts = [part["truncated"] if name == "truncated" else outcomes[name] for name in COUNTED]
-    counts.append(sum(outcomes[name] for name in FAILED))
-    return [
-        f"{part['score']:.3f}",
-        f"{low:.3f} to {high:.3f}",
-        *(f"{count:,}" for count in (part["num_items"], *counts)),
-    ]
+def _count(part: Mapping[str, Any], name: str) -> int:
+    return part["truncated"] if name == "truncated" else part["outcomes"][name]
 
 
 def print_suites() -> None:

@@ -46,7 +46,8 @@ def chosen(item: Item, output: Output) -> Row:
 def completed(item: Item, output: Output, graded: Graded | None) -> Row:
     """The row of an item that was answered freely; None for one that was never run."""
     outcome, score, extracted = _outcome(output, graded)
-    return _row(item, output, outcome, score, extracted) | {"completion": output.text}
+    why = {"detail": graded.detail} if graded is not None and graded.detail else {}
+    return _row(item, output, outcome, score, extracted) | why | {"completion": output.text}
 
 
 def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | None]:

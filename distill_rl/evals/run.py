@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backend import BackendName, Output, Settings
 from distill_rl.evals.grader import Graded, Grader
 from distill_rl.evals.lane import Lane, LocalLane, Task
@@ -30,8 +30,6 @@ __all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
 ANSWER_MARGIN = 8
 """tokens that a completion may be longer than the longest right answer before it is cut off"""
-GRADING_ENDS_S = 600.0
-"""in which the completions that are waiting to be judged must have been, when the model is done"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,15 +273,15 @@ class _Waiting:
         return [self._row(future) for future in [each for each in self.futures if each.done()]]
 
     def rest(self) -> Iterator[list[Row]]:
-        """Waits for all that are left; each has a deadline of its own, and the grader keeps it."""
-        deadline = time.monotonic() + GRADING_ENDS_S + self.grader.deadline_s * len(self.futures)
+        """Waits for all that are left: the grader gives each an outcome in its time.
+
+        Raises:
+            WorkerError: it did not.
+        """
         while self.futures:
-            wait(self.futures, timeout=1.0, return_when=FIRST_COMPLETED)
+            if not wait(self.futures, timeout=self.grader.longest_s, return_when=FIRST_COMPLETED).done:
+                raise WorkerError("grader", f"must judge an item within {self.grader.longest_s:g} s", "no verdict")
             yield self.done()
-            if self.futures and time.monotonic() > deadline:
-                raise DistillError(
-                    "grading", "must end after the model", f"{len(self.futures)} completions are left", "run it again"
-                )
 
     def _row(self, future: Future[Graded]) -> Row:
         item, output = self.futures.pop(future)
