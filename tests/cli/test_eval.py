@@ -19,6 +19,7 @@ from tests.helpers.suites import write_suite
 pytestmark = pytest.mark.cli
 
 COUNT = 400
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +200,22 @@ def test_data_that_are_not_as_published_are_only_a_warning(model: Path, tmp_path
     ended = distill_rl("eval", "--model", model, "--suites", suite, "--data", tmp_path, "--shards", "0")
     assert ended.code == 0, ended.err
     assert "warning: own: 4 rows; published are 5" in ended.out
+
+
+def test_the_batch_script_hands_a_signal_on_and_requeues_itself(model: Path, suite: Path, tmp_path: Path) -> None:
+    """Slurm's own part, the requeue, is written down by a stand-in for its command."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    out, log = tmp_path / "out", tmp_path / "log"
+    variables = {"MODELS": f"tiny={model}", "SUITES": str(suite), "DATA": str(suite.parent), "OUT": str(out)}
+    variables |= {"EXTRA": "--batch-size 4", "SLURM_JOB_ID": "77", "DISTILL_RL_ROOT": str(ROOT)}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with log.open("wb") as file:
+        script = psutil.Popen(
+            ["bash", ROOT / "launch" / "eval.sbatch"], env=os.environ | variables, stdout=file, stderr=file
+        )
+    until(lambda: judged(out) >= 8 or script.poll() is not None, "the first items")
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == 85, log.read_text()
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert 0 < judged(out) < COUNT
