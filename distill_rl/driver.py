@@ -12,6 +12,7 @@ from pathlib import Path
 
 from distill_rl import checkpoints, rundir
 from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
+from distill_rl.config.derive import suites_every
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.errors import CheckpointError, WorkerError
 from distill_rl.job import Job
@@ -123,9 +124,8 @@ class Driver:
 
     def evaluate(self) -> None:
         """Has the suites run on this step's weights, where they are due, and takes the scores of an earlier step."""
-        every = self.config.evaluate.suites_every
-        due = self.due(self.config.evaluate.every if every is None else every)
-        if due and self.state.step < self.loader.total_steps:  # at the end the export is evaluated
+        # The last step's weights are the export, which is evaluated on all items.
+        if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
             self.evaluations.start(self.state.step)
         self.evaluations.collect()
 

@@ -235,4 +235,15 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
         chosen = "as configured"
     plural = "process" if aligners == 1 else "processes"
     world["aligner"] = f"{aligners} {plural} ({chosen})" if aligners else "none: the driver aligns"
+    if config.evaluate.suites:
+        processes += 1
+        every = suites_every(config)
+        when = f"every {every} steps on a copy of the student, and at the end" if every else "at the end"
+        world["evaluator"] = f"1 process: {', '.join(config.evaluate.suites)} {when}"
     return world, processes
+
+
+def suites_every(config: Config) -> int:
+    """Steps between evaluations on the suites; 0: only at the end."""
+    evaluate = config.evaluate
+    return evaluate.every if evaluate.suites_every is None else evaluate.suites_every

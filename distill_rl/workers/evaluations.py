@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import DistillError
+from distill_rl.errors import DistillError, WorkerError
 from distill_rl.evals.backend import Settings
 from distill_rl.evals.options import Options
 from distill_rl.evals.run import Model
@@ -73,9 +73,9 @@ class Evaluations:
         """Forgets what an ended run did after `step`, which is trained anew, and evaluates what it left behind."""
         found = re.compile(rf"({re.escape(_WEIGHTS)}|step-)(\d+)")
         left = []
-        for path in self._folder.glob("*") if self._group else ():
+        for path in self._folder.glob("*"):
             match = found.fullmatch(path.name)
-            if match and int(match[2]) > step:
+            if match and (int(match[2]) > step or (self._group is None and match[1] == _WEIGHTS)):
                 shutil.rmtree(path, ignore_errors=True)
             elif match and match[1] == _WEIGHTS:
                 left.append(int(match[2]))
@@ -131,7 +131,10 @@ class Evaluations:
         """Records what came of an evaluation. One that failed costs its scores, and not the run."""
         self._running = None
         try:
-            results = self._calls.gather(running.call, what=f"evaluating step {running.step}", timeout_s=0.0)[0]
+            if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
+                limit_s = self._config.evaluate.timeout_s
+                raise WorkerError("evaluator", f"must be done within evaluate.timeout_s={limit_s:g}", "no answer")
+            results = self._calls.gather(running.call, what=f"evaluating step {running.step}", timeout_s=_POLL_S)[0]
         except DistillError as error:
             log.warning("the evaluation of step %d failed, training goes on: %s", running.step, error)
             self._replace()
@@ -145,7 +148,8 @@ class Evaluations:
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
         data = Path(evaluate.data or "").expanduser().absolute()
-        return self._group.submit("evaluate", model, list(evaluate.suites), data, options)
+        suites = [str(Path(name).absolute()) if name.endswith(".py") else name for name in evaluate.suites]
+        return self._group.submit("evaluate", model, suites, data, options)
 
     def _options(self, limit: int | None) -> Options:
         evaluate = self._config.evaluate

@@ -89,6 +89,21 @@ def test_batches_and_processes_follow_the_layout(load):
     }
 
 
+@pytest.mark.parametrize(
+    ("settings", "when"),
+    [
+        (["evaluate.every=50"], "every 50 steps on a copy of the student, and at the end"),
+        (["evaluate.every=50", "evaluate.suites_every=200"], "every 200 steps on a copy of the student, and at the end"),
+        (["evaluate.every=50", "evaluate.suites_every=0"], "at the end"),
+        ([], "at the end"),
+    ],
+)
+def test_an_evaluator_is_counted_where_suites_are_asked_for(load, settings, when):
+    derived = sizes(load("evaluate.suites=[mmlu,math500]", "evaluate.data=d", *settings), Facts())
+    assert derived.world["evaluator"] == f"1 process: mmlu, math500 {when}"
+    assert derived.processes == sizes(load(), Facts()).processes + 1
+
+
 def test_without_kd_no_teacher_is_counted(load):
     derived = sizes(load("loss.kd_weight=0", "loss.ce_weight=1"), Facts(student=MODEL, teachers=()))
     assert derived.teachers == ()
