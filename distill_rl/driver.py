@@ -168,8 +168,9 @@ class Driver:
 
 
 def evaluations_of(job: Job, crew: Crew, observer: Observer, signals: Signals) -> Evaluations:
-    def copy(folder: Path) -> None:
-        crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+    def copy(folder: Path) -> str | None:
+        said = crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        return next((problem for problem in said if problem is not None), None)
 
     return Evaluations(
         crew.evaluator,

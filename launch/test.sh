@@ -22,4 +22,8 @@ elif [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
     echo "test: error: unknown lane $1; the lanes are: gpu, vllm. Without one, the default suite runs" >&2
     exit 2
 fi
-exec "$PYTHON" -m pytest "$@" # without a path: `testpaths` of pyproject.toml, which is all of tests/
+if [[ $# -eq 0 ]]; then
+    # All of tests/ (`testpaths` of pyproject.toml), in two processes: what starts Ray, and what computes.
+    exec "$PYTHON" -m pytest -n 2 --dist loadgroup
+fi
+exec "$PYTHON" -m pytest "$@"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,16 +75,25 @@ def evaluate(request: Request) -> int:
     from distill_rl.evals.run import evaluate_models
 
     models = named_models(request.models, request.out)
+    require_sense(request)
     with ExitStack() as stack:
         if request.out is not None:
-            stack.enter_context(log_file(request.out / "logs" / "eval.log"))
+            stack.enter_context(_log(request.out))
         signals = stack.enter_context(Signals())
         try:
             with signals.at_once():
                 asked = load_questions(request.suites, request.data, request.options)
-            with _lane(request, signals) as lane, _at_once_without_ray(request, signals):
+            stop = signals.raise_if_stopping
+            with _lane(request.where, signals, request.out) as lane, _at_once_without_ray(request.where, signals):
                 results = evaluate_models(
-                    models, request.suites, request.data, request.options, lane, Printed(), asked=asked
+                    models,
+                    request.suites,
+                    request.data,
+                    request.options,
+                    lane,
+                    Printed(),
+                    asked=asked,
+                    interrupted=stop,
                 )
         except Preempted:
             say("stopped; what was judged is kept, the same command goes on" if request.out else "stopped")
@@ -114,10 +124,9 @@ def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
     problems = []
     for text in given:
         name, equals, folder = text.partition("=")
+        path = Path(folder if equals and not Path(text).is_dir() else text).expanduser()
         if not equals or Path(text).is_dir():
-            name, folder = "", text
-        path = Path(folder).expanduser()
-        name = name or (path.resolve().parent.name if path.resolve().name == "export" else path.resolve().name)
+            name = path.resolve().parent.name if path.resolve().name == "export" else path.resolve().name
         if not name or name.startswith(".") or "/" in name:
             problems.append(str(ConfigError("--model", "a name must be fit for a folder", text, "give NAME=DIR")))
         elif name in named:
@@ -130,13 +139,45 @@ def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
     return [Model(name, path, out and (out if single else out / name)) for name, path in named.items()]
 
 
-def _lane(request: Request, signals: Signals) -> AbstractContextManager[Lane]:
-    where = request.where
+def require_sense(request: Request) -> None:
+    """
+    Raises:
+        ConfigError: numbers that make no sense, or settings that do not go together; all at once.
+    """
+    where, settings = request.where, request.options.settings
+    each, ranks = where.gpus_each, settings.tensor_parallel
+    problems = []
     if where.shards < 0:
-        raise ConfigError("--shards", "must be 0 or more", where.shards)
-    if where.shards == 0:
-        from contextlib import closing
+        problems.append(ConfigError("--shards", "must be 0 or more", where.shards))
+    if not 0 < where.deadline_s < math.inf:
+        problems.append(ConfigError("--deadline", "must be greater than 0", where.deadline_s))
+    if each is not None and not (0 < each <= 1 or (math.isfinite(each) and each > 1 and each == int(each))):
+        problems.append(ConfigError("--gpus-per-shard", "must be a share of a GPU, or a whole number", each))
+    if ranks > 1 and request.options.backend != "vllm":
+        problems.append(ConfigError("--tensor-parallel", "needs --backend vllm", ranks, "use more --shards"))
+    if each is not None and (ranks > 1 or not where.shards):
+        why = "--tensor-parallel decides" if ranks > 1 else "--shards 0 takes the first GPU"
+        problems.append(ConfigError("--gpus-per-shard", f"has no meaning here: {why}", each, "leave it out"))
+    if problems:
+        raise ConfigError.many(map(str, problems))
 
+
+@contextmanager
+def _log(out: Path) -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(log_file(out / "logs" / "eval.log"))
+        except OSError as error:
+            raise ConfigError("--out", "must be a folder that can be written", f"{out} ({error.strerror})") from error
+        yield
+
+
+def _lane(where: Where, signals: Signals, out: Path | None) -> AbstractContextManager[Lane]:
+    if where.shards == 0:
         from distill_rl.evals.lane import LocalLane
 
         return closing(LocalLane())
@@ -144,15 +185,13 @@ def _lane(request: Request, signals: Signals) -> AbstractContextManager[Lane]:
     from distill_rl.workers.eval_lane import RayLane, Shards
 
     shards = Shards(where.shards, where.gpus_each, RayConfig(address=where.address), where.deadline_s)
-    logs = None if request.out is None else request.out / "logs"
+    logs = None if out is None else out / "logs"
     return RayLane(shards, started=signals.install_again, interrupted=signals.raise_if_stopping, logs=logs)
 
 
-def _at_once_without_ray(request: Request, signals: Signals) -> AbstractContextManager[None]:
+def _at_once_without_ray(where: Where, signals: Signals) -> AbstractContextManager[None]:
     """Where nothing of Ray waits, the handler itself may raise."""
-    from contextlib import nullcontext
-
-    return signals.at_once() if request.where.shards == 0 else nullcontext()
+    return signals.at_once() if where.shards == 0 else nullcontext()
 
 
 def print_table(results: Results) -> None:

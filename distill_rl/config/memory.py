@@ -19,6 +19,8 @@ TEACHER_CHUNK_TOKENS = 1024
 """A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
 """Bound on one rank's fp32 logits of such a chunk."""
+PROMPT_TOKENS = 1024
+"""Tokens of prompt and answer that an evaluator is estimated for; longer ones take as much more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class WorkerMemory:
     """targets of the micro-batches in flight"""
     heads: int = 0
     """output layers of the teachers that export hidden states, and the logits that are made of these across tokenizers"""
+    cache: int = 0
+    """keys and values of the prompts that are run together"""
     loading: int = 0
     """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
     base: int = PROCESS_BASE
@@ -50,7 +54,8 @@ class WorkerMemory:
     def parts(self) -> dict[str, int]:
         """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
         names = (
-            "weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads", "base",
+            "weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads",
+            "cache", "base",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -78,6 +83,8 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
         if model is not None:
             targets = ring + slot if owned else 2 * slot
             workers.append(teacher_memory(config, teacher, model, targets=targets, on_gpu=on_gpu))
+    if facts.student is not None and config.evaluate.suites:
+        workers.append(evaluator_memory(config, facts.student, on_gpu=on_gpu))
     return tuple(workers)
 
 
@@ -152,6 +159,22 @@ def teacher_memory(
         logits=chunk * columns * (item + 8),  # and in fp32, twice
         targets=targets,
         loading=0 if on_gpu else model.bytes_on_disk // tp,
+    )
+
+
+def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
+    """Peak of the process that evaluates copies of the student: the model in the dtype of its files (on a CPU fp32), and
+    keys and values of a batch of prompts of PROMPT_TOKENS."""
+    item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
+    key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
+    rows = config.evaluate.batch_size
+    return WorkerMemory(
+        worker="evaluator",
+        count=1,
+        weights=item * model.parameters,
+        logits=rows * model.vocabulary_columns * (item + 8),
+        cache=rows * PROMPT_TOKENS * model.num_layers * 2 * key_value * item,
+        loading=0 if on_gpu else model.bytes_on_disk,
     )
 
 

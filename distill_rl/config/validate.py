@@ -295,7 +295,9 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 def _suites(config: Config) -> Iterator[str]:
     if config.evaluate.suites and not config.evaluate.data:
-        yield _line("evaluate.data", "must say where the data of evaluate.suites are", "null", "give a file or a folder")
+        yield _line(
+            "evaluate.data", "must say where the data of evaluate.suites are", "null", "give a file or a folder"
+        )
 
 
 def _transport(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from distill_rl.evals.suite import Item
 
@@ -26,7 +26,8 @@ class Settings:
     tensor_parallel: int = 1
     """GPUs of one model (vllm)"""
     gpu_share: float = 1.0
-    """of a GPU's memory that the model and its cache may take (vllm); 1: as much as is sensible"""
+    """of a GPU's memory that the model and all that it computes may take. `hf` runs out of memory at this limit; `vllm`
+    takes nine tenths of it when it starts, and keeps them"""
     device: str = ""
     """cuda:N or cpu; empty: the first GPU that is visible, else the CPU"""
     threads: int = 0
@@ -42,6 +43,7 @@ class Output:
     num_tokens: int = 0
     """generated tokens, the one that ended it included; for choices the tokens of all of them"""
     prompt_tokens: int = 0
+    """of the whole prompt, prefix included; for choices of the context that all of them go on from"""
     truncated: bool = False
     """the limit was reached before the model ended its turn or wrote a stop text"""
     logprobs: tuple[float, ...] = ()
@@ -54,6 +56,8 @@ class Backend(Protocol):
     """A loaded model."""
 
     settings: Settings
+    device: Any
+    """what the model runs on; its `str` is cpu, cuda or cuda:N"""
 
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
@@ -74,7 +78,12 @@ class Backend(Protocol):
         ...
 
     def reload(self, folder: Path) -> None:
-        """Takes the weights of another folder with the same config and tokenizer."""
+        """Takes another model in place of this one, as if made anew from that folder: weights, tokenizer, chat template,
+        ends of text.
+
+        Raises:
+            ConfigError: as when a backend is made. Nothing but `close` may follow then.
+        """
         ...
 
     def close(self) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 LONGEST_REPLY = 1 << 26
 """bytes"""
+GONE_S = 10.0
+"""for a process that was killed to be gone; one that the kernel holds, on a dead disk for instance, is left behind"""
 
 _PASSED_ON = (
     "PATH",
@@ -39,8 +41,8 @@ class Late(Exception):
 
 
 class Child:
-    """One process, in a group of its own, with its streams. One thread talks to it; `kill` and `end` go together under
-    a lock of the caller's where other threads may call them. It ends when the thread that started it does."""
+    """One process, in a group of its own, with its streams. One thread talks to it, and calls `gone`; another one may
+    call `kill`, but not while `gone` runs. It ends when the thread that started it does."""
 
     def __init__(self, deadline_s: float, memory_bytes: int):
         command = [
@@ -106,15 +108,18 @@ class Child:
         return reply
 
     def kill(self) -> None:
+        """SIGKILL for its group. A child that is ending of itself keeps its exit code: the signal comes too late."""
         if self._process.returncode is not None:  # the id may be another's by now
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def end(self) -> int:
-        # A child that is ending of itself keeps its exit code: SIGKILL comes too late for it.
-        self.kill()
-        code = self._process.wait()
+    def gone(self) -> int | None:
+        """Waits for the end of what was killed; its exit code, or None if it is still there after `GONE_S`."""
+        try:
+            code = self._process.wait(GONE_S)
+        except subprocess.TimeoutExpired:
+            code = None
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):

@@ -184,14 +184,14 @@ def _difference(names: Sequence[str], ours: Answers, theirs: Answers) -> Differe
 
 
 def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
-    """One line per setting in which the models' results differ. The seed decides nothing where no items were drawn."""
-    drawn = any(row.facts.get("limit", "none") != "none" for row in rows)
+    """One line per setting in which the models' results differ. The seed counts only where it has drawn the items."""
+    drawn = [row for row in rows if row.facts.get("limit", "none") != "none"]
     for name in SETTINGS:
         models: dict[str, list[str]] = {}
-        for row in rows:
+        for row in drawn if name == "seed" else rows:
             if name in row.facts:
                 models.setdefault(row.facts[name], []).append(row.model)
-        if len(models) > 1 and (name != "seed" or drawn):
+        if len(models) > 1:
             yield f"{suite}: {name} differs: " + ", ".join(
                 f"{value[:12]} ({_several(who)})" for value, who in models.items()
             )

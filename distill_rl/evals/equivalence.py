@@ -14,9 +14,11 @@ LONGEST_ANSWER = 2000
 """characters; what is longer, and not the same text, is not parsed: no answer of a suite comes near it"""
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?(?:/0*[1-9][0-9]*)?")
+_MIXED_NUMBER = re.compile(r"([-+]?)([0-9]+) +([0-9]+/0*[1-9][0-9]*)")
 _DECIMAL = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _BASED = re.compile(r"-?[0-9A-Za-z.]*[0-9]_\{?([0-9]+)\}?")
 _THIN_THOUSANDS = re.compile(r"(?<=[0-9])\s*(?:,\s*\\!|\\,|\{,\})\s*(?=[0-9]{3})")
+_MIXED = re.compile(r"(?<![\w.,^/\\})])([0-9]++)(?: |\\ |\\,|~)++([0-9]++)\s?/\s?([0-9]++)")
 _MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 
 
@@ -51,8 +53,12 @@ def same_math(gold: str, given: str) -> bool:
 
 
 def _tidied(answer: str) -> str:
-    r"""Without delimiters, and without the separators of thousands that LaTeX writes as `,\!`, `\,` or `{,}`."""
-    return _THIN_THOUSANDS.sub("", without_delimiters(answer).translate(_MINUS))
+    r"""Without delimiters, and without the separators of thousands that LaTeX writes as `,\!`, `\,` or `{,}`.
+
+    `2 1/2` is spelled `2\frac{1}{2}`: without its blank it would be 21/2.
+    """
+    answer = _THIN_THOUSANDS.sub("", without_delimiters(answer).translate(_MINUS))
+    return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 
 def _base(answer: str) -> str | None:
@@ -82,14 +88,20 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 
 def same_number(gold: str, given: str) -> bool:
     """Whether two numbers, written as `extract.last_number` gives them, are exactly equal: 18 and 18.00, 1,000 and
-    1000, 1/2 and 0.5. What is no number equals nothing."""
+    1000, 1/2 and 0.5, 2 1/2 and 2.5. What is no number equals nothing."""
     left, right = _value(gold), _value(given)
     return left is not None and left == right
 
 
 def _value(text: str) -> Fraction | None:
-    text = re.sub(r"[\s,$%]", "", text.translate(_MINUS))
-    if len(text) > LONGEST_ANSWER or not _NUMBER.fullmatch(text):
+    text = re.sub(r"[,$%]", "", text.translate(_MINUS)).strip()
+    if len(text) > LONGEST_ANSWER:
+        return None
+    if mixed := _MIXED_NUMBER.fullmatch(text):
+        whole = int(mixed[2]) + Fraction(mixed[3])
+        return -whole if mixed[1] == "-" else whole
+    text = re.sub(r"\s", "", text)
+    if not _NUMBER.fullmatch(text):
         return None
     number, _, divisor = text.partition("/")
     return Fraction(number) / Fraction(divisor or 1)

@@ -29,7 +29,8 @@ class ExactMatch:
             remedy = "give a .jsonl file, or a folder that holds exact_match.jsonl"
             raise DataError(str(file), "cannot be read", "no such file", remedy)
         items = convert(read_rows(file), _item)
-        content = content_sha256((json.dumps(item.prompt), item.answer) for item in items)
+        # Blanks may be what is asked about.
+        content = content_sha256(((json.dumps(item.prompt), item.answer) for item in items), exact=True)
         return Questions(tuple(items), (file,), content)
 
     def judge(self, item: Item, completion: str) -> Verdict:

@@ -31,7 +31,9 @@ _DRESS = r"(?:[\s*_`\"'$({\[]|\\(?:boxed|fbox|text(?:bf)?|math(?:rm|bf))(?![A-Za
 _MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 _NUMBER = (
     r"(?>(?:(?<![\w)\]}.])-\s?)?(?:\\?[$€£]\s?-?)?"  # the minus of 3-2 is no sign
-    r"(?:\\[dt]?frac\s?\{\s?-?[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
+    r"(?:(?:[0-9]++\s?)?\\[dt]?frac\s?\{\s?[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
+    r"|\\[dt]?frac\s?\{\s?-[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
+    r"|[0-9]++ [0-9]++\s?/\s?[0-9]++"
     r"|(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+(?![0-9])|[0-9]++)(?:\.[0-9]++)?"
     r"(?:[eE][-+]?[0-9]{1,2}(?![0-9]))?(?:\s?/\s?[0-9]++)?"
     r"|\.[0-9]++))"
@@ -39,12 +41,14 @@ _NUMBER = (
 _ANY_NUMBER = re.compile(_NUMBER)
 _HASHES = re.compile(rf"####{_DRESS}({_NUMBER})")
 _ANSWER_IS = re.compile(
-    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_DRESS}(?:[a-z]\s?=\s?)?({_NUMBER})(?!\s?[-+*/×·^=]\s?[$0-9])",
+    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_DRESS}(?:[a-z]\s?=\s?)?({_NUMBER})"
+    r"(?!\s?(?:[-+*/×·÷^=x]|\\(?:times|cdot|div)(?![a-z]))\s?\(?\\?[$€£]?[0-9])",  # 5 x 3 = 15 is not 5
     re.IGNORECASE,
 )
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3})")
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
-_NOT_OF_NUMBERS = re.compile(r"\\(?=[$€£])|[\s,$€£]")
+_FRACTION = re.compile(r"\\[dt]?frac\s?\{\s?(-?[0-9]+)\s?\}\s?\{\s?([0-9]+)\s?\}")
+_NOT_OF_NUMBERS = re.compile(r"\\(?=[$€£])|[,$€£]")
+_LOOSE_BLANK = re.compile(r"(?<![0-9]) | (?![0-9])")
 
 
 def plain(text: str) -> str:
@@ -155,7 +159,8 @@ def last_number(text: str) -> str | None:
     r"""The number that a text ends with, for `equivalence.same_number`: after `####`, else after "answer is" or
     "answer:", else the last one of the text.
 
-    Without separators of thousands, currency and percent signs; `-` for any minus; a fraction as `a/b`.
+    Without separators of thousands, currency and percent signs; `-` for any minus; a fraction as `a/b`, a mixed number
+    as `n a/b`.
     """
     text = _THOUSANDS.sub(",", plain(text).translate(_MINUS))
     for pattern in (_HASHES, _ANSWER_IS, _ANY_NUMBER):
@@ -170,4 +175,5 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _bare_number(text: str) -> str:
-    return _FRACTION.sub(r"\1/\2", _NOT_OF_NUMBERS.sub("", text)).replace("--", "")
+    text = _FRACTION.sub(r" \1/\2", _NOT_OF_NUMBERS.sub("", text))
+    return _LOOSE_BLANK.sub("", " ".join(text.split())).replace("--", "")

@@ -33,17 +33,19 @@ class Generator:
 
     def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
         self.settings = settings
-        self.folder = model_folder(model_dir)
-        self.encoder = Encoder(self.folder)
+        folder = model_folder(model_dir)
         self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda":
+            # Of torch's allocator: the CUDA context, some hundred MB, comes on top. Without an index: the current GPU.
+            torch.cuda.set_per_process_memory_fraction(float(settings.gpu_share), self.device.index)
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._take(self.folder)
+        self._take(folder)
 
     def reload(self, folder: Path) -> None:
-        self.folder = model_folder(folder)
+        found = model_folder(folder)
         self.close()  # two models at once need not fit
-        self._take(self.folder)
+        self._take(found)
 
     def close(self) -> None:
         self.model: Any = None
@@ -101,6 +103,7 @@ class Generator:
     def _take(self, folder: Path) -> None:
         from transformers import GenerationConfig
 
+        self.folder, self.encoder = folder, Encoder(folder)
         stored = "auto" if self.device.type == "cuda" else torch.float32
         self.model = _load(folder, _DTYPES.get(self.settings.dtype, stored)).to(self.device).eval()
         # A folder's generation_config.json may sample, search beams or penalise repetition; none of it is greedy.

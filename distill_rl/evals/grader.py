@@ -12,12 +12,13 @@ import os
 import queue
 import signal
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals.child import Child, Ended, Late
+from distill_rl.evals.child import GONE_S, Child, Ended, Late
 from distill_rl.evals.suite import Item, Verdict
 
 START_S = 120.0
@@ -60,7 +61,7 @@ class Grader:
         if workers is None:
             workers = min(8, len(os.sched_getaffinity(0)))
         self.deadline_s, self.memory_bytes = deadline_s, memory_bytes
-        self.longest_s = 2 * STARTS * START_S + CLOCK * deadline_s
+        self.longest_s = 2 * STARTS * START_S + CLOCK * deadline_s + (STARTS + 1) * GONE_S
         """seconds by the clock after which an item that a child has been given has an outcome, come what may"""
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -90,7 +91,11 @@ class Grader:
         return future
 
     def close(self) -> None:
-        """Ends the children at once; what has not been judged is cancelled. Again: nothing."""
+        """Ends the children at once; what has not been judged is cancelled. Again: nothing.
+
+        A child that cannot be killed is waited for `2 * GONE_S` seconds, then left behind.
+        """
+        until = time.monotonic() + 2 * GONE_S
         with self._lock:
             self._closed = True
             for child in self._children:
@@ -98,7 +103,9 @@ class Grader:
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            return
         for child in tuple(self._children):
             self._end(child)
 
@@ -179,13 +186,14 @@ class Grader:
             self._children.add(child)
             return child
 
-    def _end(self, child: Child | None) -> int:
-        """Kills what is left of a child and of its children; its exit code."""
+    def _end(self, child: Child | None) -> int | None:
+        """Kills what is left of a child and of its children; its exit code, None: it is there still."""
         if child is None:
             return 0
         with self._lock:
-            self._children.discard(child)
-            return child.end()
+            self._children.discard(child)  # before its id is free for another process, which `close` must not kill
+            child.kill()
+        return child.gone()
 
 
 def _fields(item: Item) -> dict[str, Any]:
@@ -203,7 +211,9 @@ def _outcome(reply: dict[str, Any]) -> Graded:
     return Graded("judged", Verdict(score, extracted))
 
 
-def _ending(code: int) -> str:
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "its process was killed, and does not end"
     if code >= 0:
         return f"its process ended with code {code}"
     try:

@@ -43,26 +43,30 @@ class Lane(Protocol):
 
 
 class LocalLane:
-    """In this process. The model stays loaded, and is only refitted where the next one has its shape and backend."""
+    """In this process. A backend is kept as long as models are asked for with its name and settings; what of the one
+    model it can use for the next (vllm: a running engine) is its own affair."""
 
     def __init__(self) -> None:
         self.device = ""
         self._backend: Backend | None = None
-        self._loaded: tuple[str, BackendName, Settings] | None = None
+        self._loaded: tuple[BackendName, Settings] | None = None
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
-        shape = ((folder / "config.json").read_text("utf-8"), backend, settings)
-        if self._backend is not None and self._loaded == shape and backend == "vllm":
-            self._backend.reload(folder)
-            return
-        self.close()
-        self._backend = open_backend(folder, backend, settings)
-        self._loaded = shape
-        self.device = str(getattr(self._backend, "device", ""))
+        if self._backend is None or self._loaded != (backend, settings):
+            self.close()
+            self._backend = open_backend(folder, backend, settings)
+            self._loaded = (backend, settings)
+        else:
+            try:
+                self._backend.reload(folder)
+            except BaseException:
+                self.close()  # the model before is gone, the next not there
+                raise
+        self.device = str(self._backend.device)
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         assert self._loaded is not None
-        _, name, settings = self._loaded
+        name, settings = self._loaded
         for chunk in chunks(items, task, name, settings.batch_size):
             yield [(chunk[index], output) for index, output in self.outputs(task, [items[index] for index in chunk])]
 

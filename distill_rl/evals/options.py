@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -49,6 +51,15 @@ class Asked:
     def items(self) -> tuple[Item, ...]:
         return self.questions.items
 
+    @property
+    def prompts_sha256(self) -> str:
+        """Over all that a model is given, and what is right."""
+        digest = hashlib.sha256(json.dumps(self.suite.stop).encode())
+        for item in self.items:
+            given = (item.id, item.prefix, item.prompt, item.choices, item.answer)
+            digest.update(json.dumps(given, default=dict).encode())
+        return digest.hexdigest()
+
 
 def load_questions(names: Sequence[str], data: Path, options: Options) -> list[Asked]:
     """The suites with their items.
@@ -63,8 +74,8 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[A
     for name, suite in registry.find_all(names).items():
         num_fewshot = with_fewshot(suite, options.num_fewshot)
         try:
-            questions = suite.load(data, num_fewshot)
-        except DataError as error:
+            questions = registry.load(name, suite, data, num_fewshot)
+        except (ConfigError, DataError) as error:
             problems += error.problems
             continue
         problems += _repeated(suite, questions)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distill_rl.evals.result import Row
+from distill_rl.evals.result import Row, worked_tokens
 from distill_rl.observe.log import printable
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class _Tally:
     def add(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
         self.count(rows)
-        self.tokens += sum(row["num_tokens"] for row in rows)
+        self.tokens += worked_tokens(rows)
         self.changed()
         if self._printed.due(self._written) and self.items < self.total:
             self._written = self._printed.now()

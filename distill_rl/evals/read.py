@@ -137,9 +137,13 @@ def checked(found: str, name: str) -> str:
     return found
 
 
-def content_sha256(contents: Iterable[Sequence[str]]) -> str:
-    """SHA-256 of rows of texts, whatever their order; runs of white space count as one blank, and none at the ends."""
-    digests = sorted(_digest(texts) for texts in contents)
+def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) -> str:
+    """SHA-256 of rows of texts, whatever their order.
+
+    Args:
+        exact: every character counts; else runs of white space count as one blank, and none at the ends.
+    """
+    digests = sorted(_digest(texts, exact=exact) for texts in contents)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -156,8 +160,9 @@ class Ids:
         return name if self._seen[name] == 1 else f"{name}-{self._seen[name]}"
 
 
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps([" ".join(one.split()) for one in texts]).encode()).hexdigest()
+def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
+    counted = [one if exact else " ".join(one.split()) for one in texts]
+    return hashlib.sha256(json.dumps(counted).encode()).hexdigest()
 
 
 def _lowered(values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -5,22 +5,83 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals import gsm8k, math, mmlu
 from distill_rl.evals.exact_match import ExactMatch
-from distill_rl.evals.suite import Suite
+from distill_rl.evals.suite import Item, Questions, Suite
+from distill_rl.files import sha256
 
 _ALL: tuple[Suite, ...] = (*math.SUITES, *mmlu.SUITES, *gsm8k.SUITES, ExactMatch())
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
 
-_FACTS = ("name", "title", "num_fewshot", "max_fewshot", "chat", "max_new_tokens", "stop", "load", "judge")
+MAX_PROBLEMS = 20
+"""of the items of a user's suite, that are told"""
+
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None and value not in SUITES
+
+
+def _tuple_of(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, tuple)
+        and len(value) > 0
+        and all(
+            isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in value
+        )
+    )
+
+
+_Rules = Mapping[str, tuple[str, Callable[[object], bool]]]
+_OF_SUITE: _Rules = MappingProxyType({
+    "name": ("letters, digits, _, - and ., and not that of a suite that is here already", _is_name),
+    "title": ("a text", _is_text),
+    "num_fewshot": ("a whole number, 0 or more", _is_number),
+    "max_fewshot": ("a whole number, 0 or more", _is_number),
+    "chat": ("True or False", lambda value: isinstance(value, bool)),
+    "max_new_tokens": ("a whole number, 1 or more, or None", lambda value: value is None or _is_number(value, 1)),
+    "stop": ("a tuple of texts that are not empty", lambda value: _tuple_of(str)(value) and "" not in cast(tuple, value)),
+    "load": ("a function", callable),
+    "judge": ("a function", callable),
+})  # fmt: skip
+_OF_QUESTIONS: _Rules = MappingProxyType({
+    "items": ("a tuple of Item", _tuple_of(Item)),
+    "files": ("a tuple of Path", _tuple_of(Path)),
+    "content_sha256": ("a text", _is_text),
+    "warnings": ("a tuple of texts", _tuple_of(str)),
+})  # fmt: skip
+_OF_ITEM: _Rules = MappingProxyType({
+    "id": ("a text", _is_text),
+    "prompt": ("a text, or a tuple of messages {role, content}", _is_prompt),
+    "answer": ("a text", _is_text),
+    "task": ("a text", _is_text),
+    "prefix": ("a text", _is_text),
+    "choices": ("a tuple of texts", _tuple_of(str)),
+})  # fmt: skip
 
 
 def find(name: str) -> Suite:
@@ -71,11 +132,49 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
     return found
 
 
+def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
+    """The questions of a suite that `find` gave for this name. What a user's own file returns is looked at first.
+
+    Raises:
+        DataError: as `Suite.load`.
+        ConfigError: a user's `load` fails, or returns something else than questions: one line per attribute that is
+            wrong; or only some of its items have choices.
+    """
+    if not name.endswith(".py"):
+        return suite.load(data, num_fewshot)
+    path = Path(name).expanduser()
+    try:
+        questions: Any = suite.load(data, num_fewshot)
+    except DistillError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _failed(path, "load() must work", error) from error
+    problems = _question_problems(f"suite {path}", questions)
+    if problems:
+        raise ConfigError.many(problems)
+    return questions
+
+
+def source_sha256(name: str) -> str | None:
+    """Of the file of a user's own suite, not of what it imports; None for the suites of this package.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not name.endswith(".py"):
+        return None
+    path = Path(name).expanduser()
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _from_file(path: Path) -> Suite:
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
-        raise ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable") from error
+        raise _unreadable(path, error) from error
     return _run_file(path.resolve(), changed)
 
 
@@ -93,14 +192,58 @@ def _run_file(path: Path, changed: int) -> Suite:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"suite {path}", "must run", f"{type(error).__name__}: {error}") from error
-    suite = getattr(module, "SUITE", None)
+        raise _failed(path, "must run", error) from error
+    what, suite = f"suite {path}", getattr(module, "SUITE", None)
     if suite is None or isinstance(suite, type):
-        raise ConfigError(f"suite {path}", "must end with `SUITE = MySuite()`", "no object of that name")
-    missing = [fact for fact in _FACTS if not hasattr(suite, fact)]
+        raise ConfigError(what, "must end with `SUITE = MySuite()`", "no object of that name")
+    try:
+        missing = [fact for fact in _OF_SUITE if not hasattr(suite, fact)]
+        problems = _problems(what, suite, {fact: _OF_SUITE[fact] for fact in _OF_SUITE if fact not in missing})
+    except Exception as error:  # of a property
+        raise _failed(path, "what SUITE has must be readable", error) from error
     if missing:
-        raise ConfigError(f"suite {path}", "SUITE must have all that a suite has", f"no {', '.join(missing)}")
-    if not isinstance(suite.name, str) or not _NAME.fullmatch(suite.name) or suite.name in SUITES:
-        rule = "its name must be letters, digits, _, - and ., and not that of a suite that is here already"
-        raise ConfigError(f"suite {path}", rule, suite.name)
+        problems.insert(0, str(ConfigError(what, "SUITE must have all that a suite has", f"no {', '.join(missing)}")))
+    if problems:
+        raise ConfigError.many(problems)
     return cast(Suite, suite)
+
+
+def _question_problems(what: str, questions: object) -> list[str]:
+    if not isinstance(questions, Questions):
+        return [str(ConfigError(what, "load() must return Questions", _shown(questions)))]
+    problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
+    if problems:
+        return problems
+    for number, item in enumerate(questions.items, start=1):
+        problems += _problems(f"{what}, item {number}", item, _OF_ITEM)
+        if len(problems) >= MAX_PROBLEMS:
+            return [*problems[:MAX_PROBLEMS], f"{what}: stopped after {MAX_PROBLEMS} problems of its items"]
+    free = [item.id for item in questions.items if not item.choices]
+    if not problems and 0 < len(free) < len(questions.items):
+        value = f"{len(free)} of {len(questions.items)} without, such as {free[0]}"
+        problems.append(str(ConfigError(what, "all items must have choices, or none", value, "make it two suites")))
+    return problems
+
+
+def _problems(what: str, thing: object, rules: _Rules) -> list[str]:
+    values = {name: getattr(thing, name) for name in rules}
+    return [
+        str(ConfigError(what, f"`{name}` must be {rule}", _shown(values[name])))
+        for name, (rule, holds) in rules.items()
+        if not holds(values[name])
+    ]
+
+
+def _shown(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
+    """Says the line of the user's file that it came from."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    remedy = f"see line {own[-1].lineno} of the file" if own else ""
+    return ConfigError(f"suite {path}", rule, f"{type(error).__name__}: {error}", remedy)
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable")

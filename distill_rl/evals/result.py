@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.evals.backend import Output
@@ -66,8 +66,13 @@ def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | N
 def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:
     prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
     judged = {"outcome": outcome, "score": score, "answer": item.answer, "extracted": extracted}
-    counts = {"truncated": output.truncated, "num_tokens": output.num_tokens}
+    counts = {"truncated": output.truncated, "num_tokens": output.num_tokens, "prompt_tokens": output.prompt_tokens}
     return {"id": item.id, "task": item.task} | judged | counts | {"prompt": prompt}
+
+
+def worked_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
+    """What a model's speed is measured in: tokens written, or read where choices were compared."""
+    return sum(row["num_tokens"] if "completion" in row else row["prompt_tokens"] for row in rows)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,13 +14,14 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
+from distill_rl.evals import registry
 from distill_rl.evals.backend import BackendName, Output, Settings
 from distill_rl.evals.grader import Graded, Grader
 from distill_rl.evals.lane import Lane, LocalLane, Task
 from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
 from distill_rl.evals.progress import Progress, Quiet
 from distill_rl.evals.registry import SUITES
-from distill_rl.evals.result import Row, chosen, completed, summarise
+from distill_rl.evals.result import Row, chosen, completed, summarise, worked_tokens
 from distill_rl.evals.statistics import wilson
 from distill_rl.evals.store import Store, occupied
 from distill_rl.evals.suite import Item
@@ -30,6 +31,9 @@ __all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
 ANSWER_MARGIN = 8
 """tokens that a completion may be longer than the longest right answer before it is cut off"""
+_DECIDE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""files of a model's folder that decide what it writes"""
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +102,14 @@ def evaluate_models(
     lane: Lane,
     progress: Progress | None = None,
     asked: Sequence[Asked] | None = None,
+    interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Scores models one after the other, each on all suites: model name → suite → result. As `evaluate`.
 
     Args:
         lane: what runs them; loads a model only if some of its items have no row yet.
         asked: the questions, where they are loaded already.
+        interrupted: asked while something else than the lane is waited for; may raise.
     """
     progress = progress or Quiet()
     asked = load_questions(suites, data, options) if asked is None else asked
@@ -115,9 +121,8 @@ def evaluate_models(
     with ExitStack() as stack:
         stack.enter_context(occupied({model.out for model in models if model.out is not None}))
         grader = stack.enter_context(Grader())
-        runs = [
-            _Run(model, asked, options) for model in models
-        ]  # what is in the way is told before any model is loaded
+        # What is in the way is told before any model is loaded.
+        runs = [_Run(model, asked, options, interrupted) for model in models]
         for run in runs:
             results[run.model.name] = run.suites(lane, grader, progress)
     return results
@@ -158,9 +163,9 @@ def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[st
 class _Run:
     """One model on all suites."""
 
-    def __init__(self, model: Model, asked: Sequence[Asked], options: Options):
-        self.model, self.options = model, options
-        self._hash = hash_model(model.folder)
+    def __init__(self, model: Model, asked: Sequence[Asked], options: Options, interrupted: Callable[[], None]):
+        self.model, self.options, self._interrupted = model, options, interrupted
+        self._hash = hash_model(model.folder, interrupted)
         self._tokenizer: Any = None
         self._loaded = False
         self._stores = [(each, self._store(each)) for each in asked]
@@ -179,6 +184,8 @@ class _Run:
             "suite": asked.suite.name,
             "model_sha256": self._hash,
             "data_sha256": asked.questions.content_sha256,
+            "prompts_sha256": asked.prompts_sha256,
+            "suite_sha256": registry.source_sha256(asked.name),
             "num_fewshot": asked.num_fewshot,
             "max_new_tokens": self._max_new_tokens(asked),
             "limit": self.options.limit,
@@ -198,12 +205,14 @@ class _Run:
             lane.load(self.model.folder, self.options.backend, self.options.settings)
             self._loaded = True
             start = time.perf_counter()
+        if todo and self.options.settings.dtype == "auto":
+            store.began_on(lane.device.partition(":")[0])
         tokens = 0
         with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
             try:
                 for rows in self._rows(asked, todo, lane, grader):
                     store.append(rows)
-                    tokens += sum(row["num_tokens"] for row in rows)
+                    tokens += worked_tokens(rows)
                     shown.add(rows)
             finally:
                 store.close()
@@ -217,7 +226,7 @@ class _Run:
         """Rows as they are judged; the model goes on meanwhile."""
         if not items:
             return
-        waiting = _Waiting(asked.name, grader)
+        waiting = _Waiting(asked.name, grader, self._interrupted)
         task = Task(all(item.choices for item in items), self._max_new_tokens(asked) or 0, asked.suite.stop)
         for outputs in lane.run(task, items):
             rows = []
@@ -264,6 +273,7 @@ class _Waiting:
 
     suite: str
     grader: Grader
+    interrupted: Callable[[], None]
     futures: dict[Future[Graded], tuple[Item, Output]] = field(default_factory=dict)
 
     def submit(self, item: Item, output: Output) -> None:
@@ -278,21 +288,24 @@ class _Waiting:
         Raises:
             WorkerError: it did not.
         """
+        deadline = time.monotonic() + self.grader.longest_s
         while self.futures:
-            if not wait(self.futures, timeout=self.grader.longest_s, return_when=FIRST_COMPLETED).done:
+            self.interrupted()
+            if wait(self.futures, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
+                yield self.done()
+                deadline = time.monotonic() + self.grader.longest_s
+            elif time.monotonic() > deadline:
                 raise WorkerError("grader", f"must judge an item within {self.grader.longest_s:g} s", "no verdict")
-            yield self.done()
 
     def _row(self, future: Future[Graded]) -> Row:
         item, output = self.futures.pop(future)
         return completed(item, output, future.result())
 
 
-def hash_model(folder: Path) -> str:
-    """sha256 over weights, config and tokenizer, names included."""
+def hash_model(folder: Path, interrupted: Callable[[], None] = lambda: None) -> str:
+    """sha256 over weights, config, tokenizer and chat template, names included."""
     digest = hashlib.sha256()
-    decide = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    for path in sorted([*(folder / name for name in decide), *folder.glob("*.safetensors")]):
-        if path.is_file():
-            digest.update(f"{path.name} {sha256(path)}\n".encode())
+    for path in sorted(path for kind in _DECIDE for path in folder.glob(kind)):
+        interrupted()
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()

@@ -35,11 +35,11 @@ class Store:
         ConfigError: the folder holds results of this suite with another key.
     """
 
-    def __init__(
-        self, folder: Path | None, suite: str, key: Key, *, clean: bool = False, replace_others: bool = False
-    ):
+    def __init__(self, folder: Path | None, suite: str, key: Key, *, clean: bool = False, replace_others: bool = False):
         self.suite, self.key = suite, dict(key)
         self.rows: dict[str, Row] = {}
+        self.device: str | None = None
+        """kind of device that the rows were made on"""
         self.result: dict[str, Any] | None = None
         """of a run that was finished earlier"""
         self._folder = folder
@@ -65,14 +65,32 @@ class Store:
         result = _read_json(self._json)
         if result is not None:
             self._require_same(result, self._json)
-            self.result = result
-            self.rows = {row["id"]: row for row in _read_rows(self._items)}
-            self._partial.unlink(missing_ok=True)
-        elif self._partial.exists():
-            header, *rows = [*_read_rows(self._partial)] or [{}]
-            self._require_same(header, self._partial)
-            for row in rows:
-                self.rows.setdefault(row["id"], row)
+            self.rows = _by_id(_read_rows(self._items))
+            if len(self.rows) == result.get("num_items"):
+                self.result = result
+                self._partial.unlink(missing_ok=True)
+                return
+            self.rows = {}  # somebody took the items away
+        lines = [*_read_rows(self._partial)]
+        if lines:
+            self._require_same(lines[0], self._partial)
+            self.device = lines[0].get("device")
+            self.rows = _by_id(lines[1:])
+
+    def began_on(self, device: str) -> None:
+        """Notes what the model runs on, before the first row.
+
+        Raises:
+            ConfigError: the rows that are there were made on another kind of device.
+        """
+        if self.rows and self.device not in (None, device):
+            raise ConfigError(
+                str(self._partial),
+                "was begun on another kind of device, where the same dtype need not be used",
+                f"{self.device}; now {device}",
+                "go on there, set --dtype, or throw it away with --clean",
+            )
+        self.device = device
 
     def append(self, rows: Sequence[Row]) -> None:
         """Adds judged items; they are on disk when this returns."""
@@ -101,7 +119,8 @@ class Store:
 
     def _open(self) -> BinaryIO:
         """Writes what is held anew, so that a half-written last line is gone, and goes on from there."""
-        write_atomic(self._partial, b"".join(map(_line, (self.key, *self.rows.values()))))
+        header = self.key | {"device": self.device}
+        write_atomic(self._partial, b"".join(map(_line, (header, *self.rows.values()))))
         return self._partial.open("ab")
 
     def _require_same(self, found: Mapping[str, Any], path: Path) -> None:
@@ -152,8 +171,19 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace")
 
 
+def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
+    """The first of each id; what is no row is left out."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if isinstance(row.get("id"), str) and isinstance(row.get("outcome"), str):
+            found.setdefault(row["id"], dict(row))
+    return found
+
+
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a file; a last one that a killed process left half-written is left out."""
+    if not path.exists():
+        return
     with path.open("rb") as file:
         for line in file:
             try:

@@ -26,7 +26,7 @@ class Item:
     """of a text prompt: what stands in front of it and many items share (worked examples); work on it is done once"""
     choices: tuple[str, ...] = ()
     """continuations to choose from by their log-likelihood, such as " A"; the right one is `answer` with white space
-    around it. Empty: the model writes freely"""
+    around it. Empty: the model writes freely. All items of a suite have some, or none has"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,5 +87,3 @@ class Suite(Protocol):
 def with_fewshot(suite: Suite, asked: int | None) -> int:
     """The number of worked examples that a suite gets when so many are asked for: none where it takes none."""
     return suite.num_fewshot if asked is None or suite.max_fewshot == 0 else asked
-
-

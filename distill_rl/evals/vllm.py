@@ -6,9 +6,13 @@ work), which has attention for some sizes of heads only.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,11 @@ class VLLM:
     Greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder. A prompt
     may also be too long because the engine's cache cannot hold it.
 
+    An engine takes nine tenths of its share of the GPU (`Settings.gpu_share`), so that k engines with a k-th each fit
+    together: it is assumed that what they hold besides (CUDA contexts, graphs) fits into the last tenth of the GPU, and
+    that nobody else there takes or frees memory while an engine starts, since vllm counts that as the engine's own.
+    Engines of one user therefore start one after another; a training beside them is not held up.
+
     Raises:
         ConfigError: vllm is not installed or does not start, or the folder is missing or holds no such model.
     """
@@ -53,6 +62,7 @@ class VLLM:
         self.encoder = Encoder(self.folder)
         self._engine: Any = None
         self._start()
+        self._positions = self._longest()
 
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
@@ -100,17 +110,15 @@ class VLLM:
                 yield rows[number].index, output
 
     def reload(self, folder: Path) -> None:
-        before, self.folder = self.folder, model_folder(folder)
-        # Of tied embeddings vllm would refit the input side alone, and say nothing (0.32, on CPUs).
-        if not self._tied() and _tensors(before) == _tensors(self.folder):
-            try:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-                self._engine.reset_prefix_cache()
-                return
-            except (NotImplementedError, RuntimeError, ValueError, AttributeError):
-                pass  # half of the weights may be new, so start again
-        self.close()
-        self._start()
+        before, tokenizer = self.folder, self.encoder.tokenizer
+        self.folder = model_folder(folder)
+        self.encoder = Encoder(self.folder)
+        # The engine has a tokenizer of its own, by which it finds stop texts.
+        alike = _same_shape(before, self.folder) and _same_text(tokenizer, self.encoder.tokenizer)
+        if not (alike and self._refit()):
+            self.close()
+            self._start()
+        self._positions = self._longest()
 
     def close(self) -> None:
         if self._engine is None:
@@ -135,32 +143,31 @@ class VLLM:
         cpu = current_platform.is_cpu()
         self.device = "cpu" if cpu else "cuda"
         _require_device(self.settings.device, cpu)
-        one = {"distributed_executor_backend": "uni"} if self.settings.tensor_parallel == 1 else {}
-        share = self.settings.gpu_share
         try:
-            self._engine = LLM(
-                model=str(self.folder),
-                trust_remote_code=False,
-                load_format="safetensors",
-                generation_config="vllm",  # the folder's may sample or penalise repetition
-                dtype=_DTYPES.get(self.settings.dtype) or ("float32" if cpu else _stored_dtype(self.folder)),
-                tensor_parallel_size=self.settings.tensor_parallel,
-                gpu_memory_utilization=share if share < 1 else _MOST_OF_A_GPU,
-                max_model_len=-1,  # as long as the model allows and the cache holds
-                enable_prefix_caching=True,
-                enforce_eager=cpu,
-                seed=0,
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
-                **one,
-            )
+            with nullcontext() if cpu else one_at_a_time():
+                self._engine = LLM(**engine_arguments(self.folder, self.settings, cpu=cpu))
         except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"model {self.folder}", "vllm must load it", first, "or take the backend hf") from error
         if cpu:
             self._require_head_size()
+
+    def _longest(self) -> int:
+        """Tokens that prompt and answer may have together."""
         longest = self._engine.llm_engine.model_config.max_model_len
-        self._positions = longest if self.encoder.positions is None else min(longest, self.encoder.positions)
+        return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
+
+    def _refit(self) -> bool:
+        """Puts the folder's weights into the running engine. False where it cannot; it must be made anew then."""
+        # Of tied embeddings vllm would refit the input side alone, and say nothing (0.32, on CPUs).
+        if self._tied():
+            return False
+        try:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+            self._engine.reset_prefix_cache()
+        except (NotImplementedError, RuntimeError, ValueError, AttributeError):
+            return False  # half of the weights may be new
+        return True
 
     def _require_head_size(self) -> None:
         """vLLM on CPUs would find out at the first prompt."""
@@ -200,6 +207,42 @@ class VLLM:
                 engine.abort_request(list(waiting))
 
 
+def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str, Any]:
+    """What the engine of a model is made with (vllm's `EngineArgs`)."""
+    return {
+        "model": str(folder),
+        "trust_remote_code": False,
+        "load_format": "safetensors",
+        "generation_config": "vllm",  # the folder's may sample or penalise repetition
+        "dtype": _DTYPES.get(settings.dtype) or ("float32" if cpu else _stored_dtype(folder)),
+        "tensor_parallel_size": settings.tensor_parallel,
+        # Left to itself, vllm would ask Ray for actors of its own in the bundle that this one fills.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        "gpu_memory_utilization": _MOST_OF_A_GPU * settings.gpu_share,
+        "max_model_len": -1,  # as long as the model allows and the cache holds
+        "enable_prefix_caching": True,
+        "enforce_eager": cpu,
+        "seed": 0,
+        "use_tqdm_on_load": False,
+        "disable_log_stats": True,
+    }
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this user starts an engine on the GPUs that this one sees."""
+    gpus = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    path = Path(tempfile.gettempdir()) / f"distill_rl-{os.getuid()}-vllm-{gpus}.lock"
+    # Free again when the process ends, however it does. The file stays: whoever waits has it open.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # the engine's own processes may have inherited the file
+        os.close(file)
+
+
 def _scoring(row: Any) -> Any:
     """What to ask of a row: the last token of every choice after it, and of its own tokens those after the context.
 
@@ -232,6 +275,20 @@ def _stored_dtype(folder: Path) -> str:
     """That of the files: left to itself, vllm would make 16 bits of 32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("dtype") or config.get("torch_dtype") or "auto"
+
+
+def _same_shape(folder: Path, other: Path) -> bool:
+    """Whether an engine of one model can hold the other."""
+    configs = [(each / "config.json").read_bytes() for each in (folder, other)]
+    return configs[0] == configs[1] and _tensors(folder) == _tensors(other)
+
+
+def _same_text(tokenizer: Any, other: Any) -> bool:
+    """Whether ids become the same text."""
+    wholes = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, other)]
+    for whole in wholes:
+        del whole["truncation"], whole["padding"]  # of the last call
+    return bool(wholes[0] == wholes[1])
 
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 5 * 10**9
 
 
+class ExportError(DistillError):
+    """The folder cannot be written; only the rank that writes knows."""
+
+
 def export_model(
     model: PreTrainedModel,
     *,
@@ -40,7 +44,7 @@ def export_model(
     already is replaced.
 
     Raises:
-        DistillError: the folder cannot be written.
+        ExportError: the folder cannot be written.
     """
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
@@ -62,7 +66,7 @@ def export_model(
             (unfinished / "README.md").write_text(card, encoding="utf-8")
         _commit(unfinished, out_dir)
     except OSError as error:
-        raise DistillError(f"export to {out_dir}", "must be writable, with room for the model", str(error)) from error
+        raise ExportError(f"export to {out_dir}", "must be writable, with room for the model", str(error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

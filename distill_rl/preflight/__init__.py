@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill_rl.config.derive import total_steps
+from distill_rl.config.derive import suites_every, total_steps
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -160,7 +160,7 @@ def _simulated_cuda() -> bool:
 
 
 def _space_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """Room for the checkpoints that are kept, one being written, and the export."""
+    """Room for the checkpoints that are kept, one being written, the export, and the copies that are evaluated."""
     if facts.student is None:
         return
     run = Path(config.run.dir).expanduser().absolute()
@@ -168,13 +168,20 @@ def _space_problems(config: Config, facts: Facts) -> Iterator[str]:
     if existing is None:
         return
     count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
-    needed = count * 12 * facts.student.parameters + facts.student.bytes_on_disk
+    copies = 2 if config.evaluate.suites and suites_every(config) else 0  # one being evaluated, one that waits
+    needed = count * 12 * facts.student.parameters + (1 + copies) * facts.student.bytes_on_disk
     usage = shutil.disk_usage(existing)
     if (
         usage.total and needed > usage.free
     ):  # a pseudo file system has no size; that it cannot be written is said elsewhere
-        rule = f"{count} checkpoints and the export need about {_size(needed)}, and {_size(usage.free)} are free"
+        rule = (
+            f"{count} checkpoints and {_exports(copies)} need about {_size(needed)}, and {_size(usage.free)} are free"
+        )
         yield line("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
+
+
+def _exports(copies: int) -> str:
+    return f"the export and {copies} copies to evaluate" if copies else "the export"
 
 
 def _size(count: int) -> str:

@@ -84,8 +84,8 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 if config.observe.timeline:
                     ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
-                # Readers first: what they have opened belongs to the teachers.
-                _stop([staff.student, *(group for _, group in staff.teachers), *staff.evaluators])
+                # Readers first: what they have opened belongs to the teachers. Aligners and evaluators are in no process group.
+                _stop([staff.student, *(group for _, group in staff.teachers)])
             except DistillError:
                 keep_logs(ray_logs, staff.groups, job.paths.logs)
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,14 @@ class Calls:
     """Waits for calls of known actors.
 
     `names` maps Ray actor ids (hex) to actor names, `actors` to handles. `interrupted` is asked at every poll and may
-    raise. `after_death` is what a user does when an actor died.
+    raise. `after_death` is what a user does when an actor died, `when_late` when one was too late.
     """
 
     interrupted: Callable[[], None]
     names: dict[str, str] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
     after_death: str = "resume from the last checkpoint with --resume"
+    when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s), or look into logs/"
 
     def know(self, name: str, actor: Any) -> None:
         """An actor that errors may be about; it has a method `identify`."""
@@ -65,14 +66,13 @@ class Calls:
             if errors:
                 raise self._blame(errors | self._late_errors(pending), names, what)
             if pending and time.monotonic() > deadline:
-                late = ", ".join(sorted({names[ref] or "an actor" for ref in pending}))
-                raise WorkerError(
-                    late,
-                    f"{what} must end within {timeout_s:g} s",
-                    "no answer",
-                    "raise its deadline (ray.*_timeout_s, aligner.deadline_s), or look into logs/",
-                )
+                raise self.late({names[ref] or "an actor" for ref in pending}, what, timeout_s)
         return ray.get(list(names), timeout=timeout_s)
+
+    def late(self, actors: Collection[str], what: str, timeout_s: float) -> WorkerError:
+        """What to say of actors that are not done after so many seconds."""
+        rule = f"{what} must end within {timeout_s:g} s"
+        return WorkerError(", ".join(sorted(actors)), rule, "no answer", self.when_late)
 
     def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
         if not pending:

@@ -28,7 +28,7 @@ from distill_rl.workers.placement import Node
 
 _PASSED_ON = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
-    r"|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
+    r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
     r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
 )
 """The only variables of the driver that its actors see: none of these holds a secret (Ray's token travels as a file)."""
@@ -216,7 +216,7 @@ def _only_passed_on() -> Iterator[None]:
 
 def _worker_environment() -> dict[str, str]:
     """What a joined cluster's nodes cannot inherit and must agree on."""
-    names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*")
+    names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
     agreed = {name: value for name, value in _passed_on(os.environ).items() if names.fullmatch(name)}
     # A rank sees all GPUs of its node, so that it can map the memory of another's; it takes the one that Ray gave it.
     return agreed | {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ class Shards:
 
 
 class RayLane:
-    """Starts (or joins) Ray when the first model is loaded; `close` ends all that it started.
+    """Starts (or joins) Ray when the first model is loaded; ends all that it started when the block ends.
 
     Args:
         started: called as soon as Ray runs: it has put signal handlers of its own in place.
@@ -62,10 +62,15 @@ class RayLane:
     ):
         self.device = ""
         self._shards, self._started, self._logs = shards, started, logs
-        self._calls = Calls(interrupted, after_death="give the same command again: it goes on where it stopped")
+        self._calls = Calls(
+            interrupted,
+            after_death="give the same command again: it goes on where it stopped",
+            when_late="raise --deadline, or lower --batch-size",
+        )
         self._open = ExitStack()
         self._ray_logs: Path | None = None
         self._group: WorkerGroup | None = None
+        self._names = [f"evaluator-{rank}" for rank in range(shards.count)]
         self._backend: BackendName = "hf"
         self._batch_size = 1
 
@@ -73,12 +78,10 @@ class RayLane:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if kind is not None and issubclass(kind, DistillError) and self._group and self._logs:
+        if self._group is not None and kind is None:
+            _stop(self._group, self._calls)
+        elif self._group is not None and self._logs is not None and issubclass(kind or Exception, DistillError):
             keep_logs(self._ray_logs, [self._group], self._logs)
-        self.close()
-
-    def close(self) -> None:
-        self._group = None
         self._open.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
@@ -100,28 +103,29 @@ class RayLane:
                 running[ref] = (rank, chunk, time.monotonic() + CALLS_PER_WORKER * self._shards.deadline_s)
             done, _ = ray.wait(list(running), timeout=_POLL_S)
             self._calls.interrupted()
-            if not done:
-                late = {
-                    ref: self._group.names[rank]
-                    for ref, (rank, _, deadline) in running.items()
-                    if deadline < time.monotonic()
-                }
-                if late:
-                    self._calls.gather(late, what="running the model", timeout_s=0)
+            self._require_in_time(running)
             for ref in done:
                 rank, chunk, _ = running.pop(ref)
-                name = self._group.names[rank]
-                outputs = self._calls.gather({ref: name}, what="running the model", timeout_s=_POLL_S)[0]
+                outputs = self._calls.gather({ref: self._names[rank]}, what="running the model", timeout_s=_POLL_S)[0]
                 free.append(rank)
                 yield [(chunk[index], output) for index, output in outputs]
 
+    def _require_in_time(self, running: Mapping[ray.ObjectRef, tuple[int, list[int], float]]) -> None:
+        """
+        Raises:
+            WorkerError: a call is not done by its deadline; one that waited behind another has had that one's time, too.
+        """
+        late = {self._names[rank] for rank, _, deadline in running.values() if deadline < time.monotonic()}
+        if late:
+            raise self._calls.late(late, "running the model", CALLS_PER_WORKER * self._shards.deadline_s)
+
     def _hire(self, tensor_parallel: int) -> WorkerGroup:
-        """Actors in seats of their own, ended by `close`."""
+        """Actors in seats of their own."""
         settings, count = self._shards.ray, self._shards.count
         self._ray_logs = self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         each = self._gpus_each(gpus, tensor_parallel)
-        names = [f"evaluator-{rank}" for rank in range(count)]
+        names = self._names
         bundle = {"CPU": 1.0} | ({"GPU": each} if each else {})
         seats = {name: Seat(name, index, 1.0, each) for index, name in enumerate(names)}
         plan = SeatingPlan(tuple(bundle for _ in names), seats)
@@ -130,7 +134,6 @@ class RayLane:
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         group = WorkerGroup(EvalWorker, names, plan, placement, self._calls, threads)
         self._open.callback(group.kill)
-        self._open.callback(_stop, group, self._calls)
         group.identify(settings.start_timeout_s)
         return group
 

@@ -48,7 +48,7 @@ class Evaluations:
     Args:
         group: the one evaluator; None: no suites are asked for.
         folder: `evals` of the run directory.
-        copy: writes the student's weights to a folder.
+        copy: writes the student's weights to a folder; says why, if it could not.
         record: takes a step and its metrics.
         stopping: whether the run is to stop after this step; nothing is waited for then.
     """
@@ -60,7 +60,7 @@ class Evaluations:
         calls: Calls,
         folder: Path,
         *,
-        copy: Callable[[Path], None],
+        copy: Callable[[Path], str | None],
         record: Callable[[int, Mapping[str, float]], None],
         stopping: Callable[[], bool],
     ):
@@ -86,7 +86,10 @@ class Evaluations:
         """Evaluates the student as it is. Waits until the evaluation before is done, so that no two copies pile up."""
         if self._group is None:
             return
-        self._copy(self._weights(step))
+        problem = self._copy(self._weights(step))
+        if problem is not None:
+            log.warning("no evaluation of step %d, training goes on: %s", step, problem)
+            return
         self._waiting.append(step)
         while len(self._waiting) + bool(self._running) > 1 and not self._stopping():
             self.collect(wait_s=_POLL_S)
@@ -148,7 +151,7 @@ class Evaluations:
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
         data = Path(evaluate.data or "").expanduser().absolute()
-        suites = [str(Path(name).absolute()) if name.endswith(".py") else name for name in evaluate.suites]
+        suites = [str(Path(name).expanduser().absolute()) if name.endswith(".py") else name for name in evaluate.suites]
         return self._group.submit("evaluate", model, suites, data, options)
 
     def _options(self, limit: int | None) -> Options:

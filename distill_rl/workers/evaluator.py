@@ -29,7 +29,7 @@ class EvalWorker:
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
         self._threads = threads
         self._lane = LocalLane()
-        self._asked: list[Asked] = []
+        self._loaded: tuple[object, list[Asked]] | None = None
 
     def identify(self) -> Process:
         return identify()
@@ -50,13 +50,26 @@ class EvalWorker:
         return list(self._lane.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
-        """Whole suites with grading, results on disk included: suite → result."""
-        from distill_rl.evals.options import load_questions
+        """Whole suites with grading, results on disk included: suite → result. Of a GPU that it shares it keeps nothing
+        afterwards, but for vllm, which holds its share for good."""
         from distill_rl.evals.run import evaluate_models
 
-        asked = load_questions(suites, data, options)
+        asked = self._questions(suites, data, options)
         options = replace(options, settings=self._settled(options.settings))
-        return evaluate_models([model], suites, data, options, self._lane, asked=asked)[model.name]
+        try:
+            return evaluate_models([model], suites, data, options, self._lane, asked=asked)[model.name]
+        finally:
+            if options.backend != "vllm":
+                self._lane.close()
+
+    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[Asked]:
+        """Read once, as long as the same are asked for."""
+        from distill_rl.evals.options import load_questions
+
+        wanted = (tuple(suites), data, options)
+        if self._loaded is None or self._loaded[0] != wanted:
+            self._loaded = wanted, load_questions(suites, data, options)
+        return self._loaded[1]
 
     def _settled(self, settings: Settings) -> Settings:
         return replace(settings, gpu_share=min(settings.gpu_share, self._share), threads=self._threads)

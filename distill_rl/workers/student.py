@@ -144,11 +144,17 @@ class StudentWorker(RankWorker):
         self._engine.export(directory, tokenizer_of(self._config.student), card)
         self._engine.export_projections(Path(directory).with_name("projections"))
 
-    def copy(self, directory: str) -> None:
-        """The weights alone, as a folder that an evaluator loads."""
+    def copy(self, directory: str) -> str | None:
+        """The weights alone, as a folder that an evaluator loads. What cannot be written (a full disk) is said and not
+        raised, because training can go on without."""
+        from distill_rl.models.export import ExportError
         from distill_rl.models.hub import tokenizer_of
 
-        self._engine.export(directory, tokenizer_of(self._config.student))
+        try:
+            self._engine.export(directory, tokenizer_of(self._config.student))
+        except ExportError as error:
+            return str(error)
+        return None
 
 
 class _Targets:

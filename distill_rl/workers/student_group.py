@@ -28,9 +28,9 @@ class StudentGroup:
     def evaluate(self, batch: PendingBatch, waves: list[Wave]) -> dict[str, Metric]:
         return self._run("evaluate", batch, waves, f"validation batch {batch.index}", ("validation",) * 3)
 
-    def collective(self, method: str, *arguments: object, what: str) -> None:
-        """Calls a method in which all ranks take part: save, load, export."""
-        self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
+    def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
+        """Calls a method in which all ranks take part: save, load, export. What they return, in rank order."""
+        return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
     def _run(
         self, method: str, batch: PendingBatch, waves: list[Wave], what: str, parts: tuple[str, str, str]

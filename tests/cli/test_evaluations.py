@@ -102,7 +102,10 @@ def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path,
         until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
         assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
-    assert "the evaluation of step 4 failed, training goes on: evaluator: its process died" in (tmp_path / "log").read_text()
+    assert (
+        "the evaluation of step 4 failed, training goes on: evaluator: its process died"
+        in (tmp_path / "log").read_text()
+    )
     assert [step for step, _ in series(run, "eval/own")] == [8]
     assert result(run, "student")["num_items"] == 400
     assert not list((run / "evals").glob(".weights-*"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-OWN = '''\
+OWN = """\
 from pathlib import Path
 
 from distill_rl.evals.suite import Item, Questions, Verdict
@@ -28,7 +28,7 @@ class Own:
 
 
 SUITE = Own()
-'''
+"""
 
 
 def write_suite(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
@@ -25,19 +26,50 @@ def completions(out: Path) -> dict[str, str]:
     return {row["id"]: row["completion"] for row in rows}
 
 
-def test_an_evaluation_in_ray_actors_gives_what_hf_gives(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", seed=1, **SHAPE)  # type: ignore[arg-type]
-    suite = write_suite(tmp_path, count=40)
-    for backend in ("vllm", "hf"):
-        out = tmp_path / backend
-        given = ("--model", model, "--suites", suite, "--data", tmp_path, "--dtype", "fp32", "--out", out)
-        ended = distill_rl("eval", *given, "--backend", backend)
-        assert ended.code == 0, ended.err
-        assert json.loads((out / "own.json").read_text())["backend"] == backend
-    ours, theirs = completions(tmp_path / "vllm"), completions(tmp_path / "hf")
+def evaluate(model: Path, suite: Path, out: Path, *more: str) -> dict[str, str]:
+    """Completions by item."""
+    given = ("--model", model, "--suites", suite, "--data", suite.parent, "--dtype", "fp32", "--out", out)
+    ended = distill_rl("eval", *given, *more)
+    assert ended.code == 0, ended.err
+    assert json.loads((out / "own.json").read_text())["backend"] == more[more.index("--backend") + 1]
+    return completions(out)
+
+
+def assert_alike(ours: dict[str, str], theirs: dict[str, str]) -> None:
+    assert ours.keys() == theirs.keys()
     ties = [name for name in ours if ours[name] != theirs[name]]
     print("differ:", ties)
     assert len(ties) <= 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), seed=1, **SHAPE)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_suite(tmp_path_factory.mktemp("suite"), count=40)
+
+
+@pytest.fixture(scope="module")
+def by_hf(model: Path, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return evaluate(model, suite, tmp_path_factory.mktemp("hf"), "--backend", "hf")
+
+
+def test_an_evaluation_in_ray_actors_gives_what_hf_gives(
+    model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path
+) -> None:
+    assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm"), by_hf)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs here are no invention")
+def test_tensor_parallelism_in_an_actor_of_a_placement_group(
+    model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is told of two GPUs, which the actor's bundle takes; left to itself vllm would ask Ray for two more."""
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"GPU": 2}))
+    assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm", "--tensor-parallel", "2"), by_hf)
 
 
 def test_vllm_beside_a_training_takes_every_steps_weights_and_changes_no_bit(tmp_path: Path) -> None:
@@ -47,9 +79,7 @@ def test_vllm_beside_a_training_takes_every_steps_weights_and_changes_no_bit(tmp
     suite = write_suite(tmp_path, count=24)
     more = {"alone": (), "evaluated": (f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}")}
     for name, settings in more.items():
-        (tmp_path / f"{name}.yaml").write_text(
-            CONFIG.format(root=tmp_path, runs=tmp_path / "runs", teacher="teacher")
-        )
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(root=tmp_path, runs=tmp_path / "runs", teacher="teacher"))
         inline = ("evaluate.suites_every=4", "evaluate.backend=vllm") if settings else ()
         ended = distill_rl("train", "-c", tmp_path / f"{name}.yaml", *settings, *inline)
         assert ended.code == 0, ended.err

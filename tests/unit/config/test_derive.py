@@ -93,7 +93,10 @@ def test_batches_and_processes_follow_the_layout(load):
     ("settings", "when"),
     [
         (["evaluate.every=50"], "every 50 steps on a copy of the student, and at the end"),
-        (["evaluate.every=50", "evaluate.suites_every=200"], "every 200 steps on a copy of the student, and at the end"),
+        (
+            ["evaluate.every=50", "evaluate.suites_every=200"],
+            "every 200 steps on a copy of the student, and at the end",
+        ),
         (["evaluate.every=50", "evaluate.suites_every=0"], "at the end"),
         ([], "at the end"),
     ],
@@ -102,6 +105,19 @@ def test_an_evaluator_is_counted_where_suites_are_asked_for(load, settings, when
     derived = sizes(load("evaluate.suites=[mmlu,math500]", "evaluate.data=d", *settings), Facts())
     assert derived.world["evaluator"] == f"1 process: mmlu, math500 {when}"
     assert derived.processes == sizes(load(), Facts()).processes + 1
+
+
+def test_an_evaluator_holds_a_copy_of_the_student_and_a_batch_of_prompts(load):
+    (evaluator,) = (
+        worker
+        for worker in sizes(
+            load("evaluate.suites=[mmlu]", "evaluate.data=d", "evaluate.batch_size=2"), Facts(student=MODEL)
+        ).memory
+        if worker.worker == "evaluator"
+    )
+    assert evaluator.weights == 4 * MODEL.parameters
+    key_value = MODEL.hidden_size * MODEL.num_key_value_heads // MODEL.num_heads
+    assert evaluator.cache == 2 * 1024 * MODEL.num_layers * 2 * key_value * 4
 
 
 def test_without_kd_no_teacher_is_counted(load):

@@ -88,6 +88,8 @@ def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path
         for output, sums in zip(chosen(generator, items, batch_size), expected):
             assert output.logprobs == pytest.approx(sums, abs=1e-4)
             assert output.logprobs.index(max(output.logprobs)) == sums.index(max(sums))
+        lengths = [len(generator.encoder.encode(replace(item, choices=()))) for item in items]
+        assert [output.prompt_tokens for output in chosen(generator, items, batch_size)] == lengths
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", *NEVER_SHARE])

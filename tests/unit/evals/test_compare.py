@@ -115,6 +115,13 @@ def test_another_seed_matters_only_where_items_were_drawn(tmp_path: Path) -> Non
         assert len(compare(find([tmp_path])).notes) == notes
 
 
+def test_only_seeds_that_drew_items_are_compared(tmp_path: Path) -> None:
+    for name, limit, seed in (("a", 100, 0), ("b", None, 1), ("c", 100, 2), ("d", None, 3)):
+        write_result(tmp_path / name, numbered(GOOD), limit=limit, seed=seed)
+    assert compare(find([tmp_path / "a", tmp_path / "b"])).notes == ("quiz: limit differs: 100 (a), none (b)",)
+    assert compare(find([tmp_path])).notes[1:] == ("quiz: seed differs: 0 (a), 2 (c)",)
+
+
 def test_many_models_are_counted_in_a_note(tmp_path: Path) -> None:
     for index in range(6):
         folder = write_result(tmp_path / f"m{index}", numbered(GOOD), num_fewshot=0 if index else 5)

@@ -21,6 +21,11 @@ from distill_rl.evals.equivalence import LONGEST_ANSWER, same_math, same_number
         (r"\frac{1}{2}", "1/2"),
         (r"\frac12", r"\dfrac{1}{2}"),
         (r"\frac{3}{2}", r"1\frac{1}{2}"),
+        (r"2\frac{1}{2}", "2 1/2"),
+        (r"\frac{5}{2}", "2 1/2"),
+        (r"-\frac{5}{2}", r"-2\ 1/2"),
+        ("2 1/2", r"\frac52"),
+        ("2.5", r"2 1/2 \text{ cups}"),
         (r"50\%", "50"),
         (r"90^\circ", "90"),
         ("2x+3", "3+2x"),
@@ -60,6 +65,9 @@ def test_the_same_answer(gold: str, given: str) -> None:
         ("5", "five and a half"),
         ("5", "<b>5</b>"),
         ("5", "<script>alert(5)</script>"),
+        ("21/2", "2 1/2"),
+        (r"\frac{21}{2}", "2 1/2"),
+        (r"2\frac{1}{2}", "1/2"),
         ("1,2", "12"),
         ("1,2", "1,3"),
         ("111", r"111, \! 111, \! 111"),
@@ -78,6 +86,33 @@ def test_the_same_answer(gold: str, given: str) -> None:
     ],
 )
 def test_another_answer(gold: str, given: str) -> None:
+    assert not same_math(gold, given)
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"),
+    [
+        ("(3,4)", "3,4"),
+        (r"\{3,4\}", "3,4"),
+        ("10", r"10\%"),
+        (r"10\%", "0.1"),
+        (r"\pi", "3.14159265"),
+        (r"\frac13", "0.333333"),
+        ("y=2x", "2x"),
+        ("x=5", "y=5"),
+        (r"12\text{ cm}^2", r"12\text{ cm}^3"),
+        ("12", "1 2"),
+    ],
+)
+def test_answers_that_are_taken_for_the_same_as_the_published_graders_do(gold: str, given: str) -> None:
+    """Each is told in docs/evaluation.md."""
+    assert same_math(gold, given)
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"), [(r"\pi", "3.14"), (r"\frac13", "0.333"), ("(0,1)", "[0,1]"), ("(3,4)", "4,3")]
+)
+def test_what_is_only_near_is_another_answer(gold: str, given: str) -> None:
     assert not same_math(gold, given)
 
 
@@ -102,6 +137,13 @@ def test_other_threads_may_ask_too() -> None:
         ("-5", "−5", True),
         ("1500", "1.5e3", True),
         ("18", "+18", True),
+        ("2.5", "2 1/2", True),
+        ("-2.5", "-2 1/2", True),
+        ("2 1/2", "5/2", True),
+        ("1500", "1 500", True),
+        ("10.5", "2 1/2", False),
+        ("1.5", "-2 1/2", False),
+        ("2", "2 1/0", False),
         ("0.1", "0.10000000000000000001", False),
         ("9007199254740993", "9007199254740992", False),
         ("18", "81", False),

@@ -42,7 +42,8 @@ def test_the_content_hash_is_that_of_questions_and_answers(tmp_path: Path) -> No
     one, two = '{"prompt": "p", "answer": "a"}', '{"answer": "b", "prompt": "q"}'
     known = ExactMatch().load(write(tmp_path, one, two), 0).content_sha256
     assert ExactMatch().load(write(tmp_path, two, one), 0).content_sha256 == known
-    assert ExactMatch().load(write(tmp_path, one, two.replace("b", "c")), 0).content_sha256 != known
+    for other in (two.replace("b", "c"), two.replace('"q"', '"q "'), two.replace('"b"', '" b"')):
+        assert ExactMatch().load(write(tmp_path, one, other), 0).content_sha256 != known
 
 
 @pytest.mark.parametrize(

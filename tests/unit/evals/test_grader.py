@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
+from distill_rl.evals import child as child_module
+from distill_rl.evals import grader as grader_module
 from distill_rl.evals.grader import Graded, Grader
 from distill_rl.evals.suite import Item, Verdict
 from tests.helpers.command import until
@@ -183,6 +189,69 @@ def test_close_may_come_from_another_thread_than_submit(tmp_path: Path) -> None:
     pool.close()
     assert not alive(child)
     assert futures[0].done()
+
+
+@dataclass
+class Held:
+    """Signals to the processes whose ids are in `marks` are lost, as if the kernel held them."""
+
+    marks: Path
+    lost: list[int] = field(default_factory=list)
+
+    def pids(self) -> list[int]:
+        return [int(text) for mark in sorted(self.marks.iterdir()) if (text := mark.read_text())]
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    there, kill = Held(tmp_path / "marks"), os.killpg
+    there.marks.mkdir()
+
+    def killpg(pid: int, number: int) -> None:
+        if pid in there.pids():
+            there.lost.append(pid)
+        else:
+            kill(pid, number)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    yield there
+    for pid in there.pids():
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def test_a_child_that_cannot_be_killed_holds_up_nobody_else(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "GONE_S", 600.0)
+    with Grader(workers=2, deadline_s=DEADLINE_S) as pool:
+        stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
+        until(lambda: held.lost, "the pool has tried to end it")
+        assert [said(pool, deed) for deed in ("echo a", "echo b")] == ["a", "b"]
+        assert judged(pool, "exit 1").outcome == "grader_failed"
+        assert said(pool, "echo another child") == "another child"
+        assert not stuck.done()
+        os.kill(held.lost[0], signal.SIGKILL)
+        assert stuck.result(timeout=120).outcome == "grader_timeout"
+
+
+def test_a_child_that_cannot_be_killed_is_left_behind(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "GONE_S", 0.01)
+    with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
+        stuck = judged(pool, f"sleep {held.marks / '1'}")
+        assert stuck.outcome == "grader_timeout"
+        assert alive(psutil.Process(held.lost[0]))
+        assert said(pool, "echo next") == "next"
+
+
+def test_closing_does_not_wait_for_a_child_that_cannot_be_killed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader_module, "GONE_S", 0.01)
+    pool = Grader(workers=1, deadline_s=600)
+    stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
+    until(held.pids, "the judge has begun")
+    pool.close()
+    assert not stuck.done()
+    os.kill(held.lost[0], signal.SIGKILL)
+    with pytest.raises(CancelledError):
+        stuck.result(timeout=120)
 
 
 @pytest.mark.parametrize("deed", ["sleep", "hang"])

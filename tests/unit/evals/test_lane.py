@@ -1,11 +1,22 @@
-"""How the items of a suite are cut into what a model gets at once."""
+"""How the items of a suite are cut into what a model gets at once, and one model after another in this process."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
-from distill_rl.evals.lane import CHUNKS_PER_CALL, VLLM_CHUNK, Task, chunks
+import pytest
+from transformers import AutoTokenizer
+
+from distill_rl.errors import ConfigError
+from distill_rl.evals.backend import Output, Settings
+from distill_rl.evals.generate import Generator
+from distill_rl.evals.lane import CHUNKS_PER_CALL, VLLM_CHUNK, LocalLane, Task, chunks
 from distill_rl.evals.suite import Item
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
 
 ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") for n in range(40)]
 
@@ -39,3 +50,68 @@ def test_chats_are_as_long_as_their_messages() -> None:
         return Item(text, ({"role": "user", "content": text},), "a")
 
     assert chunks([chat("a"), chat("aaa"), chat("aa")], Task(False), "hf", 9) == [[1, 2, 0]]
+
+
+CPU = Settings(device="cpu", dtype="fp32")
+CHATS = [Item(str(n), ({"role": "user", "content": "ka lo " * n},), "a") for n in range(1, 4)]
+
+
+@pytest.fixture
+def lane() -> Iterator[LocalLane]:
+    lane = LocalLane()
+    yield lane
+    lane.close()
+
+
+def answers(lane: LocalLane) -> dict[int, Output]:
+    return dict(pair for part in lane.run(Task(False, max_new_tokens=12), CHATS) for pair in part)
+
+
+@pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])
+def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
+    lane: LocalLane, tmp_path: Path, change: str
+) -> None:
+    first = write_tiny_model(tmp_path / "first")
+    other = shutil.copytree(first, tmp_path / "other")
+    lane.load(first, "hf", CPU)
+    before = answers(lane)
+    if change == "chat template":
+        tokenizer = AutoTokenizer.from_pretrained(other)
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} Answer:"
+        tokenizer.save_pretrained(other)
+    elif change == "ends of text":
+        merged = list(range(262, 320))  # tokens of more than a byte
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": merged}))
+    elif change == "tokenizer":
+        tiny_tokenizer(seed=3).save_pretrained(other)
+    else:
+        write_tiny_model(other, seed=1)
+    assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    lane.load(other, "hf", CPU)
+    found = answers(lane)
+    assert found == dict(Generator(other, CPU).generate(CHATS, max_new_tokens=12))
+    assert found != before
+    lane.load(first, "hf", CPU)
+    assert answers(lane) == before
+
+
+def test_other_settings_are_taken(lane: LocalLane, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    for dtype in ("fp32", "bf16"):
+        lane.load(folder, "hf", Settings(device="cpu", dtype=dtype))
+        assert lane._backend.settings.dtype == dtype
+        assert (lane.device, str(lane._backend.model.dtype)) == (
+            "cpu",
+            {"fp32": "torch.float32"}.get(dtype, "torch.bfloat16"),
+        )
+
+
+def test_after_a_model_that_cannot_be_loaded_the_next_is(lane: LocalLane, tmp_path: Path) -> None:
+    good, bad = (write_tiny_model(tmp_path / name) for name in ("good", "bad"))
+    (bad / "generation_config.json").write_text("{")
+    lane.load(good, "hf", CPU)
+    before = answers(lane)
+    with pytest.raises(ConfigError, match=r"generation_config\.json must be JSON"):
+        lane.load(bad, "hf", CPU)
+    lane.load(good, "hf", CPU)
+    assert answers(lane) == before

@@ -31,7 +31,11 @@ def test_limit_draws_items_in_the_order_of_the_data(tmp_path: Path) -> None:
 def test_all_sizes_that_make_no_sense_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_questions(["exact_match"], tmp_path, Options(num_fewshot=-1, max_new_tokens=0, limit=0))
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["limit", "max_new_tokens", "num_fewshot"]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "limit",
+        "max_new_tokens",
+        "num_fewshot",
+    ]
 
 
 def test_two_items_of_one_id_are_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 from distill_rl.evals.progress import Printed
 
 
-def rows(count: int, score: float) -> list[dict[str, float]]:
-    return [{"score": score, "num_tokens": 3}] * count
+def rows(count: int, score: float) -> list[dict[str, object]]:
+    return [{"score": score, "num_tokens": 3, "completion": "x"}] * count
 
 
 def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.StringIO]:

@@ -122,6 +122,14 @@ def test_the_content_hash_knows_neither_order_nor_white_space_but_everything_els
     assert known not in {content_sha256(other) for other in others}
 
 
+def test_the_exact_content_hash_knows_white_space_too_but_no_order() -> None:
+    rows = [("a b", "c"), ("d", "e")]
+    known = content_sha256(rows, exact=True)
+    assert known == content_sha256(reversed(rows), exact=True)
+    others = [[("a  b", "c"), rows[1]], [("a b ", "c"), rows[1]], [("a\nb", "c"), rows[1]]]
+    assert known not in {content_sha256(other, exact=True) for other in others}
+
+
 def test_ids_are_those_of_the_content_and_count_what_is_there_twice() -> None:
     one, other = Ids(), Ids()
     assert [one("a", "b"), one("c"), one("a", "b")] == [name := other("a", "b"), other("c"), f"{name}-2"]

@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.evals.backend import Output
 from distill_rl.evals.grader import Graded
-from distill_rl.evals.result import OUTCOMES, chosen, completed, summarise
+from distill_rl.evals.result import OUTCOMES, chosen, completed, summarise, worked_tokens
 from distill_rl.evals.suite import Item, Verdict
 
 LETTERS = Item("i", "question", "B", "task", choices=(" A", " B", " C", " D"))
@@ -74,3 +74,8 @@ def test_a_result_counts_every_outcome_and_every_task() -> None:
     assert {task: part["score"] for task, part in result["per_task"].items()} == {"x": pytest.approx(1 / 3), "y": 1.0}
     assert result["macro"] == pytest.approx((1 / 3 + 1) / 2)
     assert sum(result["outcomes"].values()) == result["num_items"]
+
+
+def test_speed_is_of_tokens_written_or_of_those_that_were_read_for_letters() -> None:
+    output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4)
+    assert worked_tokens([completed(FREE, output, None), chosen(LETTERS, output)]) == 4 + 700

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.run import SUITES, evaluate
+from distill_rl.evals.lane import LocalLane
+from distill_rl.evals.options import Options
+from distill_rl.evals.run import SUITES, Model, evaluate, evaluate_models
 from distill_rl.evals.statistics import wilson
 from tests.helpers.models import write_tiny_model
+from tests.helpers.suites import write_suite
 from tests.unit.evals.conftest import KNOWN, chat, write_rows
 
 
@@ -73,8 +77,43 @@ def test_a_chat_suite_needs_a_chat_template(parrot: Path, questions: Path, tmp_p
     config = json.loads((bare / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"exact_match asks in chat messages, which need .* chat template; got none; "):
+    with pytest.raises(
+        ConfigError, match=r"exact_match asks in chat messages, which need .* chat template; got none; "
+    ):
         evaluate(bare, ["exact_match"], questions)
+
+
+def test_results_of_a_suite_that_was_edited_are_not_taken_for_its_own(parrot: Path, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, count=3, max_new_tokens=2)
+    evaluate(parrot, [str(suite)], tmp_path, out_dir=tmp_path / "out")
+    suite.write_text(suite.read_text().replace("% 2 == 0)", "% 2 == 1)"))
+    with pytest.raises(ConfigError, match="another evaluation; got suite_sha256"):
+        evaluate(parrot, [str(suite)], tmp_path, out_dir=tmp_path / "out")
+    suite.write_text(suite.read_text().replace("question", "riddle"))
+    with pytest.raises(ConfigError, match="another evaluation; got prompts_sha256"):
+        evaluate(parrot, [str(suite)], tmp_path, out_dir=tmp_path / "out")
+
+
+def test_a_stop_is_heard_while_completions_are_judged(parrot: Path, tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, count=3, max_new_tokens=2)
+    suite.write_text(
+        "import time\n"
+        + suite.read_text().replace("        return Verdict", "        time.sleep(600)\n        return Verdict")
+    )
+
+    class Stopped(Exception):
+        pass
+
+    asked = 0
+
+    def interrupted() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 20:
+            raise Stopped
+
+    with closing(LocalLane()) as lane, pytest.raises(Stopped):
+        evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), lane, interrupted=interrupted)
 
 
 def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:

@@ -57,7 +57,10 @@ def test_aligners_that_use_a_gpu_sit_with_the_ranks_in_turn_and_take_their_share
 def test_aligners_that_leave_nothing_of_a_gpu_are_refused():
     asked = config()
     asked.aligner.num_gpus = 0.5
-    with pytest.raises(ConfigError, match=r"aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU"):
+    with pytest.raises(
+        ConfigError,
+        match=r"aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU",
+    ):
         seat(asked, 2, gpus=True)
 
 

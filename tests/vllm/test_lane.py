@@ -1,0 +1,92 @@
+"""One model after another in the engine that a lane keeps: each in its own way, whichever was loaded before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
+
+from transformers import AutoTokenizer
+
+from distill_rl.evals.backend import Output, Settings
+from distill_rl.evals.generate import Generator
+from distill_rl.evals.lane import LocalLane, Task
+from distill_rl.evals.suite import Item
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
+from tests.vllm.material import SHAPE
+
+FP32 = Settings(batch_size=32, dtype="fp32")
+LIMIT = 16
+CHATS = [
+    Item(str(n), ({"role": "user", "content": word},), "", choices=(" ka", " lo"))
+    for n, word in enumerate(seeded_words(9, 20))
+]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("first"), seed=1, **SHAPE)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def lane() -> Iterator[LocalLane]:
+    lane = LocalLane()
+    yield lane
+    lane.close()
+
+
+def outputs(lane: LocalLane, task: Task) -> list[Output]:
+    found = dict(pair for part in lane.run(task, CHATS) for pair in part)
+    return [found[index] for index in range(len(CHATS))]
+
+
+def assert_like_hf(lane: LocalLane, folder: Path) -> None:
+    """Prompts, stop texts, ends of text and scores."""
+    hf = Generator(folder, FP32)
+    written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
+    stop = (written[0].text[2:4],)
+    for stops in ((), stop):
+        ours = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT, stop=stops))]
+        theirs = outputs(lane, Task(False, LIMIT, stops))
+        assert [output.prompt_tokens for output in theirs] == [len(hf.encoder.encode(item)) for item in CHATS]
+        assert sum(left != right for left, right in zip(ours, theirs)) <= 1, "a tie at most"
+    scores = [output for _, output in sorted(hf.choose(CHATS))]
+    for left, right in zip(scores, outputs(lane, Task(True))):
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
+        assert left.prompt_tokens == right.prompt_tokens == len(hf.encoder.choices(CHATS[scores.index(left)]).context)
+
+
+@pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "rotation"])
+def test_models_of_one_shape_that_differ_in_something_else(
+    lane: LocalLane, first: Path, tmp_path: Path, change: str
+) -> None:
+    other = shutil.copytree(first, tmp_path / "other")
+    lane.load(first, "vllm", FP32)
+    assert_like_hf(lane, first)
+    before = outputs(lane, Task(False, LIMIT))
+    running = lane._backend._engine  # type: ignore[union-attr]
+    if change == "chat template":
+        tokenizer = AutoTokenizer.from_pretrained(other)
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} Answer:"
+        tokenizer.save_pretrained(other)
+    elif change == "ends of text":
+        merged = list(range(262, 320))  # tokens of more than a byte
+        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": merged}))
+    elif change == "tokenizer":
+        tiny_tokenizer(seed=3).save_pretrained(other)
+    else:
+        config = json.loads((other / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = 50.0
+        (other / "config.json").write_text(json.dumps(config))
+    lane.load(other, "vllm", FP32)
+    assert (lane._backend._engine is running) == (change in ("chat template", "ends of text"))  # type: ignore[union-attr]
+    assert_like_hf(lane, other)
+    assert outputs(lane, Task(False, LIMIT)) != before
+    lane.load(first, "vllm", FP32)
+    assert outputs(lane, Task(False, LIMIT)) == before
