@@ -260,7 +260,7 @@ class EvaluateConfig:
     batch_size: int = 64
     """Prompts that are run together (hf)."""
     gpu_share: float = 0.2
-    """Share of its GPU's memory that vllm may take, at most what the evaluator is given of that GPU."""
+    """Share of the first GPU, and of its memory, that the evaluator gets where no GPU is left over for it; what it takes, the ranks there lack."""
     timeout_s: float = 7200.0
     """Seconds in which an evaluation must end."""
 

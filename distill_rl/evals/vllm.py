@@ -60,6 +60,7 @@ class VLLM:
         self.settings = settings
         self.folder = model_folder(model_dir)
         self.encoder = Encoder(self.folder)
+        self._shape = _shape_of(self.folder)
         self._engine: Any = None
         self._start()
         self._positions = self._longest()
@@ -110,11 +111,12 @@ class VLLM:
                 yield rows[number].index, output
 
     def reload(self, folder: Path) -> None:
-        before, tokenizer = self.folder, self.encoder.tokenizer
+        # The folder before may be gone.
+        shape, tokenizer = self._shape, self.encoder.tokenizer
         self.folder = model_folder(folder)
-        self.encoder = Encoder(self.folder)
+        self.encoder, self._shape = Encoder(self.folder), _shape_of(self.folder)
         # The engine has a tokenizer of its own, by which it finds stop texts.
-        alike = _same_shape(before, self.folder) and _same_text(tokenizer, self.encoder.tokenizer)
+        alike = shape == self._shape and _same_text(tokenizer, self.encoder.tokenizer)
         if not (alike and self._refit()):
             self.close()
             self._start()
@@ -277,10 +279,9 @@ def _stored_dtype(folder: Path) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
-def _same_shape(folder: Path, other: Path) -> bool:
-    """Whether an engine of one model can hold the other."""
-    configs = [(each / "config.json").read_bytes() for each in (folder, other)]
-    return configs[0] == configs[1] and _tensors(folder) == _tensors(other)
+def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
+    """Equal for models that one engine can hold: config.json, and names and shapes of the weights."""
+    return (folder / "config.json").read_bytes(), _tensors(folder)
 
 
 def _same_text(tokenizer: Any, other: Any) -> bool:

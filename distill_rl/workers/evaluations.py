@@ -156,7 +156,7 @@ class Evaluations:
 
     def _options(self, limit: int | None) -> Options:
         evaluate = self._config.evaluate
-        settings = Settings(batch_size=evaluate.batch_size, gpu_share=evaluate.gpu_share)
+        settings = Settings(batch_size=evaluate.batch_size)
         seed = self._config.run.seed
         return Options(limit=limit, seed=seed, replace_others=True, backend=evaluate.backend, settings=settings)
 

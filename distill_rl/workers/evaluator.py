@@ -72,4 +72,4 @@ class EvalWorker:
         return self._loaded[1]
 
     def _settled(self, settings: Settings) -> Settings:
-        return replace(settings, gpu_share=min(settings.gpu_share, self._share), threads=self._threads)
+        return replace(settings, gpu_share=self._share, threads=self._threads)

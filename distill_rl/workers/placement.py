@@ -59,8 +59,6 @@ def aligner_name(index: int) -> str:
 
 
 EVALUATOR = "evaluator"
-EVALUATOR_SHARE = 0.2
-"""of the first GPU, where it has none of its own"""
 
 
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
@@ -84,7 +82,7 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
 
     Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
     gives them a share of one, they sit with the ranks, in turn. The evaluator, which there is where suites are asked
-    for, has a bundle of its own, with a GPU if one is left over; else it shares the first.
+    for, has a bundle of its own, with a GPU if one is left over; else `evaluate.gpu_share` of the first.
 
     Args:
         gpus: in the cluster.
@@ -97,7 +95,7 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
     groups = [student, *teachers.values()]
     tables = [[name] for group in groups for name in group] if apart else _side_by_side(groups)
     alone = [EVALUATOR] if config.evaluate.suites and (not gpus or gpus > len(tables)) else []
-    shared = {EVALUATOR: EVALUATOR_SHARE} if config.evaluate.suites and not alone else {}
+    shared = {EVALUATOR: config.evaluate.gpu_share} if config.evaluate.suites and not alone else {}
     share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
     seats: dict[str, Seat] = {}
@@ -106,10 +104,10 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
         left = 1.0 - sum(guests.values())
         if left <= 0:
             raise ConfigError(
-                "aligner.num_gpus",
-                "the aligners that share a GPU with ranks must leave them some of it",
+                " and ".join(["aligner.num_gpus"] * bool(share) + ["evaluate.gpu_share"] * (EVALUATOR in guests)),
+                "who shares a GPU with ranks must leave them some of it",
                 f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU",
-                "lower aligner.num_gpus or aligner.workers",
+                "lower it",
             )
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         for name in together:

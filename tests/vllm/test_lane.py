@@ -50,7 +50,7 @@ def assert_like_hf(lane: LocalLane, folder: Path) -> None:
     """Prompts, stop texts, ends of text and scores."""
     hf = Generator(folder, FP32)
     written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
-    stop = (written[0].text[2:4],)
+    stop = (max((output.text for output in written), key=len)[2:4],)
     for stops in ((), stop):
         ours = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT, stop=stops))]
         theirs = outputs(lane, Task(False, LIMIT, stops))

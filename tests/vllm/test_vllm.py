@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -137,6 +138,8 @@ def test_new_weights_are_put_into_the_running_engine(hf: Generator, engine: VLLM
     questions = items(24, shots=5, space=False)
     other = write_tiny_model(tmp_path / "other", seed=5, **SHAPE)  # type: ignore[arg-type]
     before, running = choose(engine, questions), engine._engine
+    engine.reload(shutil.copytree(model, tmp_path / "copy"))
+    shutil.rmtree(tmp_path / "copy")  # as copies of a student are, once they are evaluated
     engine.reload(other)
     assert engine._engine is running, "no second engine"
     assert engine.folder == other

@@ -16,8 +16,8 @@ from distill_rl.evals.backend import Settings
 from distill_rl.evals.vllm import (
     VLLM,
     _require_device,
-    _same_shape,
     _same_text,
+    _shape_of,
     _stored_dtype,
     _tensors,
     engine_arguments,
@@ -72,11 +72,11 @@ def test_models_of_one_shape_are_told_from_others(tmp_path: Path) -> None:
 
 def test_an_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
     first, second = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    assert _same_shape(first, second)
-    assert not _same_shape(first, write_tiny_model(tmp_path / "more", layers=3))
+    assert _shape_of(first) == _shape_of(second)
+    assert _shape_of(first) != _shape_of(write_tiny_model(tmp_path / "more", layers=3))
     config = json.loads((second / "config.json").read_text())
     (second / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert not _same_shape(first, second), "the same tensors, used in another way"
+    assert _shape_of(first) != _shape_of(second), "the same tensors, used in another way"
 
 
 def test_and_only_for_one_whose_ids_are_the_same_text(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_aligners_that_leave_nothing_of_a_gpu_are_refused():
     asked.aligner.num_gpus = 0.5
     with pytest.raises(
         ConfigError,
-        match=r"aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU",
+        match=r"^aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU",
     ):
         seat(asked, 2, gpus=True)
 
@@ -153,6 +153,17 @@ def test_an_evaluator_shares_the_first_gpu_where_there_is_no_other():
     assert plan.seats[EVALUATOR].num_gpus == 0.2
     assert plan.seats["student-dp0-tp0"].num_gpus == pytest.approx(0.4)
     assert plan.seats["student-dp1-tp0"].num_gpus == 1.0
+
+
+def test_an_evaluator_gets_the_share_that_it_is_given_and_leaves_the_rest():
+    asked = evaluated()
+    asked.evaluate.gpu_share = 0.5
+    plan = seat(asked, 1, gpus=1)
+    assert plan.seats[EVALUATOR].num_gpus == 0.5
+    assert plan.seats["student-dp0-tp0"].num_gpus == plan.seats["t0/dp0-tp0"].num_gpus == 0.25
+    asked.evaluate.gpu_share = 1.0
+    with pytest.raises(ConfigError, match=r"^evaluate\.gpu_share: .* got evaluator with 1 of one GPU"):
+        seat(asked, 1, gpus=1)
 
 
 def test_an_evaluator_on_a_cpu_has_a_seat_of_its_own():
