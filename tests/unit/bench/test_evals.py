@@ -10,6 +10,8 @@ import pytest
 from distill_rl.bench import evals
 from distill_rl.bench.evals import BATCHED, ITEMS, LOOP, SHARED
 
+RECORD = Path(__file__).parents[3] / "docs/benchmarks/evals.json"
+
 
 def test_all_ways_agree_and_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "evals.json"
@@ -46,3 +48,9 @@ def test_a_slow_or_wrong_way_is_told(faster: float, difference: float, told: lis
     problems = evals.verdict({SHARED: way})
     assert len(problems) == len(told)
     assert all(text in problem for text, problem in zip(told, problems))
+
+
+def test_the_published_record_holds_what_is_promised() -> None:
+    record = json.loads(RECORD.read_text("utf-8"))
+    assert not record["environment"]["dirty"]
+    assert evals.verdict(record["ways"]) == []
