@@ -24,6 +24,6 @@ elif [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
 fi
 if [[ $# -eq 0 ]]; then
     # All of tests/ (`testpaths` of pyproject.toml), in two processes: what starts Ray, and what computes.
-    exec "$PYTHON" -m pytest -n 2 --dist loadgroup
+    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 fi
 exec "$PYTHON" -m pytest "$@"

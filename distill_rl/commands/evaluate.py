@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DataError, DistillError
 from distill_rl.observe.log import get, log_file, printable, say, setup_console
 from distill_rl.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
     from distill_rl.evals.lane import Lane
-    from distill_rl.evals.options import Options
+    from distill_rl.evals.options import Asked, Options
     from distill_rl.evals.run import Model
 
+Result = TypeVar("Result")
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """model name → suite → result"""
 
@@ -70,19 +71,16 @@ def evaluate(request: Request) -> int:
     """
     setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from distill_rl.evals.options import load_questions
     from distill_rl.evals.progress import Printed
     from distill_rl.evals.run import evaluate_models
 
-    models = named_models(request.models, request.out)
-    require_sense(request)
     with ExitStack() as stack:
-        if request.out is not None:
-            stack.enter_context(_log(request.out))
         signals = stack.enter_context(Signals())
         try:
             with signals.at_once():
-                asked = load_questions(request.suites, request.data, request.options)
+                models, asked = prepared(request)
+            if request.out is not None:
+                stack.enter_context(_log(request.out))
             stop = signals.raise_if_stopping
             with _lane(request.where, signals, request.out) as lane, _at_once_without_ray(request.where, signals):
                 results = evaluate_models(
@@ -108,6 +106,34 @@ def evaluate(request: Request) -> int:
         if len(models) > 1:
             say(f"compare   distill-rl report {request.out}")
     return 0
+
+
+def prepared(request: Request) -> tuple[list[Model], list[Asked]]:
+    """The models and the questions.
+
+    Raises:
+        ConfigError: everything that is wrong with either, and with the other settings, at once.
+    """
+    from distill_rl.evals.options import load_questions
+    from distill_rl.evals.run import check_models
+
+    problems: list[str] = []
+    models = _tried(lambda: named_models(request.models, request.out), problems) or []
+    _tried(lambda: require_sense(request), problems)
+    asked = _tried(lambda: load_questions(request.suites, request.data, request.options), problems) or []
+    _tried(lambda: check_models(models, asked), problems)
+    if problems:
+        raise ConfigError.many(dict.fromkeys(problems))
+    return models, asked
+
+
+def _tried(step: Callable[[], Result], problems: list[str]) -> Result | None:
+    """What a step gives, or nothing where it finds bad input, which is added to the problems."""
+    try:
+        return step()
+    except (ConfigError, DataError) as error:
+        problems += error.problems
+        return None
 
 
 def named_models(given: Sequence[str], out: Path | None) -> list[Model]:

@@ -32,7 +32,7 @@ class Calls:
     names: dict[str, str] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
     after_death: str = "resume from the last checkpoint with --resume"
-    when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s), or look into logs/"
+    when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s, evaluate.timeout_s), or look into logs/"
 
     def know(self, name: str, actor: Any) -> None:
         """An actor that errors may be about; it has a method `identify`."""

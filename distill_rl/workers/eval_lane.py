@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ from distill_rl.workers.placement import Seat, SeatingPlan, reserve
 CALLS_PER_WORKER = 2
 """handed to an actor before the first is done, so that it never waits for the driver"""
 _POLL_S = 0.25
+_FETCH_S = 60.0
+"""for results that are there, if only on another node"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +105,19 @@ class RayLane:
                 running[ref] = (rank, chunk, time.monotonic() + CALLS_PER_WORKER * self._shards.deadline_s)
             done, _ = ray.wait(list(running), timeout=_POLL_S)
             self._calls.interrupted()
-            self._require_in_time(running)
+            self._require_in_time([call for ref, call in running.items() if ref not in done])
             for ref in done:
                 rank, chunk, _ = running.pop(ref)
-                outputs = self._calls.gather({ref: self._names[rank]}, what="running the model", timeout_s=_POLL_S)[0]
+                outputs = self._calls.gather({ref: self._names[rank]}, what="running the model", timeout_s=_FETCH_S)[0]
                 free.append(rank)
                 yield [(chunk[index], output) for index, output in outputs]
 
-    def _require_in_time(self, running: Mapping[ray.ObjectRef, tuple[int, list[int], float]]) -> None:
+    def _require_in_time(self, running: Sequence[tuple[int, list[int], float]]) -> None:
         """
         Raises:
             WorkerError: a call is not done by its deadline; one that waited behind another has had that one's time, too.
         """
-        late = {self._names[rank] for rank, _, deadline in running.values() if deadline < time.monotonic()}
+        late = {self._names[rank] for rank, _, deadline in running if deadline < time.monotonic()}
         if late:
             raise self._calls.late(late, "running the model", CALLS_PER_WORKER * self._shards.deadline_s)
 

@@ -26,6 +26,8 @@ from distill_rl.workers.group import WorkerGroup
 Result = Mapping[str, Any]
 _WEIGHTS = ".weights-"
 _POLL_S = 0.25
+_FETCH_S = 60.0
+"""for results that are there, if only on another node"""
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class Evaluations:
             if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
                 limit_s = self._config.evaluate.timeout_s
                 raise WorkerError("evaluator", f"must be done within evaluate.timeout_s={limit_s:g}", "no answer")
-            results = self._calls.gather(running.call, what=f"evaluating step {running.step}", timeout_s=_POLL_S)[0]
+            results = self._calls.gather(running.call, what=f"evaluating step {running.step}", timeout_s=_FETCH_S)[0]
         except DistillError as error:
             log.warning("the evaluation of step %d failed, training goes on: %s", running.step, error)
             self._replace()

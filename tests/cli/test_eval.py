@@ -182,7 +182,11 @@ def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_pat
         (("--model", model, "--suites", suite, "--data", tmp_path, "--strict"), ("4 rows; published are 5",)),
         (("--model", model, "--suites", suite, "--data", tmp_path, "--limit", "0"), ("limit: must be 1 or more",)),
         (("--model", model, model, "--suites", suite, "--data", tmp_path), ("are both called tiny", "NAME=DIR")),
-        (("--model", model, "--suites", suite, "--data", tmp_path, "--shards", "-1"), ("--shards: must be 0 or more",)),
+        (
+            ("--model", tmp_path / "no", "--suites", "maths", "--data", tmp_path, "--shards", "-1", "--deadline", "0"),
+            ("--shards: must be 0 or more", "--deadline: must be", "maths", "no such folder"),
+        ),
+        (("--model", model, "--suites", suite, "--data", tmp_path, "--out", suite), ("--out: must be a folder",)),
         (
             ("--model", model, "--suites", suite, "--data", tmp_path, "--backend", "vllm", "--shards", "0"),
             ("vllm", "not installed"),

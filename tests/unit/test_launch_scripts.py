@@ -163,7 +163,7 @@ def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("arguments", "pytest_arguments"),
     [
-        ((), "-n 2 --dist loadgroup"),
+        ((), "-n 2 --dist loadscope --no-loadscope-reorder"),
         (("-k", "packing or padding", "-x"), "-k packing or padding -x"),
         (("pyproject.toml", "-q"), "pyproject.toml -q"),
         (("-q", "pyproject.toml::test_x"), "-q pyproject.toml::test_x"),
