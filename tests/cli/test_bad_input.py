@@ -104,7 +104,6 @@ def test_a_hub_model_out_of_reach_stops_train_but_not_check(material, tmp_path):
         (("train", "-c", "absent.yaml"), ("absent.yaml",)),
         (("report", "/no/such/run"), ("/no/such/run", "run directory")),
         (("export", "/no/such/run"), ("/no/such/run", "run directory")),
-        (("eval", "--model", "x", "--suites", "nonsense", "--data", "x"), ("nonsense", "exact_match")),
     ],
 )
 def test_other_commands_say_what_they_need(arguments, words):
@@ -117,6 +116,13 @@ def test_resume_and_clean_exclude_each_other_and_resume_needs_a_checkpoint(mater
     config = material.config(tmp_path)
     assert "exclude each other" in refused("train", "-c", config, "--resume", "--clean")[0]
     assert "--clean" in refused("train", "-c", config, "--resume")[0]
+
+
+def test_an_evaluation_says_what_is_wrong_with_suites_and_models_at_once():
+    suites, model = refused("eval", "--model", "absent", "--suites", "nonsense", "--data", "x")
+    assert "nonsense" in suites
+    assert "exact_match" in suites
+    assert "model absent: must be a folder" in model
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["align"], ["export"], ["report"]])
