@@ -105,16 +105,19 @@ class Encoder:
             raise DataError(item.id, "must be a chat that the tokenizer's template accepts", str(error)) from error
 
 
-def model_folder(model_dir: str | Path) -> Path:
+def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
     """A folder that can be loaded as a causal LM, from safetensors, without running code that it holds.
+
+    Args:
+        what: the model as the user knows it; None: by its folder.
 
     Raises:
         ConfigError: it is missing, or something speaks against it; one line each.
     """
-    folder = Path(model_dir).expanduser()
+    folder, what = Path(model_dir).expanduser(), what or f"model {model_dir}"
     if not folder.is_dir():
-        raise ConfigError(f"model {model_dir}", "must be a folder", "no such folder", "evaluation reaches no hub")
-    problems = folder_problems(f"model {model_dir}", folder)
+        raise ConfigError(what, "must be a folder", "no such folder", "evaluation reaches no hub")
+    problems = folder_problems(what, folder)
     if problems:
         raise ConfigError.many(problems)
     return folder

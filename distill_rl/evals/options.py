@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from distill_rl.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ class Options:
     settings: Settings = field(default_factory=Settings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """A suite with its questions in hand."""
 
@@ -52,6 +53,11 @@ class Asked:
         return self.questions.items
 
     @property
+    def choose(self) -> bool:
+        """Whether choices are compared; else the model writes. All items of a suite are alike in that."""
+        return bool(self.items[0].choices)
+
+    @cached_property
     def prompts_sha256(self) -> str:
         """Over all that a model is given, and what is right."""
         digest = hashlib.sha256(json.dumps(self.suite.stop).encode())

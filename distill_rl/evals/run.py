@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,8 @@ def evaluate(
     settings = Settings(batch_size=batch_size)
     options = Options(num_fewshot, max_new_tokens, limit, seed, strict, clean, backend=backend, settings=settings)
     model = Model(str(model_dir), Path(model_dir).expanduser(), None if out_dir is None else Path(out_dir))
-    lane = LocalLane()
-    try:
+    with closing(LocalLane()) as lane:
         return evaluate_models([model], suites, Path(data), options, lane)[model.name]
-    finally:
-        lane.close()
 
 
 def evaluate_models(
@@ -133,18 +130,18 @@ def check_models(models: Sequence[Model], asked: Sequence[Asked]) -> None:
     Raises:
         ConfigError: folders that hold no model, or none that the suites can ask; all problems at once.
     """
-    from distill_rl.models.facts import folder_problems
+    from distill_rl.evals.encode import model_folder
 
     chats = chat_suites(asked)
     problems: list[str] = []
     for model in models:
         what = f"model {model.name}"
-        if not model.folder.is_dir():
-            problems.append(str(ConfigError(what, "must be a folder", "no such folder", "evaluation reaches no hub")))
+        try:
+            model_folder(model.folder, what)
+        except ConfigError as error:
+            problems += error.problems
             continue
-        found = folder_problems(what, model.folder)
-        problems += found
-        if chats and not found:
+        if chats:
             problems += _template_problems(chats, what, model.folder)
     if problems:
         raise ConfigError.many(problems)
@@ -210,7 +207,7 @@ class _Run:
         tokens = 0
         with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
             try:
-                for rows in self._rows(asked, todo, lane, grader):
+                for rows in self._rows(asked, todo, store.key["max_new_tokens"], lane, grader):
                     store.append(rows)
                     tokens += worked_tokens(rows)
                     shown.add(rows)
@@ -222,12 +219,14 @@ class _Run:
         facts = self._facts(asked) | {"device": lane.device, "resumed_items": resumed}
         return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
 
-    def _rows(self, asked: Asked, items: Sequence[Item], lane: Lane, grader: Grader) -> Iterator[list[Row]]:
+    def _rows(
+        self, asked: Asked, items: Sequence[Item], max_new_tokens: int | None, lane: Lane, grader: Grader
+    ) -> Iterator[list[Row]]:
         """Rows as they are judged; the model goes on meanwhile."""
         if not items:
             return
         waiting = _Waiting(asked.name, grader, self._interrupted)
-        task = Task(all(item.choices for item in items), self._max_new_tokens(asked) or 0, asked.suite.stop)
+        task = Task(asked.choose, max_new_tokens or 0, asked.suite.stop)
         for outputs in lane.run(task, items):
             rows = []
             for index, output in outputs:
@@ -242,7 +241,7 @@ class _Run:
         yield from waiting.rest()
 
     def _max_new_tokens(self, asked: Asked) -> int | None:
-        if all(item.choices for item in asked.items):
+        if asked.choose:
             return None
         own = self.options.max_new_tokens or asked.suite.max_new_tokens
         return own or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in asked.items)

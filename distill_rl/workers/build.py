@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from distill_rl.workers.calls import Calls
 from distill_rl.workers.cluster import nodes, ray_session
 from distill_rl.workers.connect import Connector
 from distill_rl.workers.evaluator import EvalWorker
-from distill_rl.workers.group import WorkerGroup, keep_logs
+from distill_rl.workers.group import WorkerGroup, keep_logs, stop
 from distill_rl.workers.pipeline import Pipeline, Teachers
 from distill_rl.workers.placement import EVALUATOR, SeatingPlan, actor_names, reserve, seat
 from distill_rl.workers.pool import AlignerPool, BadRows
@@ -34,10 +33,6 @@ from distill_rl.workers.student import StudentWorker
 from distill_rl.workers.student_group import StudentGroup
 from distill_rl.workers.teacher import TeacherWorker
 from distill_rl.workers.timeline import write_timeline
-
-_STOP_TIMEOUT_S = 15.0
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                     ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
                 # Readers first: what they have opened belongs to the teachers. Aligners and evaluators are in no process group.
-                _stop([staff.student, *(group for _, group in staff.teachers)])
+                stop([staff.student, *(group for _, group in staff.teachers)])
             except DistillError:
                 keep_logs(ray_logs, staff.groups, job.paths.logs)
                 raise
@@ -193,12 +188,3 @@ def _start(job: Job, staff: _Staff, calls: Calls) -> None:
         for rank, address in enumerate(addresses):
             started |= group.submit("start", *address, ranks=[rank])
     calls.gather(started, what="loading the models", timeout_s=timeout_s)
-
-
-def _stop(groups: list[WorkerGroup]) -> None:
-    """Lets the ranks leave their process groups together; a rank that will not is killed by the caller."""
-    for group in groups:
-        try:
-            group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
-        except DistillError as error:
-            log.info("%s", error)

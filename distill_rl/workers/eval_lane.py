@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -19,11 +18,10 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.backend import BackendName, Output, Settings
 from distill_rl.evals.lane import Task, chunks
 from distill_rl.evals.suite import Item
-from distill_rl.observe.log import get
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.cluster import ray_session
 from distill_rl.workers.evaluator import EvalWorker
-from distill_rl.workers.group import WorkerGroup, keep_logs
+from distill_rl.workers.group import WorkerGroup, keep_logs, stop
 from distill_rl.workers.placement import Seat, SeatingPlan, reserve
 
 CALLS_PER_WORKER = 2
@@ -81,7 +79,8 @@ class RayLane:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._group is not None and kind is None:
-            _stop(self._group, self._calls)
+            self._calls.interrupted = lambda: None
+            stop([self._group])  # an engine ends its own processes
         elif self._group is not None and self._logs is not None and issubclass(kind or Exception, DistillError):
             keep_logs(self._ray_logs, [self._group], self._logs)
         self._open.close()
@@ -153,12 +152,3 @@ class RayLane:
         if asked is not None:
             return asked
         return 1 / math.ceil(count / gpus) if gpus else 0.0
-
-
-def _stop(group: WorkerGroup, calls: Calls) -> None:
-    """Lets an engine end its own processes; one that will not is killed with its actor."""
-    try:
-        calls.interrupted = lambda: None
-        group.call("stop", what="stopping", timeout_s=15.0)
-    except DistillError as error:
-        get("evals").log(logging.INFO, "%s", error)

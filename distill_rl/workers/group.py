@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,14 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from distill_rl.errors import DistillError
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.placement import SeatingPlan, options
 from distill_rl.workers.rank import Process
+
+_STOP_TIMEOUT_S = 15.0
+
+log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
@@ -107,6 +113,15 @@ class WorkerGroup:
                 process.kill()
         with contextlib.suppress(Exception):
             ray.kill(self.actors[rank], no_restart=True)
+
+
+def stop(groups: Sequence[WorkerGroup]) -> None:
+    """Lets workers end in order what they hold, process groups first of all; one that will not is killed by the caller."""
+    for group in groups:
+        try:
+            group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
+        except DistillError as error:
+            log.info("%s", error)
 
 
 def keep_logs(ray_logs: Path | None, groups: Sequence[WorkerGroup], folder: Path) -> None:

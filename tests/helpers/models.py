@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,20 @@ def write_tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return Path(path)
+
+
+def ask_otherwise(folder: Path, change: str) -> None:
+    """Gives a model's folder another `chat template`, other `ends of text` or another `tokenizer`; its weights and
+    config.json stay."""
+    if change == "chat template":
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} Answer:"
+        tokenizer.save_pretrained(folder)
+    elif change == "ends of text":
+        merged = list(range(262, 320))  # tokens of more than a byte
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": merged}))
+    else:
+        assert change == "tokenizer"
+        tiny_tokenizer(seed=3).save_pretrained(folder)

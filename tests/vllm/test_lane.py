@@ -11,14 +11,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
-from transformers import AutoTokenizer
 
 from distill_rl.evals.backend import Output, Settings
 from distill_rl.evals.generate import Generator
 from distill_rl.evals.lane import LocalLane, Task
 from distill_rl.evals.suite import Item
-from tests.helpers.models import write_tiny_model
-from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
+from tests.helpers.models import ask_otherwise, write_tiny_model
+from tests.helpers.tokenizers import seeded_words
 from tests.vllm.material import SHAPE
 
 FP32 = Settings(batch_size=32, dtype="fp32")
@@ -71,15 +70,8 @@ def test_models_of_one_shape_that_differ_in_something_else(
     assert_like_hf(lane, first)
     before = outputs(lane, Task(False, LIMIT))
     running = lane._backend._engine  # type: ignore[union-attr]
-    if change == "chat template":
-        tokenizer = AutoTokenizer.from_pretrained(other)
-        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} Answer:"
-        tokenizer.save_pretrained(other)
-    elif change == "ends of text":
-        merged = list(range(262, 320))  # tokens of more than a byte
-        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": merged}))
-    elif change == "tokenizer":
-        tiny_tokenizer(seed=3).save_pretrained(other)
+    if change in ("chat template", "ends of text", "tokenizer"):
+        ask_otherwise(other, change)
     else:
         config = json.loads((other / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = 50.0

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backend import Output, Settings
 from distill_rl.evals.generate import Generator
 from distill_rl.evals.lane import CHUNKS_PER_CALL, VLLM_CHUNK, LocalLane, Task, chunks
 from distill_rl.evals.suite import Item
-from tests.helpers.models import write_tiny_model
-from tests.helpers.tokenizers import tiny_tokenizer
+from tests.helpers.models import ask_otherwise, write_tiny_model
 
 ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") for n in range(40)]
 
@@ -75,15 +72,8 @@ def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
     other = shutil.copytree(first, tmp_path / "other")
     lane.load(first, "hf", CPU)
     before = answers(lane)
-    if change == "chat template":
-        tokenizer = AutoTokenizer.from_pretrained(other)
-        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %} Answer:"
-        tokenizer.save_pretrained(other)
-    elif change == "ends of text":
-        merged = list(range(262, 320))  # tokens of more than a byte
-        (other / "generation_config.json").write_text(json.dumps({"eos_token_id": merged}))
-    elif change == "tokenizer":
-        tiny_tokenizer(seed=3).save_pretrained(other)
+    if change in ("chat template", "ends of text", "tokenizer"):
+        ask_otherwise(other, change)
     else:
         write_tiny_model(other, seed=1)
     assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
