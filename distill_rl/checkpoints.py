@@ -6,26 +6,37 @@
         student/           what the student's ranks wrote (torch.distributed.checkpoint)
 
 A checkpoint is written as `.tmp-step-N-<id>`, flushed, then renamed: a folder named `step-N` is whole.
-The manifest is checked before anything in it is read.
+Owner, mode, place and manifest are checked before anything in it is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from distill_rl import __version__
+from distill_rl import __version__, trust
 from distill_rl.errors import CheckpointError
-from distill_rl.files import sha256, sync_directory, sync_tree, write_json
+from distill_rl.files import sha256, size_of, sync_directory, sync_tree, write_json
 from distill_rl.types import Cursor, TrainState
 
 _FORMAT = 1
+_MANIFEST = "MANIFEST.json"
+_REPLACED = ".tmp-old-"
+_DAMAGED = "the checkpoint is damaged; use an older one"
+_SEALED = {"format", "version", "files"}
+_VALID = "needs a valid checkpoint in the run directory"
+_AFRESH = "start afresh with --clean"
+_BLOCK = 4096
+"""bytes; with less than one block free, a write that failed failed for want of room"""
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +64,26 @@ class Checkpoint:
         return self.path / "student"
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    state: SavedState
+    num_bytes: int
+    """that it is expected to need; 0 where nobody knows"""
+
+    @property
+    def student(self) -> Path:
+        """For the ranks to fill."""
+        return self.folder / "student"
+
+    @property
+    def marker(self) -> Path:
+        """Where the first rank says that all ranks are done."""
+        return self.folder / "written.json"
+
+
 class CheckpointStore:
     def __init__(self, root: Path, *, keep_last: int, keep_best: int):
         self._root, self._keep_last, self._keep_best = root, keep_last, keep_best
@@ -63,32 +94,80 @@ class CheckpointStore:
 
         An error inside the block leaves the older checkpoints as they are, and nothing of this one.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
-        name = f"step-{state.train.step}"
-        temporary = self._root / f".tmp-{name}-{secrets.token_hex(4)}"
-        (temporary / "student").mkdir(parents=True)
+        draft = self.begin(state)
         try:
-            yield temporary / "student"
-            write_json(temporary / "state.json", _to_json(state))
-            write_json(temporary / "MANIFEST.json", _manifest(temporary))
-            sync_tree(temporary)
-            final = self._root / name
-            if final.exists():  # the same step again: set aside first, so that no moment has half of one
-                final.rename(self._root / f".tmp-old-{name}-{secrets.token_hex(4)}")
-            temporary.rename(final)
-            sync_directory(self._root)
+            yield draft.student
+            self.commit(draft)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            self.drop(draft)
+
+    def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
+        """A folder for the student's ranks to fill: `commit` or `drop` it.
+
+        Args:
+            num_bytes: asked for the size of a checkpoint where there is none yet to go by.
+
+        Raises:
+            CheckpointError: there is less room than the last checkpoint took.
+        """
+        self._root.mkdir(parents=True, exist_ok=True)
+        needed = self._size_of_last() or num_bytes()
+        free = shutil.disk_usage(self._root).free
+        if free < needed:
+            raise CheckpointError(str(self._root), *_no_room(needed, free))
+        draft = Draft(self._root / f".tmp-step-{state.train.step}-{secrets.token_hex(4)}", state, needed)
+        draft.student.mkdir(parents=True)
+        return draft
+
+    def commit(self, draft: Draft) -> None:
+        """Flushes and renames what the ranks have written, then prunes.
+
+        Raises:
+            OSError: it cannot be written; older checkpoints are as they were.
+        """
+        draft.marker.unlink(missing_ok=True)
+        write_json(draft.folder / "state.json", _to_json(draft.state))
+        trust.close_to_others(draft.folder)
+        write_json(draft.folder / _MANIFEST, sealed(_manifest(draft.folder)))
+        trust.close_to_others(draft.folder)
+        sync_tree(draft.folder)
+        final = self._root / f"step-{draft.state.train.step}"
+        if final.exists():  # the same step again: set aside first, so that no moment has half of one
+            final.rename(self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
+        draft.folder.rename(final)
+        sync_directory(self._root)
         self._prune()
 
-    def newest(self) -> Checkpoint | None:
-        """The newest valid checkpoint; damaged ones are named in the log and passed over."""
+    def drop(self, draft: Draft) -> None:
+        """Removes a draft that was not committed."""
+        shutil.rmtree(draft.folder, ignore_errors=True)
+
+    def explain(self, draft: Draft, error: Exception) -> CheckpointError:
+        """An error of writing, with the room that was missing if that is the reason."""
+        missing = draft.num_bytes - size_of(draft.folder)
+        free = shutil.disk_usage(self._root).free
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        if free < max(missing, _BLOCK):
+            return CheckpointError(str(self._root), *_no_room(draft.num_bytes, free, text))
+        return CheckpointError(str(self._root), "a checkpoint must be writable", text)
+
+    def newest(self, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
+        """The newest valid checkpoint; `warn` is told of those that are passed over."""
         for path in reversed(self._folders()):
             try:
-                return read(path)
+                return read(path, within=self._root)
             except CheckpointError as error:
-                log.warning("%s", error)
+                warn(str(error))
         return None
+
+    def sweep(self) -> None:
+        """Removes what a killed process was writing, replacing or pruning. Nobody may be saving."""
+        for left in self._root.glob(f"{_REPLACED}step-*"):  # killed between two renames: it is the only one of its step
+            whole = self._root / left.name.removeprefix(_REPLACED).rpartition("-")[0]
+            if not whole.exists():
+                left.rename(whole)
+        for left in self._root.glob(".tmp-*step-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
         """Renames checkpoints of later steps: a run that went on from `step` has another future, and prunes by age."""
@@ -101,6 +180,15 @@ class CheckpointStore:
     def _folders(self) -> list[Path]:
         return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
+    def _size_of_last(self) -> int:
+        """Bytes of the newest checkpoint, by its manifest; 0 where there is none."""
+        for path in reversed(self._folders()):
+            try:
+                return sum(int(file["size"]) for file in _load(path / _MANIFEST, path)["files"].values())
+            except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+                continue
+        return 0
+
     def _prune(self) -> None:
         folders = self._folders()
         scores = {path: _peek_score(path) for path in folders} if self._keep_best else {}
@@ -109,46 +197,69 @@ class CheckpointStore:
         )
         kept = set(folders[-self._keep_last :]) | set(best[: self._keep_best])
         for path in folders:
-            if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for leftover in self._root.glob(".tmp-*step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if path not in kept:  # renamed first: a folder of its name is whole at every moment
+                path.rename(path.with_name(f".tmp-pruned-{path.name}-{secrets.token_hex(4)}"))
+        self.sweep()
 
 
-def find(store: CheckpointStore, resume: str | None) -> Checkpoint | None:
+def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
     """The checkpoint that `resume` means: None (none), `latest`, `auto`, or a step folder.
 
+    `warn` is told of damaged ones for which an older one is taken.
+
     Raises:
-        CheckpointError: `latest` where there is no valid one, or a folder that is none.
+        CheckpointError: `latest` where there is no valid one, `auto` where there are some and none is valid, or a
+            folder that is none.
     """
     if resume is None:
         return None
     if resume not in ("latest", "auto"):
-        return read(Path(resume).expanduser())
-    newest = store.newest()
-    if newest is None and resume == "latest":
-        raise CheckpointError(
-            "--resume",
-            "needs a valid checkpoint in the run directory",
-            "none",
-            "start afresh with --clean, or use --resume auto",
-        )
+        return read(Path(resume).expanduser().resolve())
+    problems: list[str] = []
+    newest = store.newest(problems.append)
+    if newest is not None:
+        for problem in problems:
+            warn(f"{problem}; {newest.path.name} is taken instead")
+    elif problems:  # to begin afresh here would be to throw away what a person may be able to mend
+        raise CheckpointError.many([*problems, str(CheckpointError("--resume", _VALID, "none", _AFRESH))])
+    elif resume == "latest":
+        raise CheckpointError("--resume", _VALID, "none", f"{_AFRESH}, or use --resume auto")
     return newest
 
 
-def read(path: Path) -> Checkpoint:
-    """Verifies a checkpoint file by file and reads its state.
+def read(path: Path, *, within: Path | None = None) -> Checkpoint:
+    """Verifies a checkpoint, its owner and mode first, then file by file, and reads its state.
+
+    Args:
+        within: the folder that it must lie in, links followed.
 
     Raises:
-        CheckpointError: not a checkpoint, made by a newer format, or with a missing, cut or changed file.
+        CheckpointError: not a checkpoint, somebody else's or open to others, made by a newer format, or with a
+            missing, cut or changed file.
     """
     try:
-        return _read(path)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # JSON, but not what was written
+        return _read(path, within)
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:  # JSON, but not what was written
         raise CheckpointError(
             str(path), "MANIFEST.json and state.json must be as they were written", f"{type(error).__name__}: {error}",
-            "the checkpoint is damaged; use an older one",
+            _DAMAGED,
         ) from None  # fmt: skip
+
+
+def _require_trust(path: Path, within: Path | None) -> None:
+    if not path.is_dir():
+        raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
+    found = list(trust.problems(path))
+    if within is not None and path.resolve().parent != within.resolve():
+        found.insert(0, f"it leads to {path.resolve()}")
+    if found:
+        more = f", and {len(found) - 1} more like it" if len(found) > 1 else ""
+        raise CheckpointError(
+            str(path),
+            "a checkpoint must be this user's or root's, closed to other writers, and without links",
+            f"{found[0]}{more}",
+            "if you trust it, mend it with chown and chmod -R go-w, or copy it",
+        )
 
 
 def _step(path: Path) -> int:
@@ -156,8 +267,9 @@ def _step(path: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def _read(path: Path) -> Checkpoint:
-    manifest = _load(path / "MANIFEST.json", path)
+def _read(path: Path, within: Path | None) -> Checkpoint:
+    _require_trust(path, within)
+    manifest = _load(path / _MANIFEST, path)
     if manifest.get("format", 0) > _FORMAT:
         raise CheckpointError(
             str(path),
@@ -165,7 +277,8 @@ def _read(path: Path) -> Checkpoint:
             f"format {manifest['format']}",
             "update distill_rl",
         )
-    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"MANIFEST.json"}
+    _require_seal(path, manifest)
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {_MANIFEST}
     for name in sorted(present - manifest["files"].keys()):
         raise CheckpointError(
             str(path), f"{name} is not in the manifest", remedy="remove it, or use another checkpoint"
@@ -175,13 +288,13 @@ def _read(path: Path) -> Checkpoint:
         if not file.resolve().is_relative_to(path.resolve()):
             raise CheckpointError(str(path), "a manifest names files of its own folder only", f"{name}, outside of it")
         if not file.is_file():
-            raise CheckpointError(str(path), f"{name} is missing", remedy="the checkpoint is damaged; use an older one")
+            raise CheckpointError(str(path), f"{name} is missing", remedy=_DAMAGED)
         if file.stat().st_size != expected["size"] or sha256(file) != expected["sha256"]:
             raise CheckpointError(
                 str(path),
                 f"{name} differs from the manifest",
                 f"{file.stat().st_size} bytes",
-                "the checkpoint is damaged; use an older one",
+                _DAMAGED,
             )
     state = _load(path / "state.json", path)
     cursor = Cursor(**state["cursor"])
@@ -199,7 +312,7 @@ def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
             CheckpointError(
                 f"the {name} of this run",
                 "must be the same as when the checkpoint was saved",
-                f"{name} {current.get(name, 'nothing')[:16]}, saved with {value[:16]}",
+                f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}",
                 "restore it, or start afresh with --clean",
             )
         )
@@ -208,6 +321,31 @@ def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     ]
     if changed:
         raise CheckpointError.many(changed)
+
+
+def _short(fingerprint: str) -> str:
+    """With hashes cut to what tells them apart."""
+    return re.sub(r"\b([0-9a-f]{16})[0-9a-f]+\b", r"\1", fingerprint)
+
+
+def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
+    """Rule, value and remedy."""
+    said = f" ({cause})" if cause else ""
+    rule = f"a checkpoint needs {needed} bytes of free space" if needed else "a checkpoint needs free space"
+    return rule, f"{free} bytes{said}", "free some space, or lower checkpoint.keep_last"
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with its own hash, so that it cannot change unseen either."""
+    text = json.dumps({key: manifest[key] for key in _SEALED}, sort_keys=True)
+    return {**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
+    whole = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
+    older = manifest.keys() == _SEALED  # made before there was a seal
+    if not whole or not (older or manifest == sealed(manifest)):
+        raise CheckpointError(str(path), f"{_MANIFEST} differs from what was written", remedy=_DAMAGED)
 
 
 def _manifest(root: Path) -> dict:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
+from distill_rl.commands import service_options
 from distill_rl.errors import ConfigError, DistillError
 
 _EPILOG = """\
@@ -17,6 +18,7 @@ a first run (bash launch/quickstart.sh makes its models and data, and does all o
   distill-rl train -c configs/quickstart.yaml            train, validate, export
   distill-rl train -c configs/quickstart.yaml --resume   go on after a stop
   distill-rl report runs/quickstart                      curves as one HTML file
+  distill-rl train -c my.yaml --dry-run                  write a batch script for Slurm, ready to submit
 
 a teacher with another tokenizer (bash launch/quickstart.sh --cross):
   distill-rl align --student S --teacher T --data D      how well the two match on your text
@@ -69,19 +71,27 @@ def _complain(error: DistillError) -> int:
 def _train(options: argparse.Namespace) -> int:
     from distill_rl.commands.train import train
 
-    overrides = list(options.overrides)
-    if options.resume is not None:
+    if options.resume is not None and options.clean:
+        raise ConfigError("--resume and --clean", "exclude each other", remedy="--resume goes on, --clean starts over")
+    overrides = _with_resume(options)
+    if options.dry_run:
+        from distill_rl.commands.dry_run import dry_run
+
         if options.clean:
-            raise ConfigError(
-                "--resume and --clean", "exclude each other", remedy="--resume goes on, --clean starts over"
-            )
-        if (
-            "=" in options.resume and not Path(options.resume).exists()
-        ):  # `--resume train.steps=9`: a setting, not a step folder
-            overrides.append(options.resume)
-            options.resume = "latest"
-        overrides.append(f"checkpoint.resume={options.resume}")
+            raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
+        return dry_run(options.config, overrides, gpus_per_node=options.gpus_per_node)
     return train(options.config, overrides, clean=options.clean)
+
+
+def _with_resume(options: argparse.Namespace) -> list[str]:
+    """The overrides, with what --resume says."""
+    overrides = list(options.overrides)
+    if options.resume is None:
+        return overrides
+    if "=" in options.resume and not Path(options.resume).exists():  # a setting, not a step folder
+        overrides.append(options.resume)
+        options.resume = "latest"
+    return [*overrides, f"checkpoint.resume={options.resume}"]
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -168,14 +178,16 @@ def _parser() -> argparse.ArgumentParser:
         "train", help="train a student, validate it, export it", description="Train, validate and export a student."
     )
     _add_config(train)
-    train.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="WHAT",
-        help="go on from the newest checkpoint (latest, the default), from it if there is one (auto), or from a step folder",
-    )
+    _add_resume(train)
     train.add_argument("--clean", action="store_true", help="delete what the run directory holds and start over")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write the resolved configuration and a Slurm batch script into the run directory, and stop",
+    )
+    train.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="of that script's nodes; 0: none; %(default)s"
+    )
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
@@ -190,7 +202,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="WHAT",
+        help="go on from the newest checkpoint (latest, the default), from it if there is one (auto), or from a step folder",
+    )
+
+
 def _add_other_commands(commands: Any) -> None:
+    service_options.add(commands, _add_config, _add_resume, _with_resume)
     _add_eval(commands)
     _add_align(commands)
 

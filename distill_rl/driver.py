@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -14,18 +15,19 @@ from distill_rl import checkpoints, rundir
 from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.config.derive import suites_every
 from distill_rl.data.loader import Loader, validation_batches
-from distill_rl.errors import CheckpointError, WorkerError
 from distill_rl.job import Job
 from distill_rl.observe.card import model_card
 from distill_rl.observe.log import say
-from distill_rl.observe.metrics import Metric, merge
+from distill_rl.observe.metrics import Metric, Metrics, merge
 from distill_rl.observe.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.prefetch import Lookahead
+from distill_rl.saving import Saver
 from distill_rl.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import TrainState
 from distill_rl.workers.build import Crew, hire
 from distill_rl.workers.evaluations import Evaluations
+from distill_rl.workers.gauges import GaugeSink, write_targets
 from distill_rl.workers.pipeline import PendingBatch
 
 
@@ -40,13 +42,14 @@ class Driver:
         signals: Signals,
         resumed: Checkpoint | None,
         evaluations: Evaluations,
+        saver: Saver,
     ):
         self.job, self.config, self.crew, self.student = job, job.config, crew, crew.student
         self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
-        self.evaluations = evaluations
-        self.store = checkpoint_store(job)
+        self.evaluations, self.saver = evaluations, saver
         self.state = resumed.state.train if resumed else TrainState()
         self.score = resumed.state.score if resumed else None
+        self._skips, self._skipped = 0, False
         self._saved = self.state.step if resumed else -1
         self._validated = self._saved if self.score is not None else -1
 
@@ -54,6 +57,8 @@ class Driver:
     @contextmanager
     def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
         """Starts (or joins) Ray, the actors and the sinks; ends them all when the block ends, whatever happened."""
+        store = checkpoint_store(job)
+        store.sweep()
         resumed = find_checkpoint(job)
         start = resumed.state.train if resumed else TrainState()
         train, config = job.config.train, job.config
@@ -67,12 +72,21 @@ class Driver:
         )
         timer = StepTimer()
         with ExitStack() as stack:
+            stack.callback(store.sweep)  # when nobody writes any more
             crew = stack.enter_context(hire(job, loader.total_steps, timer, signals))
             if resumed:
                 crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
-                checkpoint_store(job).abandon_after(start.step)
                 rundir.record_config(config, job.paths)
-            observer = open_observer(config, job.paths, total_steps=loader.total_steps, resume_step=start.step)
+            if config.checkpoint.resume:
+                store.abandon_after(start.step)
+            write_targets(job.paths.prometheus)
+            observer = open_observer(
+                config,
+                job.paths,
+                total_steps=loader.total_steps,
+                resume_step=start.step,
+                others=[GaugeSink(config.run.name)],
+            )
             stack.enter_context(closing(observer))
             steps = (
                 f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
@@ -80,7 +94,8 @@ class Driver:
             evaluations = evaluations_of(job, crew, observer, signals)
             evaluations.recover(start.step)
             say(f"training  {steps} in {job.paths.root}")
-            yield cls(job, crew, loader, observer, timer, signals, resumed, evaluations)
+            saver = stack.enter_context(saver_of(store, job, crew))
+            yield cls(job, crew, loader, observer, timer, signals, resumed, evaluations, saver)
 
     def run(self) -> int:
         """Trains to the last step, or to a request to stop. Returns the process's exit code."""
@@ -91,15 +106,30 @@ class Driver:
                 with self.timer.step(step), item.lease() as (batch, targets):
                     trained = self.student.train_step(batch, targets)
                 self.state = TrainState(step=step, cursor=item.cursor)
-                self.observer.log(step, trained, item.metrics, self.timer.flush())
+                self.note_skip(trained)
+                self.observer.log(step, trained, item.metrics, self.skips, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
-                if self.due(self.config.checkpoint.every):
+                if self.due(self.config.checkpoint.every) and not self._skipped:
                     self.save()
                 if self.signals.preempted:
                     return self.preempt()
         return self.finish()
+
+    def note_skip(self, trained: Metrics) -> None:
+        """After a step that was skipped no checkpoint is due: what made it so may be in the weights already."""
+        self._skipped = trained["train/skipped"].value > 0
+        if self._skipped:
+            self._skips += 1
+            loss, norm = (trained[name].value for name in ("train/loss", "train/grad_norm"))
+            say(
+                f"skipped   step {self.state.step}: loss {loss:.4g}, gradient norm {norm:.4g}; the weights are as before"
+            )
+
+    @property
+    def skips(self) -> dict[str, Metric]:
+        return {"faults/skipped_steps": Metric(float(self._skips), "last")} if self._skips else {}
 
     def due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -116,7 +146,8 @@ class Driver:
             with self.crew.pipeline.submit(batch).lease() as (pending, targets):
                 parts.append(self.student.evaluate(pending, targets))
         metrics = merge(parts)
-        self.score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else None
+        score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else math.nan
+        self.score = score if math.isfinite(score) else None
         self._validated = self.state.step
         self.observer.flush()  # a record of its own: it is of this step alone, whatever observe.every says
         self.observer.log(self.state.step, metrics)
@@ -129,28 +160,25 @@ class Driver:
             self.evaluations.start(self.state.step)
         self.evaluations.collect()
 
-    def save(self) -> None:
-        """A checkpoint of this step; once per step at most."""
-        if self._saved == self.state.step:
-            return
-        self.observer.flush()
-        score = self.score if self._validated == self.state.step else None
-        what = f"saving step {self.state.step}"
-        try:
-            with self.store.write(SavedState(self.state, self.job.fingerprints, score)) as directory:
-                self.student.collective("save", os.fspath(directory), what=what)
-        except (CheckpointError, OSError) as error:
-            raise WorkerError(what, "must succeed; older checkpoints are intact", str(error)) from error
-        self._saved = self.state.step
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint of this step; once per step at most. The last one of a run is whole on return."""
+        if self._saved != self.state.step:
+            self.observer.flush()
+            score = self.score if self._validated == self.state.step else None
+            with self.timer.part("save"):
+                self.saver.save(SavedState(self.state, self.job.fingerprints, score), at_once=last)
+            self._saved = self.state.step
+        elif last:
+            self.saver.settle()
 
     def preempt(self) -> int:
-        self.save()
+        self.save(last=True)
         say(f"stopped after step {self.state.step} and saved; go on with --resume")
         return EXIT_PREEMPTED
 
     def finish(self) -> int:
         self.validate()
-        self.save()
+        self.save(last=True)
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
         self.crew.calls.interrupted = self.signals.raise_if_stopping  # all is saved
         self.evaluations.wait()
@@ -188,13 +216,24 @@ def checkpoint_store(job: Job) -> CheckpointStore:
     return CheckpointStore(job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
 
 
+def saver_of(store: CheckpointStore, job: Job, crew: Crew) -> Saver:
+    return Saver(
+        store,
+        crew.student.collective,
+        beside=job.config.checkpoint.async_save,
+        deadline_s=job.config.ray.step_timeout_s,
+        dead=lambda: any(name.startswith("student-dp") for name in crew.calls.dead()),
+        interrupted=lambda: crew.calls.interrupted(),
+    )
+
+
 def find_checkpoint(job: Job) -> Checkpoint | None:
     """The checkpoint that `checkpoint.resume` asks for, verified, or None for a fresh start.
 
     Raises:
         CheckpointError: none is there, it is damaged, or it was made from other data, tokenizer or models.
     """
-    found = checkpoints.find(checkpoint_store(job), job.config.checkpoint.resume)
+    found = checkpoints.find(checkpoint_store(job), job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
     if found:
         checkpoints.require_same(found.state.fingerprints, job.fingerprints)
         say(f"resuming  from {found.path}")

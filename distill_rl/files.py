@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def sync_tree(root: str | Path) -> None:
             finally:
                 os.close(descriptor)
         sync_directory(directory)
+
+
+def size_of(root: str | Path) -> int:
+    """Bytes of all files under `root`, of which some may just be going."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(directory) / name).lstat().st_size
+    return total
 
 
 def sha256(path: str | Path) -> str:

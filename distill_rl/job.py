@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     tokenizers = [tokenizer_of(teacher) for teacher in running]
     models = _models(config)
     crossings = tuple(_crossing(config, teacher, tokenizer, its) for teacher, its in zip(running, tokenizers))
+    others = [(each, its) for each, its, found in zip(running, tokenizers, crossings) if found is not None]
     return Job(
         config,
         paths,
@@ -66,6 +70,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
             "tokenizer": tokenizer_hash(tokenizer),
+            **_chat_templates(train, {"": tokenizer} | {f" of teacher {each.name}": its for each, its in others}),
             **models,
             **{
                 f"crossing to teacher {teacher.name}": (
@@ -104,6 +109,14 @@ def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) ->
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)
         ) from error
+
+
+def _chat_templates(source: Source, tokenizers: Mapping[str, Any]) -> dict[str, str]:
+    """Fingerprints of the templates that make text of chats; of none where the data are plain text."""
+    if source.kind != "messages":
+        return {}
+    texts = {whose: json.dumps(tokenizer.chat_template, sort_keys=True) for whose, tokenizer in tokenizers.items()}
+    return {f"chat template{whose}": hashlib.sha256(text.encode()).hexdigest() for whose, text in texts.items()}
 
 
 def _models(config: Config) -> dict[str, str]:

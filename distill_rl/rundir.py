@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from distill_rl.errors import ConfigError
 from distill_rl.types import RunPaths
 
 _LOCK = ".lock"
+SUBMISSION = ("submit.yaml", "submit.sbatch")
+"""What `train --dry-run` leaves in a run directory; it is not in use for that."""
+_ATTEMPT = "DISTILL_RL_ATTEMPT"
+"""Set by a batch script, whose own logs go into the same folder; see `RunPaths.attempt`."""
 
 
 def paths_of(config: Config) -> RunPaths:
@@ -32,7 +37,16 @@ def problems(config: Config, *, clean: bool) -> list[str]:
                 f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
             )
         )
-    elif root.exists() and _entries(root):
+    elif outside := _outside(root):
+        found.append(
+            ConfigError(
+                f"{outside}",
+                "a run writes nowhere but in its directory",
+                f"a link to {outside.resolve()}",
+                "remove the link; run.dir can name any folder",
+            )
+        )
+    elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
         if clean and not any((root / name).exists() for name in (_LOCK, "metrics.jsonl")):
             found.append(
                 ConfigError(
@@ -92,7 +106,9 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         lock.flush()
         for entry in _entries(paths.root) if clean else ():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-        paths.logs.mkdir(exist_ok=True)
+        paths = replace(paths, attempt=_attempt(paths.root / "logs"))
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        _point_latest_at(paths.logs)
         if not paths.config.exists():
             record_config(config, paths)
         yield paths
@@ -101,6 +117,45 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
 def record_config(config: Config, paths: RunPaths) -> None:
     """Writes config.yaml; how the run was resumed is no part of it."""
     save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
+
+
+def _attempt(logs: Path) -> int:
+    """The number of this start of the run: what the batch script says, or one more than the highest there is.
+
+    Raises:
+        ConfigError: the batch script says something else than a number from 1.
+    """
+    said = os.environ.get(_ATTEMPT)
+    if said is not None:
+        if not (said.isdecimal() and said.isascii() and int(said) >= 1):
+            raise ConfigError(_ATTEMPT, "must be a whole number from 1", said, "unset it: the next number is taken")
+        return int(said)
+    return max((int(name.removeprefix("attempt_")) for name in _attempts(logs)), default=0) + 1
+
+
+def _attempts(logs: Path) -> list[str]:
+    names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
+    return [name for name in names if re.fullmatch(r"attempt_[0-9]+", name)]
+
+
+def _point_latest_at(folder: Path) -> None:
+    """Makes `latest` beside it a relative link to it; there is a `latest` at every moment."""
+    link = folder.with_name(f".latest.{os.getpid()}")
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(folder.with_name("latest"))
+
+
+def _outside(root: Path) -> Path | None:
+    """The run directory, or something that runs write to in it, if it is a link that leads out of it."""
+    if root.is_symlink():
+        return root
+    within = root.resolve()
+    folders = [folder for folder in (root, root / "logs", root / "checkpoints") if folder.is_dir()]
+    for entry in (entry for folder in folders for entry in folder.iterdir()):
+        if entry.is_symlink() and not entry.resolve().is_relative_to(within):
+            return entry
+    return None
 
 
 def _entries(root: Path) -> list[Path]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,6 +19,10 @@ EXIT_PREEMPTED = 85
 EXIT_INTERRUPTED = 130
 
 
+_ONE_REQUEST_S = 1.0
+"""A scheduler may signal the process and the script that started it, which hands it on: within this, it is one request."""
+
+
 class Preempted(BaseException):
     """SIGTERM or SIGUSR1 where there is no step to finish. Like KeyboardInterrupt it is no error."""
 
@@ -25,8 +30,10 @@ class Preempted(BaseException):
 class Signals:
     """While entered: SIGTERM and SIGUSR1 ask for a stop after the step, Ctrl-C for a stop now; the second of either forces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.preempted = False
+        self._clock = clock
+        self._asked_at = 0.0
         self._interrupted = False
         self._at_once = False
         self._previous: dict[int, object] = {}
@@ -80,7 +87,9 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in PREEMPT and not self.preempted:
-            self.preempted = True
+            self.preempted, self._asked_at = True, self._clock()
+        elif number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S:
+            return
         elif not self._interrupted:
             self._interrupted = True
         else:

@@ -180,6 +180,8 @@ class RunPaths:
     """The run directory, the only place a run writes to."""
 
     root: Path
+    attempt: int = 1
+    """Which start of the run this is, from 1: each has its own folder of logs."""
 
     @property
     def config(self) -> Path:
@@ -191,7 +193,18 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        return self.root / "logs"
+        """Of this attempt: `driver.log` and what its workers printed. `logs/latest` is a link to the newest."""
+        return self.root / "logs" / f"attempt_{self.attempt}"
+
+    @property
+    def tensorboard(self) -> Path:
+        """One folder for all attempts, so that a resumed run draws one curve."""
+        return self.root / "logs" / "tensorboard"
+
+    @property
+    def prometheus(self) -> Path:
+        """Where Prometheus finds the metrics agents of the newest attempt's Ray."""
+        return self.root / "logs" / "prometheus" / "targets.json"
 
     @property
     def checkpoints(self) -> Path:

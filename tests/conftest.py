@@ -1,14 +1,15 @@
-"""For a run in several processes (`launch/test.sh` without arguments): what starts Ray stays together.
+"""For a run in several processes (`launch/test.sh` without arguments): file by file, to whichever process is free.
 
-Those tests wait most of their time for processes to start, and look at what is left in shared memory and of processes, which
-two of them at once would not understand. All others go to the other process, file by file.
+What looks at shared memory or at processes waits for the others of its own run to be gone and asks for no more: another
+test may hold some at the same time.
 """
 
 from typing import Any
 
 import pytest
 
-STARTS_RAY = ("tests/cli/", "tests/ray/", "tests/gpu/", "tests/vllm/", "tests/unit/bench/test_train_cuda.py")
+TOGETHER = {"tests/cli/test_evaluations.py": "tests/cli/test_train.py"}
+"""Files that compare with a run of another one: they go to the same process, so that it is made once."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -17,13 +18,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "starts Ray" if nodeid.startswith(STARTS_RAY) else super()._split_scope(nodeid)
+            file = nodeid.partition("::")[0]
+            # One Ray for all of tests/ray, which starts once.
+            return "tests/ray" if file.startswith("tests/ray/") else TOGETHER.get(file, file)
 
     return Scheduling(config, log)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """The list above must hold all that is marked so."""
-    marked = item.get_closest_marker("cli") or item.get_closest_marker("ray")
-    if marked and not item.nodeid.startswith(STARTS_RAY):
-        raise pytest.UsageError(f"{item.nodeid}: starts Ray and is not among STARTS_RAY of tests/conftest.py")

@@ -151,7 +151,7 @@ def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[di
     with _watch_memory(device) as peak:
         command = [sys.executable, "-m", "distill_rl", "train", "-c", str(path)]
         done = subprocess.run(command, env=environment)
-    log = root / "runs" / "train" / "logs" / "driver.log"
+    log = root / "runs" / "train" / "logs" / "latest" / "driver.log"
     if done.returncode:
         raise SystemExit(f"the run failed; its log:\n{log.read_text('utf-8') if log.exists() else 'none'}")
     metrics = root / "runs" / "train" / "metrics.jsonl"

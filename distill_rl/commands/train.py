@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distill_rl import rundir
 from distill_rl.config.facts import running_teachers
+from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
@@ -33,9 +34,11 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
     problems = [*checked.problems, *checked.unreachable]
     if checked.config is None or problems:
         raise ConfigError.many(problems)
-    with rundir.occupy(checked.config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
+    # The workers of a cluster that was joined have working directories of their own.
+    config = checked.config if checked.config.ray.address is None else absolute(checked.config)
+    with rundir.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
-            return _run(checked.config, paths, signals)
+            return _run(config, paths, signals)
         except Preempted:
             say("stopped outside of training; go on with --resume auto")
             return EXIT_PREEMPTED

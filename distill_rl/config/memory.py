@@ -46,6 +46,8 @@ class WorkerMemory:
     """output layers of the teachers that export hidden states, and the logits that are made of these across tokenizers"""
     cache: int = 0
     """keys and values of the prompts that are run together"""
+    saving: int = 0
+    """the copy of weights and optimizer state that a checkpoint is written from beside the training"""
     loading: int = 0
     """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
     base: int = PROCESS_BASE
@@ -55,7 +57,7 @@ class WorkerMemory:
         """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
         names = (
             "weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads",
-            "cache", "base",
+            "cache", "saving", "base",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -126,6 +128,7 @@ def student_memory(
         logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
         targets=targets,
         heads=heads,
+        saving=12 * shard if config.checkpoint.every and config.checkpoint.async_save and not on_gpu else 0,
         loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
     )
 

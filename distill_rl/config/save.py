@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,7 @@ from omegaconf import OmegaConf
 from distill_rl.config.interpolate import escape
 from distill_rl.config.schema import Config
 from distill_rl.files import write_atomic
-
-REDACTED = "<redacted>"
-_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|key|apikey|credentials?)$", re.IGNORECASE)
-_COLUMN_NAMES = frozenset({"text_key", "messages_key"})
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
-
-def redact(tree: Any, name: str = "") -> Any:
-    """A copy of a nested mapping in which every text under a key like `token` or `password`, and every
-    user and password inside a URL, is replaced."""
-    if isinstance(tree, dict):
-        return {key: redact(value, str(key)) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [redact(value, name) for value in tree]
-    if not isinstance(tree, str):
-        return tree
-    if tree and _SECRET.search(name) and name not in _COLUMN_NAMES:
-        return REDACTED
-    return _IN_URL.sub(REDACTED, tree)
+from distill_rl.redact import redact
 
 
 def to_yaml(config: Config) -> str:

@@ -239,8 +239,30 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
     keep_best: int = 0
     """Best checkpoints kept besides, by validation/kl_loss."""
+    async_save: bool = True
+    """Write checkpoints beside the training, from a copy in host memory; an error ends the run at the next save or at the end."""
     resume: Optional[str] = None
     """null: start afresh; latest: go on from the newest checkpoint; auto: the same where there is one; or a step folder."""
+
+
+@dataclass
+class FaultsConfig:
+    teacher_restarts: int = 3
+    """Teacher replicas that a run may start again after one of their processes died; their batches are done again, to the same losses."""
+    lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
+    """When a teacher cannot be started again: end the run, or go on with the other teachers, whose weights are scaled up."""
+    aligner_restarts: int = 10
+    """Aligners that a run may start again after they died or hung."""
+    skipped_steps: int = 3
+    """Steps in a row that may be skipped because their loss or gradient is NaN or Inf (or a spike); one more ends the run. 0: the first ends it."""
+    spike_window: int = 0
+    """Also skip steps whose loss or gradient norm is more than spike_factor times the median of so many steps before; 0: never."""
+    spike_factor: float = 10.0
+    """See spike_window."""
+    report_after_s: float = 60.0
+    """Seconds after which a wait is reported, with the state of every worker that is waited for, and again after as many more."""
+    stopped_s: float = 10.0
+    """Seconds after which a worker whose process is stopped (SIGSTOP) counts as dead."""
 
 
 @dataclass
@@ -270,15 +292,15 @@ class ObserveConfig:
     every: int = 1
     """Steps between records in metrics.jsonl and TensorBoard."""
     table_every: int = 50
-    """Steps between tables of where the time of a step went, in logs/driver.log; 0: never."""
+    """Steps between tables of where the time of a step went, in driver.log; 0: never."""
     timeline: bool = False
-    """Write logs/timeline.json, a Chrome trace of what every worker did (chrome://tracing or ui.perfetto.dev)."""
+    """Write timeline.json beside driver.log, a Chrome trace of what every worker did (chrome://tracing or ui.perfetto.dev)."""
     tensorboard: bool = True
-    """Write TensorBoard files to logs/."""
+    """Write TensorBoard files to logs/tensorboard/."""
     wandb: bool = False
-    """Log to Weights & Biases."""
+    """Log to Weights & Biases besides (needs the `wandb` extra; WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE are read)."""
     mlflow: bool = False
-    """Log to MLflow."""
+    """Log to MLflow besides (needs the `mlflow` extra): at MLFLOW_TRACKING_URI, or in files in the run directory."""
 
 
 @dataclass
@@ -316,5 +338,6 @@ class Config:
     """How targets travel from teacher to student; auto: chosen at the start, and said in the log and by check."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -14,8 +14,6 @@ from distill_rl.errors import ConfigError
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
     ("teachers[].backend", "hf"),
-    ("observe.wandb", False),
-    ("observe.mlflow", False),
 )
 """Settings whose organ is not built yet, with the only value that works."""
 
@@ -46,6 +44,9 @@ POSITIVE = (
     "evaluate.batch_size",
     "evaluate.gpu_share",
     "evaluate.timeout_s",
+    "faults.spike_factor",
+    "faults.report_after_s",
+    "faults.stopped_s",
     "observe.every",
     "ray.num_cpus",
     "ray.placement_timeout_s",
@@ -66,6 +67,10 @@ NOT_NEGATIVE = (
     "aligner.max_bad_rows",
     "checkpoint.every",
     "checkpoint.keep_best",
+    "faults.teacher_restarts",
+    "faults.aligner_restarts",
+    "faults.skipped_steps",
+    "faults.spike_window",
     "evaluate.every",
     "evaluate.suites_every",
     "observe.table_every",
@@ -165,6 +170,8 @@ def _names(config: Config) -> Iterator[str]:
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
         yield _line("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
+    elif not name.isprintable():
+        yield _line("run.name", "must not hold control characters", repr(name))
     for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
         if count > 1:
             yield _line("teachers", f"names must be unique; {count} teachers are called {teacher!r}", None,

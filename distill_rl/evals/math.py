@@ -130,7 +130,7 @@ def _problem(row: Row) -> _Problem:
         if answer is None:
             raise ValueError("needs an `answer`, or a `solution` with the answer in \\boxed{}")
     if not isinstance(answer, str) or not answer.strip():
-        raise ValueError("`answer` must be a text that is not empty")
+        raise ValueError(f"`answer` must be a text that is not empty; got {answer!r:.60}; mend the row, or remove it")
     if "####" in answer:
         raise ValueError("`answer` must be LaTeX; `####` is how GSM8K writes its answers")
     return _Problem(text(row, _PROBLEM), checked(answer.strip(), "answer"), _kind(row))

@@ -121,7 +121,8 @@ def text(row: Row, names: Sequence[str]) -> str:
     """
     found = value(row, names)
     if not isinstance(found, str) or not found.strip():
-        raise ValueError(f"`{names[0]}` must be a text that is not empty")
+        got = "nothing" if found is None else repr(found)[:60]
+        raise ValueError(f"`{names[0]}` must be a text that is not empty; got {got}; mend the row, or remove it")
     return checked(found, names[0])
 
 

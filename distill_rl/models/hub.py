@@ -76,13 +76,14 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     Raises:
         ConfigError: none there, a damaged one, or one without a fast implementation.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
 
     folder = resolve(path, revision)
     # A family's own class rebuilds normaliser and pre-tokenizer instead of reading them from tokenizer.json, so that
     # one file would mean other ids beside another model; the plain class takes the file as it is.
     verbatim = (folder / "tokenizer.json").is_file()
-    reader: Any = PreTrainedTokenizerFast if verbatim else AutoTokenizer
+    # AutoTokenizer is looked up only where it is needed: it brings torch and half of transformers with it.
+    reader: Any = transformers.PreTrainedTokenizerFast if verbatim else transformers.AutoTokenizer
     try:
         tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise bare Exception for a damaged file

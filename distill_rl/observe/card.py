@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distill_rl import __version__
-from distill_rl.config.save import fingerprint, redact, to_yaml
+from distill_rl.config.save import fingerprint, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import printable
+from distill_rl.redact import redact
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 

@@ -1,4 +1,4 @@
-"""Messages of the driver: quiet on the console, complete in `logs/driver.log`."""
+"""Messages of the driver: quiet on the console, complete in `logs/latest/driver.log`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import ConfigError
+from distill_rl.redact import in_text
 
 ROOT = "distill_rl"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -76,12 +77,13 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def printable(text: object) -> str:
-    """`text` as one line that is safe on a terminal: every control, format and line-breaking character is escaped.
+    """`text` as one line that is safe on a terminal and in a log: every control, format and line-breaking character is
+    escaped, secrets in it are taken out (`distill_rl.redact`).
 
     Run names, data rows and what a model generates are untrusted: an escape sequence in them could
     repaint the terminal, a newline could forge a line of the log.
     """
-    return "".join(_escape(char) for char in str(text))
+    return "".join(_escape(char) for char in in_text(str(text)))
 
 
 def _escape(char: str) -> str:

@@ -24,6 +24,14 @@ class Metric:
 
 Metrics = Mapping[str, Metric]
 
+FAULTS = {
+    "faults/teacher_restarts": "teachers restarted",
+    "faults/aligner_restarts": "aligners restarted",
+    "faults/teachers_lost": "teachers lost",
+    "faults/skipped_steps": "steps skipped",
+}
+"""Counts since the run began, in a record once they are not 0 → what they count."""
+
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
     """Joins metrics of several ranks or steps, name by name, in the order given.

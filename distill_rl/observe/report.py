@@ -16,6 +16,7 @@ from distill_rl.config.load import fingerprint, load_config
 from distill_rl.errors import DataError, DistillError
 from distill_rl.observe import charts
 from distill_rl.observe.charts import Chart, Series
+from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.page import write_page
 from distill_rl.observe.scores import Evaluation, read_runs
 from distill_rl.observe.sinks import RATE, SECONDS, TOKENS, read_records
@@ -151,7 +152,23 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     for step, mean in run.points(SECONDS):
         seconds, before = seconds + (mean * (step - before) if math.isfinite(mean) else 0.0), step
     add("time in steps", seconds or None, lambda value: f"{value:,.1f} s" if value < 120 else f"{value / 60:,.1f} min")
+    for label, points in _faults(run).items():
+        add(label, points[-1][1])
     return tiles
+
+
+def _faults(run: Run) -> dict[str, list[charts.Point]]:
+    """What happened at least once → how often by each step. The counts of a run that is resumed begin anew."""
+    counted = {}
+    for name, label in FAULTS.items():
+        total, before, points = 0.0, 0.0, []
+        for step, count in run.points(name, default=0.0):
+            total += max(0.0, count - before) if math.isfinite(count) else 0.0
+            before = count if math.isfinite(count) else before
+            points.append((step, total))
+        if total:
+            counted[label] = points
+    return counted
 
 
 def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
@@ -165,10 +182,15 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
         ),
         charts.line_chart("Tokens per second", [Series("tokens/s", run.points(RATE), 2, noisy=True)], linear=True),
         _time_chart(run),
+        charts.line_chart(
+            "Faults, counted",
+            [Series(label, points, index) for index, (label, points) in enumerate(_faults(run).items())],
+            linear=True,
+        ),
     ]
     timed = _timing_parts(run)
     shares = [f"align/{series.label}" for series in _shares(run)]
-    seen = {"step", "time", RATE, SECONDS, *NAMED, *timed, *shares}
+    seen = {"step", "time", RATE, SECONDS, "train/skipped", *NAMED, *FAULTS, *timed, *shares}
     named = {name for record in run.records for name in record if not _is_score(name)}
     rest = sorted(named - seen)
     others_drawn = [charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in rest]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
-from distill_rl.observe.metrics import Metric, Metrics, merge, values
+from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
 from distill_rl.observe.table import TableSink
+from distill_rl.observe.trackers import open_trackers
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class ProgressSink:
         self._first: tuple[int, float] | None = None
         """the first step seen and its time; it compiles and warms up, so it does not count towards the speed"""
         self._wide = not self._console.is_terminal or self._console.width >= _WIDE
-        self._progress, self._task = _bar(self._console, total_steps, start_step)
+        self._progress, self._task = _bar(self._console, total_steps, start_step, 24 if self._wide else 6)
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
         if not any(name.startswith("train/") for name in record):
@@ -257,10 +257,13 @@ class ProgressSink:
             facts.append(f"{record[RATE]:,.0f} tokens/s")
         if step > first[0]:
             facts.append(f"{_clock_time((now - first[1]) / (step - first[0]) * max(0, self._total - step))} left")
+        faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each had a line of its own when it happened
+        if faults:
+            facts.append(f"faults {faults}")
         return "  ".join(facts)
 
 
-def _bar(console: Console, total: int, start: int) -> tuple[Progress | None, Any]:
+def _bar(console: Console, total: int, start: int, width: int) -> tuple[Progress | None, Any]:
     """A running progress bar and its task, or nothing where the console is no terminal."""
     if not console.is_terminal:
         return None, None
@@ -268,7 +271,7 @@ def _bar(console: Console, total: int, start: int) -> tuple[Progress | None, Any
 
     progress = Progress(
         TextColumn("train"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=width),
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}", markup=False),
         console=console,
@@ -284,22 +287,25 @@ def _clock_time(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def open_observer(config: Config, paths: RunPaths, *, total_steps: int, resume_step: int | None = None) -> Observer:
+def open_observer(
+    config: Config,
+    paths: RunPaths,
+    *,
+    total_steps: int,
+    resume_step: int | None = None,
+    others: Sequence[Sink] = (),
+) -> Observer:
     """The observer of a run directory, as `observe.*` asks for it.
 
     Args:
         total_steps: steps of the whole run, for the bar.
         resume_step: step of the checkpoint resumed from; None: a run that starts.
-
-    Raises:
-        ConfigError: a tracker is asked for that this version does not have.
+        others: sinks besides.
     """
-    for name in ("wandb", "mlflow"):
-        if getattr(config.observe, name):
-            raise ConfigError(f"observe.{name}", "is not available in this version", True, "leave it false")
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
     if config.observe.tensorboard:
-        sinks.append(TensorBoardSink(paths.logs / "tensorboard", resume_step=resume_step))
+        sinks.append(TensorBoardSink(paths.tensorboard, resume_step=resume_step))
+    sinks += [*open_trackers(config, paths), *others]
     live: list[Sink] = [ProgressSink(total_steps, start_step=resume_step or 0)]
     if config.observe.table_every:
         live.append(TableSink(config.observe.table_every))

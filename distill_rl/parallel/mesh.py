@@ -117,8 +117,16 @@ def open_world(
     return World(rank, world_size, device, mesh, rank // tp, rank % tp, owned)
 
 
+def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks of a world, for a thread that talks while the world's own groups are in use.
+
+    Collective. It ends with the world, or with the process group that the world was found in.
+    """
+    return dist.new_group(range(world.world_size), backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
 def close_world(world: World) -> None:
-    """Wait for the other ranks, then end what `open_world` made; a world that was found is left alone.
+    """Wait for the other ranks, then end what `open_world` made, and groups beside it; a world that was found is left alone.
 
     Without the wait a rank that is still inside a collective aborts the process.
     """

@@ -18,9 +18,11 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.evaluation import suite_problems
-from distill_rl.preflight.opened import Opened, line, open_model, who
+from distill_rl.preflight.extras import extra_problems
+from distill_rl.preflight.opened import Opened, attempt, line, open_model, who
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.choose import expected
+from distill_rl.transport.room import object_store_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,11 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
         teacher_vocabularies=tuple(teacher.vocabulary_size for teacher in teachers),
     )
     problems += suite_problems(config, student)
+    problems += extra_problems(config)
     problems += _gpu_problems(config, facts.gpus)
     problems += _space_problems(config, facts)
+    if config.ray.address is None:
+        attempt("/dev/shm", object_store_room, problems)
     return Preflight(problems, unreachable, facts)
 
 

@@ -88,13 +88,16 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
         return
 
     def read() -> None:
-        load_projection(
-            Path(path).expanduser(),
-            student_hash=Vocabulary.from_tokenizer(student.tokenizer).hash,
-            teacher_hash=Vocabulary.from_tokenizer(teacher.tokenizer).hash,
-            student_columns=student.config.vocab_size,
-            teacher_columns=teacher.config.vocab_size,
-        )
+        try:
+            load_projection(
+                Path(path).expanduser(),
+                student_hash=Vocabulary.from_tokenizer(student.tokenizer).hash,
+                teacher_hash=Vocabulary.from_tokenizer(teacher.tokenizer).hash,
+                student_columns=student.config.vocab_size,
+                teacher_columns=teacher.config.vocab_size,
+            )
+        except ValueError as error:
+            raise ConfigError("projection.path", str(error)) from error
 
     problems: list[str] = []
     attempt("projection.path", read, problems)

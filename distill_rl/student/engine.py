@@ -8,7 +8,7 @@ that no split of a batch changes the gradient.
 from __future__ import annotations
 
 import hashlib
-import math
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.errors import NumericsError
 from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
@@ -33,18 +32,22 @@ from distill_rl.parallel.mesh import World
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.bridges import complete_gradient, open_bridges, save_learnt
+from distill_rl.student.guard import Guard
 from distill_rl.student.heads import open_heads
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
+from distill_rl.student.writer import Writer
 from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TargetSource = Callable[[int, int], AbstractContextManager[list[Target]]]
+TargetSource = Callable[[int, int], AbstractContextManager[Sequence[Target | None]]]
 """`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
-the config, each flattened to [num_rows·S, …], on any device, never written to; valid inside the block. An empty list
-where there is no teacher."""
+the config, each flattened to [num_rows·S, …], on any device, never written to; valid inside the block. None for a
+teacher that the run has lost; an empty list where there is no teacher."""
+
+log = logging.getLogger(__name__)
 
 
 class StudentEngine:
@@ -100,6 +103,9 @@ class StudentEngine:
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.trained, config.optimizer)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
+        self.guard = Guard(config.faults)
+        self._writer = Writer(world, config.ray.step_timeout_s)
+        self._begin_step()
         self._seed()
 
     def train_step(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
@@ -112,11 +118,12 @@ class StudentEngine:
             On the first tensor-parallel rank: `train/kl_loss` (weighted over teachers, T² included), `train/nll_loss`,
             `train/teacher_mass`, means over this rank's labelled tokens and weighted by them, so that their merge
             over ranks is the mean of the global batch; `train/loss`, their weighted sum; `train/tokens` (labelled);
-            `train/grad_norm` before clipping and `train/lr`, `train/kd_scale` under `loss.dynamic_scale`. `{}` on the
-            others. The KD of chunks is a mean over chunks.
+            `train/grad_norm` before clipping and `train/lr`, `train/kd_scale` under `loss.dynamic_scale`; and
+            `train/skipped`, 1 where the step left the weights alone because a loss or a gradient was not finite. `{}` on
+            the others. The KD of chunks is a mean over chunks.
 
         Raises:
-            NumericsError: on all ranks alike, before any weight has changed, if a gradient is NaN or Inf.
+            NumericsError: on all ranks alike, before any weight has changed, if too many steps in a row were to be skipped.
         """
         metrics = self.forward_backward(batch, targets, scores)
         return metrics | self.optim_step()
@@ -131,6 +138,8 @@ class StudentEngine:
                 self.kd_scale = self._ratio(self._sweep(batch, targets, self.objective.blend(scores), backward=False))
         blend = self.objective.blend(scores, self.kd_scale)
         sums = self._sweep(batch, targets, blend, backward=True)
+        kd, ce = sums.kd_and_ce
+        self._loss += (blend.kd * kd + blend.ce * ce) / max(batch.num_labels, 1)
         if dynamic == "on":
             self.kd_scale = self._ratio(sums)
         metrics = self._metrics("train", batch, sums, blend)
@@ -139,24 +148,31 @@ class StudentEngine:
         return metrics
 
     def optim_step(self) -> dict[str, Metric]:
-        """Clips, updates the weights with this step's learning rate, and clears the gradients."""
+        """Clips, updates the weights with this step's learning rate, and clears the gradients; or skips the step, for a
+        reason that all ranks see alike (`Guard`)."""
         step = self.step + 1
         for parameter in self.objective.parameters():
             complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            remedy = "lower optimizer.lr, set train.max_grad_norm, or look for broken rows in this batch"
-            raise NumericsError(f"gradient norm of step {step}", "must be finite", norm, remedy)
+        reason = self.guard.reason_to_skip(step, self._global_loss(), norm)
         lr = self.schedule(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        if reason is None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        else:
+            log.warning("step %d is skipped: %s", step, reason)
+            self.kd_scale = self._kd_scale_before
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
+        self._begin_step()
         if self.world.tp_rank:
             return {}
-        return {"train/grad_norm": Metric(norm, "last"), "train/lr": Metric(lr, "last")}
+        return {
+            "train/grad_norm": Metric(norm, "last"),
+            "train/lr": Metric(lr, "last"),
+            "train/skipped": Metric(float(reason is not None), "sum"),
+        }
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
@@ -170,19 +186,43 @@ class StudentEngine:
         report = self._metrics("validation", batch, sums, blend)
         return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
 
-    def save(self, directory: str | Path, state_extra: Mapping[str, Any]) -> None:
+    def save(self, directory: str | Path, state_extra: Mapping[str, Any], marker: str | Path | None = None) -> None:
         """Writes weights, optimizer, random state and `state_extra` (JSON) into `directory`; the caller commits it.
 
+        Args:
+            marker: None: all is written on return. A file: all is copied on return and is written beside what comes
+                next; the file tells when (`Writer`).
+
         Raises:
-            CheckpointError: on all ranks alike, if any of them cannot write.
+            CheckpointError: on all ranks alike, if any of them cannot write, now or in the save before.
         """
-        checkpoint.save(
-            directory,
+        snapshot = self._snapshot(state_extra)
+        if marker is None:
+            self.finish_saving()
+            checkpoint.save(directory, snapshot, self.world)
+        else:
+            self._writer.start(snapshot, Path(directory), Path(marker))
+
+    def finish_saving(self) -> None:
+        """Waits for what `save` writes beside the training.
+
+        Raises:
+            CheckpointError: on all ranks alike, if any of them could not write.
+        """
+        self._writer.wait()
+
+    def checkpoint_bytes(self) -> int:
+        """What `save` writes on all ranks together, but for a few kilobytes."""
+        return self._snapshot({}).num_bytes
+
+    def _snapshot(self, state_extra: Mapping[str, Any]) -> checkpoint.Snapshot:
+        return checkpoint.snapshot(
             parameters=self._named_parameters(),
             optimizer=self.optimizer,
             world=self.world,
             step=self.step,
             kd_scale=self.kd_scale,
+            guard=self.guard.state(),
             extra=state_extra,
         )
 
@@ -199,6 +239,8 @@ class StudentEngine:
             directory, parameters=self._named_parameters(), optimizer=self.optimizer, world=self.world
         )
         self.step, self.kd_scale = state.step, state.kd_scale
+        self.guard.restore(state.guard)
+        self._begin_step()
         if not random_restored:
             self._seed()
         return dict(state.extra)
@@ -227,7 +269,7 @@ class StudentEngine:
             start = first_row - batch.first_row
             chunks = [each and each[start : start + rows.shape[0]] for each in batch.chunks]
             with targets(first_row, rows.shape[0]) as found:
-                teachers = [_on_device(target, self.world.device) for target in found]
+                teachers = [target and _on_device(target, self.world.device) for target in found]
                 output = self.objective(self._logits(rows), labels, teachers, batch.num_labels, chunks, blend)
                 if backward:
                     output.loss.backward()
@@ -239,6 +281,29 @@ class StudentEngine:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
         return sums.metrics(prefix, self.objective, blend, num_labels)
+
+    def all_agree(self, able: bool) -> bool:
+        """Whether every rank says so. Collective."""
+        if self.world.world_size == 1:
+            return able
+        unable = torch.tensor(float(not able), device=self.world.device)
+        dist.all_reduce(unable)
+        return unable.item() == 0
+
+    def _begin_step(self) -> None:
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        """this rank's share of the loss, over the micro-batches of the step so far"""
+        self._kd_scale_before = self.kd_scale
+
+    def _global_loss(self) -> float:
+        """The loss of the step's global batch, the same on every rank; NaN if it is NaN on one. Collective."""
+        if self.world.world_size == 1:
+            return self._loss.item()
+        total = self._loss.clone()
+        dist.all_reduce(
+            total
+        )  # over all ranks, so that the word of one is heard by all; tensor-parallel ranks repeat it
+        return total.item() / self.world.tp
 
     def _ratio(self, sums: LossSums) -> float:
         """CE / KD of the global batch, the same on every rank; 1 where there is no KD to scale. Collective."""

@@ -105,7 +105,8 @@ class Objective(nn.Module):
         """The weights of a step.
 
         Args:
-            scores: per teacher, what its share falls with: its mean CE or entropy on the batch (`teachers[].score`).
+            scores: per teacher, what its share falls with: its mean CE or entropy on the batch (`teachers[].score`);
+                infinity: none for a teacher that the run has lost.
             kd_scale: r of `loss.dynamic_scale`, which takes the place of both weights.
         """
         weights = [teacher.weight for teacher in self.teachers]
@@ -120,7 +121,7 @@ class Objective(nn.Module):
         self,
         logits: Tensor,
         labels: Tensor,
-        targets: Sequence[Target],
+        targets: Sequence[Target | None],
         num_labels: int,
         chunks: Sequence[ChunkRows | None] = (),
         blend: Blend | None = None,
@@ -130,7 +131,7 @@ class Objective(nn.Module):
         Args:
             logits: [R, S, V], a plain tensor or a DTensor Shard(-1); padded columns already −inf.
             labels: int64 [R, S], shifted, IGNORE_INDEX where nothing is learnt.
-            targets: one per teacher, rows flattened to [N, …].
+            targets: one per teacher, rows flattened to [N, …]; None for one that the run has lost, whose share is 0.
             num_labels: labelled tokens of the global batch; the loss is divided by it, here and nowhere else.
             chunks: of these rows, per teacher; for those with another tokenizer.
             blend: of this step; None: the settings' weights.
@@ -148,11 +149,10 @@ class Objective(nn.Module):
                     f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
                 )
         blend = blend or self.blend()
-        denominator = max(num_labels, 1)
         terms = [
-            self._crossing_term(logits, labels, target, head, rows, crossing, blend.kd * share, ce, denominator)
-            if crossing is not None and rows is not None and target is not None
-            else self._term(logits, labels, _completed(target, head), blend.kd * share, ce, denominator)
+            self._teacher_term(
+                logits, labels, target, head, rows, crossing, blend.kd * share, ce=ce, denominator=max(num_labels, 1)
+            )
             for target, head, rows, crossing, share, ce in zip(
                 targets or (None,),
                 self.heads or (None,),
@@ -169,6 +169,26 @@ class Objective(nn.Module):
             kd_per_teacher=tuple(term.kd for term in terms)[: len(self.teachers)],
             teacher_mass=terms[0].teacher_mass,
         )
+
+    def _teacher_term(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        target: Target | None,
+        head: TeacherHead | None,
+        shared: ChunkRows | None,
+        crossing: tuple[str, Bridge | LearnableProjection] | None,
+        kd: float,
+        ce: float,
+        denominator: int,
+    ) -> _Term:
+        """By whichever loss this teacher takes; `kd` and `ce` are the weights of the two, the latter of the first only."""
+        if target is None and ce == 0 and self.teachers and kd == 0:
+            nothing = torch.zeros((), device=labels.device)
+            return _Term(nothing, nothing, nothing, nothing)
+        if crossing is not None and shared is not None and target is not None:
+            return self._crossing_term(logits, labels, target, head, shared, crossing, kd, ce, denominator)
+        return self._term(logits, labels, _completed(target, head), kd, ce, denominator)
 
     def _term(
         self,
@@ -309,6 +329,7 @@ class LossSums:
             if objective.crossings[0] is None:
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
-            means |= {f"kl_loss/{t.name}": value for t, value in zip(objective.teachers, kd_per_teacher)}
+            told = zip(objective.teachers, kd_per_teacher, blend.shares)
+            means |= {f"kl_loss/{t.name}": value for t, value, share in told if share > 0 or t.weight == 0}
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import psutil
 
+from distill_rl.errors import ConfigError
+
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
+SHM = Path("/dev/shm")
+LEAST_OBJECT_STORE = 80 * 2**20
+"""bytes; Ray starts with no less"""
+
+
+def object_store_room() -> int:
+    """Bytes of /dev/shm that the object store of a Ray started here may have.
+
+    Raises:
+        ConfigError: fewer than `LEAST_OBJECT_STORE`.
+    """
+    free = shutil.disk_usage(SHM).free
+    if free < LEAST_OBJECT_STORE:
+        raise ConfigError(
+            str(SHM),
+            f"Ray's object store needs {LEAST_OBJECT_STORE >> 20} MiB of it",
+            f"{free >> 20} MiB free",
+            "free some, enlarge it (mount -o remount,size=2G /dev/shm), or give the container a larger --shm-size",
+        )
+    return free
 
 
 def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:

@@ -12,6 +12,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.types import DocumentBatch
+from distill_rl.workers.gauges import Gauges
 from distill_rl.workers.rank import Process, identify
 
 
@@ -27,6 +28,7 @@ class AlignerWorker:
 
     def __init__(self, rank: int, config: Config, data_format: str, plan: BatchPlan, crossing: tuple[bool, ...] = ()):
         self._config, self._data_format, self._plan, self._crossing = config, data_format, plan, crossing
+        self._gauges = Gauges(config.run.name)
 
     def identify(self) -> Process:
         return identify()
@@ -55,6 +57,9 @@ class AlignerWorker:
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
         """BatchInfo, then one RankBatch per student DP rank, then one per DP rank of each teacher in turn."""
         info, student, teachers = self._builder.build(batch, skip)
+        self._gauges.set("aligner_seconds", info.seconds)
+        self._gauges.add("aligner_rows", info.num_rows)
+        self._gauges.add("aligner_tokens", info.num_tokens)
         return info, *student, *(part for teacher in teachers for part in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:

@@ -25,14 +25,16 @@ from distill_rl.workers.calls import Calls
 from distill_rl.workers.cluster import nodes, ray_session
 from distill_rl.workers.connect import Connector
 from distill_rl.workers.evaluator import EvalWorker
-from distill_rl.workers.group import WorkerGroup, keep_logs, stop
+from distill_rl.workers.group import WorkerGroup, stop
 from distill_rl.workers.pipeline import Pipeline, Teachers
 from distill_rl.workers.placement import EVALUATOR, SeatingPlan, actor_names, reserve, seat
 from distill_rl.workers.pool import AlignerPool, BadRows
+from distill_rl.workers.repair import Repair
 from distill_rl.workers.student import StudentWorker
 from distill_rl.workers.student_group import StudentGroup
 from distill_rl.workers.teacher import TeacherWorker
 from distill_rl.workers.timeline import write_timeline
+from distill_rl.workers.watch import Watch, keep_logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,13 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
     config = job.config
     here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(config)) + here + bool(config.evaluate.suites)
-    with ray_session(
-        config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again
-    ) as ray_logs:
+    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
         cluster = ray.cluster_resources()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
         plan = seat(config, num_aligners, gpus=gpus, nodes=nodes())
-        calls = Calls(signals.raise_if_stopping)
+        calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
+        calls.watch = Watch(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
@@ -71,23 +72,28 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
             try:
                 _start(job, staff, calls)
                 rings = ring_plan(config)
-                Connector(config, staff.teachers, staff.student, rings, calls).connect()
+                connector = Connector(config, staff.teachers, staff.student, rings, calls)
+                connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
                 pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
-                student = StudentGroup(staff.student, config, calls, timer, pipeline)
+                repair = Repair(config, staff.teachers, calls, connector, pipeline)
+                student = StudentGroup(staff.student, config, calls, timer, pipeline, repair)
                 yield Crew(pipeline, student, staff.evaluator, calls)
                 if config.observe.timeline:
                     ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
                 # Readers first: what they have opened belongs to the teachers. Aligners and evaluators are in no process group.
                 stop([staff.student, *(group for _, group in staff.teachers)])
-            except DistillError:
-                keep_logs(ray_logs, staff.groups, job.paths.logs)
+            except DistillError as error:
+                if error.exit_code == 1:
+                    calls.watch.dump_stacks()
+                keep_logs((each for group in staff.groups for each in group.processes), job.paths.logs)
                 raise
             finally:
-                pids = [pid for group in staff.groups for pid in group.pids]
+                pids = [process.pid for group in staff.groups for _, process in group.processes]
                 for group in staff.groups:
                     group.kill()
+                calls.watch.close()
                 _sweep(pids)
 
 
@@ -124,6 +130,7 @@ def _make(
     student, teachers, aligners = actor_names(config, num_aligners)
     at = (plan, placement, calls, config)
     learn = (total_steps, job.crossings, job.vocabulary_size, threads)
+    scores = (plan, placement, calls, threads, config.run.name)
     return _Staff(
         WorkerGroup(StudentWorker, student, *at, *learn),
         [
@@ -131,7 +138,7 @@ def _make(
             for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
         ],
         WorkerGroup(AlignerWorker, aligners, *at, *_aligning(job)),
-        WorkerGroup(EvalWorker, [EVALUATOR], plan, placement, calls, threads) if config.evaluate.suites else None,
+        WorkerGroup(EvalWorker, [EVALUATOR], *scores) if config.evaluate.suites else None,
     )
 
 
@@ -154,6 +161,7 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
         deadline_s=job.config.aligner.deadline_s,
         start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
+        max_restarts=job.config.faults.aligner_restarts,
     )
 
 
@@ -175,16 +183,12 @@ def _target_bytes(job: Job) -> int:
 
 def _start(job: Job, staff: _Staff, calls: Calls) -> None:
     """All models load at the same time."""
-    config, timeout_s = job.config, job.config.ray.start_timeout_s
+    timeout_s = job.config.ray.start_timeout_s
     for group in staff.groups:
         if group.actors:
             group.identify(timeout_s)
     started = staff.aligners.submit("start")
-    for group, parallel, replicas in (
-        *((group, teacher.parallel, True) for teacher, group in staff.teachers),
-        (staff.student, config.student.parallel, False),
-    ):
-        addresses = group.rendezvous(dp=parallel.dp, tp=parallel.tp, replicas=replicas, timeout_s=timeout_s)
-        for rank, address in enumerate(addresses):
-            started |= group.submit("start", *address, ranks=[rank])
+    for teacher, group in staff.teachers:
+        started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)
+    started |= staff.student.start(size=len(staff.student.actors), timeout_s=timeout_s)
     calls.gather(started, what="loading the models", timeout_s=timeout_s)

@@ -12,12 +12,22 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from distill_rl.errors import DistillError, WorkerError
+from distill_rl.workers.rank import Process
+from distill_rl.workers.watch import Watch
 
 _POLL_S = 0.25
 """A signal handler only sets a flag (raising inside ray.get is swallowed), so waits look up this often."""
 
 _FIRST_CAUSE_S = 2.0
 """When one actor dies, its peers fail too, in any order: collect errors this long and report the death."""
+
+
+class Overdue(WorkerError):
+    """Actors that were not done by their deadline."""
+
+    def __init__(self, what: str, rule: str = "", value: object = None, remedy: str = "", actors: Sequence[str] = ()):
+        super().__init__(what, rule, value, remedy)
+        self.actors = tuple(actors)
 
 
 @dataclass
@@ -31,48 +41,94 @@ class Calls:
     interrupted: Callable[[], None]
     names: dict[str, str] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
+    """by name, of those that have been identified"""
     after_death: str = "resume from the last checkpoint with --resume"
     when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s, evaluate.timeout_s), or look into logs/"
+    watch: Watch | None = None
+    """looks at the processes while somebody waits for them"""
+    report_after_s: float = 60.0
+    """between reports of a wait, with a watch"""
 
     def know(self, name: str, actor: Any) -> None:
         """An actor that errors may be about; it has a method `identify`."""
-        actor_id = actor._actor_id.hex()
-        self.names[actor_id], self.actors[actor_id] = name, actor
+        key = actor._actor_id.hex()
+        self.names[key], self.actors[key] = name, actor
 
     def forget(self, actor: Any) -> None:
         """An actor that was ended on purpose, and is to blame for nothing."""
-        actor_id = actor._actor_id.hex()
-        self.names.pop(actor_id, None)
-        self.actors.pop(actor_id, None)
+        key = actor._actor_id.hex()
+        self.names.pop(key, None)
+        self.actors.pop(key, None)
 
     def gather(
-        self, calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef], *, what: str, timeout_s: float
+        self,
+        calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef],
+        *,
+        what: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Results in order.
 
         Args:
             calls: references; as a mapping, each with the name of the actor that was called.
             what: what is waited for, for messages (`step 12`).
+            meanwhile: called at every poll; what it raises ends the wait.
 
         Raises:
             WorkerError: an actor raised, died, or was not done after `timeout_s`.
         """
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
-        pending, deadline = list(names), time.monotonic() + timeout_s
+        pending, start = list(names), time.monotonic()
+        reported = start
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
             self.interrupted()
             errors = _errors_of(done)
             if errors:
                 raise self._blame(errors | self._late_errors(pending), names, what)
-            if pending and time.monotonic() > deadline:
-                raise self.late({names[ref] or "an actor" for ref in pending}, what, timeout_s)
+            if not pending:
+                break
+            now, waited_for = time.monotonic(), {names[ref] or "an actor" for ref in pending}
+            if now - start > timeout_s:
+                raise self.late(waited_for, what, timeout_s)
+            if meanwhile is not None:
+                meanwhile()
+            if self.watch is not None:
+                self.watch.look()
+                if now - reported > self.report_after_s:
+                    reported = now
+                    self.watch.report(waited_for, what, now - start, timeout_s)
         return ray.get(list(names), timeout=timeout_s)
 
-    def late(self, actors: Collection[str], what: str, timeout_s: float) -> WorkerError:
+    def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
+        """What became of calls once all have ended: a result, or Ray's error.
+
+        Raises:
+            Overdue: some have not ended after `timeout_s`.
+        """
+        pending, deadline = list(calls), time.monotonic() + timeout_s
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+            self.interrupted()
+            if pending and time.monotonic() > deadline:
+                raise self.late({calls[ref] for ref in pending}, what, timeout_s)
+            if self.watch is not None:
+                self.watch.look()
+        errors = _errors_of(list(calls))
+        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=timeout_s) for ref in calls}
+
+    def dead(self) -> list[str]:
+        """Names of actors whose process is gone."""
+        asked = {actor.identify.remote(): self.names[key] for key, actor in self.actors.items()}
+        return [asked[ref] for ref, error in self._late_errors(list(asked)).items() if not _rank(error)]
+
+    def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
         """What to say of actors that are not done after so many seconds."""
-        rule = f"{what} must end within {timeout_s:g} s"
-        return WorkerError(", ".join(sorted(actors)), rule, "no answer", self.when_late)
+        rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
+        where = ", ".join(self.watch.where(name) if self.watch else name for name in names)
+        return Overdue(where, rule, "no answer", self.when_late, names)
 
     def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
         if not pending:
@@ -91,12 +147,13 @@ class Calls:
         if all(_rank(error) for error in errors.values()):
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
-        actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
-        return explain(error, actor, what, self.after_death)
+        actor = self.names.get(actor_id(error), "") or names.get(ref, "") or "a worker"
+        return explain(error, actor, what, self.after_death, self.watch)
 
 
-def explain(error: BaseException, actor: str, what: str, after_death: str) -> DistillError:
-    """One line that names the actor, what it was doing, and the cause."""
+def explain(error: BaseException, actor: str, what: str, after_death: str, watch: Watch | None = None) -> DistillError:
+    """One line that names the actor, its node, what it was doing, and the cause; with its last words if it died."""
+    name, actor = actor, watch.where(actor) if watch else actor
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user's to mend, wherever it was found
         cause.add_note(_plain(error))
@@ -108,7 +165,10 @@ def explain(error: BaseException, actor: str, what: str, after_death: str) -> Di
             actor, f"{what} failed", "killed for memory", "see `distill-rl check` for the estimate per worker"
         )
     elif isinstance(error, ActorDiedError | RayActorError):
-        blamed = WorkerError(actor, f"its process died during {what}", _death(error), after_death)
+        cause_of_death = (watch and watch.fate(name)) or _death(error)
+        words = watch.last_words(name) if watch else ""
+        value = f"{cause_of_death} (its last words: {words})" if words else cause_of_death
+        blamed = WorkerError(actor, f"its process died during {what}", value, after_death)
     else:
         blamed = WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
     blamed.add_note(_plain(error))
@@ -132,9 +192,10 @@ def _rank(error: BaseException) -> int:
     return 0 if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
 
 
-def _actor_id(error: BaseException) -> str:
-    actor_id = getattr(error, "actor_id", None)
-    return actor_id if isinstance(actor_id, str) else actor_id.hex() if actor_id is not None else ""
+def actor_id(error: BaseException) -> str:
+    """Whose death an error tells of, in hex; empty if of nobody's."""
+    found = getattr(error, "actor_id", None)
+    return found if isinstance(found, str) else found.hex() if found is not None else ""
 
 
 def _plain(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -24,6 +25,8 @@ import ray
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.signals import held_back
+from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
+from distill_rl.workers import access
 from distill_rl.workers.placement import Node
 
 _PASSED_ON = re.compile(
@@ -31,9 +34,13 @@ _PASSED_ON = re.compile(
     r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
     r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
 )
-"""The only variables of the driver that its actors see: none of these holds a secret (Ray's token travels as a file)."""
+"""The only variables of the driver that its actors see."""
+_SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
+"""Of those, what holds a secret all the same, as NVIDIA_API_KEY does; Ray's token travels as a file."""
 
-_LEAST_OBJECT_STORE = 80 * 2**20
+# A rank sees all GPUs of its node, so that it can map the memory of another's; it takes the one that Ray gave it.
+_FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
 _SPARE_OBJECT_STORE = 256 * 2**20
 """room for batches and results, beside the targets"""
 _CONNECT_TIMEOUT_S = 5.0
@@ -82,8 +89,11 @@ def ray_session(
 @contextmanager
 def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[Path]:
     directory = _private_directory() / secrets.token_hex(2)
-    if os.environ["RAY_AUTH_MODE"] == "token":
+    if access.required():
+        if os.environ.get("RAY_AUTH_TOKEN"):  # Ray's processes get a file instead: environments are easily printed
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token_file())
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
+        access.require_token()
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
     try:
@@ -97,7 +107,6 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                     logging_level=logging.ERROR,
                     log_to_driver=False,
                     namespace=namespace(),
-                    runtime_env={"env_vars": _worker_environment()},
                     _temp_dir=str(directory),
                 )
             except Exception as error:
@@ -119,6 +128,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
+    access.require_token()
     _require_answer(address)
     try:
         ray.init(
@@ -126,20 +136,22 @@ def _joined_ray(address: str) -> Iterator[None]:
             logging_level=logging.ERROR,
             log_to_driver=False,
             namespace=namespace(),
-            runtime_env={"env_vars": _worker_environment()},
+            runtime_env={"env_vars": worker_environment()},
         )
     except Exception as error:
         raise ConfigError(
             "ray.address", "must name a running Ray cluster", f"{address} ({type(error).__name__})", _START_ONE
         ) from error
     try:
+        if address == "auto":
+            access.require_entry(ray.get_runtime_context().gcs_address)
         yield
     finally:
         ray.shutdown()
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself tries for minutes to reach a cluster that is not there."""
+    """Ray itself tries for minutes to reach a cluster that is not there, or that does not let it in."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
@@ -151,6 +163,7 @@ def _require_answer(address: str) -> None:
         raise ConfigError(
             "ray.address", "must name a running Ray cluster", f"{address} ({error})", _START_ONE
         ) from None
+    access.require_entry(address)
 
 
 @cache
@@ -194,52 +207,49 @@ def _sweep() -> None:
 
 @cache
 def _token_file() -> Path:
-    """A token that only this user can read; one per process, because Ray reads it once."""
+    """A token that only this user can read: the user's own (RAY_AUTH_TOKEN), or a new one; one per process, because
+    Ray reads it once."""
     path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32))
+        file.write(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_urlsafe(32))
     return path
 
 
 @contextmanager
 def _only_passed_on() -> Iterator[None]:
-    """Ray's processes inherit the environment of the moment in which they start."""
+    """Ray's processes inherit the environment of the moment in which they start. That spares them a runtime environment,
+    for which Ray would throw away the workers that it starts beforehand."""
     whole = dict(os.environ)
     os.environ.clear()
-    os.environ.update(_passed_on(whole))
+    os.environ.update(_passed_on(whole) | _FOR_WORKERS)
     try:
         yield
     finally:
+        for name in _FOR_WORKERS:
+            del os.environ[name]
         os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """What a joined cluster's nodes cannot inherit and must agree on."""
     names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
     agreed = {name: value for name, value in _passed_on(os.environ).items() if names.fullmatch(name)}
-    # A rank sees all GPUs of its node, so that it can map the memory of another's; it takes the one that Ray gave it.
-    return agreed | {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    return agreed | _FOR_WORKERS
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if _PASSED_ON.fullmatch(name)}
+    allowed = {name: value for name, value in environment.items() if _PASSED_ON.fullmatch(name)}
+    return {name: value for name, value in allowed.items() if not _SECRET.fullmatch(name)}
 
 
 def _object_store_bytes(target_bytes: int) -> int:
     """As much as the targets in flight need, as far as /dev/shm has it; beyond that Ray spills to disk."""
-    free = shutil.disk_usage("/dev/shm").free
-    if free < _LEAST_OBJECT_STORE:
-        raise ConfigError(
-            "/dev/shm",
-            f"Ray's object store needs {_LEAST_OBJECT_STORE // 2**20} MiB of it",
-            f"{free // 2**20} MiB free",
-            "free some, enlarge it (mount -o remount,size=2G /dev/shm), or give the container a larger --shm-size",
-        )
+    free = object_store_room()
     wanted = _SPARE_OBJECT_STORE + target_bytes
     if wanted > 0.8 * free:
         log.warning("targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20)
-    return max(_LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
+    return max(LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 
 @contextmanager
@@ -283,9 +293,24 @@ def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
     """Waits for processes to be gone; kills those that stay."""
-    _, alive = psutil.wait_procs(processes, timeout=patience_s)
-    for process in alive:
+    for process in _remaining(processes, patience_s):
         log.info("killing %s, left over by Ray", process.pid)
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=patience_s)
+    _remaining(processes, patience_s)
+
+
+def _remaining(processes: list[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    """Those that still run after a while. What is dead and not yet reaped does not: that is up to the parent, which may
+    be an init that takes seconds for it, or never does it."""
+    deadline = time.monotonic() + patience_s
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        psutil.wait_procs(alive, timeout=0.02)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -57,6 +57,8 @@ class Connector:
     ):
         self._config, self._teachers, self._student, self._rings, self._calls = config, teachers, student, rings, calls
         self._timeout_s = config.ray.start_timeout_s
+        self._used: dict[str, Route] = {}
+        """by source"""
 
     def connect(self) -> dict[str, Choice]:
         """By teacher rank the transport that it publishes through, proven by a round trip of 1 KiB.
@@ -64,37 +66,55 @@ class Connector:
         Raises:
             ConfigError: a transport that was asked for by name does not work from a teacher to a student rank.
         """
-        places: list[Place] = self._student.call("place", what="connecting", timeout_s=self._timeout_s)
-        routes = [route for teacher, group in self._teachers for route in self._routes(teacher, group, places)]
-        problems = self._open(routes)
-        again = [self._second_choice(route, problems[route.source]) for route in routes if route.source in problems]
-        if again:  # readers first: what they have opened belongs to the teachers
-            self._close_others([route for route in routes if route.source not in problems])
-        for source, problem in self._open(again).items():
-            raise ConfigError(
-                "transport", f"must work from {source} to the student", problem, "set transport=object_store"
-            )
-        chosen = {route.source: route.choice for route in (*routes, *again)}
+        places = self._places(self._student, range(len(self._student.actors)))
+        self._join([route for teacher, group in self._teachers for route in self._routes(teacher, group, places)])
+        chosen = {source: route.choice for source, route in self._used.items()}
         for choice in dict.fromkeys(chosen.values()):
             say(f"transport {choice.name}: {choice.reason}")
             log.info("it is used by %s", ", ".join(source for source, its in chosen.items() if its == choice))
         return chosen
 
+    def reconnect(self, teacher: TeacherConfig, group: WorkerGroup, rank: int) -> None:
+        """The same for the replica of a teacher that begins with this rank and has taken the place of another.
+
+        Raises:
+            ConfigError: see `connect`.
+        """
+        places = self._places(self._student, range(len(self._student.actors)))
+        self._join([self._route(teacher, group, rank // teacher.parallel.tp, places)])
+
+    def _join(self, routes: Sequence[Route]) -> None:
+        problems = self._open(routes)
+        again = [self._second_choice(route, problems[route.source]) for route in routes if route.source in problems]
+        self._used |= {route.source: route for route in routes if route.source not in problems}
+        if again:  # readers first: what they have opened belongs to the teachers
+            for route in again:
+                self._used.pop(route.source, None)
+            self._close_others(list(self._used.values()))
+        for source, problem in self._open(again).items():
+            raise ConfigError(
+                "transport", f"must work from {source} to the student", problem, "set transport=object_store"
+            )
+        self._used |= {route.source: route for route in again}
+
+    def _places(self, group: WorkerGroup, ranks: Sequence[int]) -> list[Place]:
+        return self._gather(group.submit("place", ranks=ranks))
+
     def _routes(self, teacher: TeacherConfig, group: WorkerGroup, places: Sequence[Place]) -> list[Route]:
-        dp, tp = teacher.parallel.dp, teacher.parallel.tp
+        return [self._route(teacher, group, replica, places) for replica in range(teacher.parallel.dp)]
+
+    def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
+        dp, rank = teacher.parallel.dp, replica * teacher.parallel.tp
         students = self._config.student.parallel
-        routes = []
-        own: list[Place] = group.call("place", what="connecting", timeout_s=self._timeout_s)
-        for replica in range(dp):
-            # Replica r of dp writes rows r … r + 1 of every dp, student rank s of dp' reads rows s … s + 1 of every dp'.
-            share = Layout(replica * students.dp, students.dp, 1)
-            readers = readers_of(share, 0, dp * students.dp, dp=students.dp, tp=students.tp)
-            choice = choose(self._config.transport, own[replica * tp], [places[reader] for reader in readers])
-            source, slots = group.names[replica * tp], self._rings.slots[teacher.name]
-            on = ", ".join(dict.fromkeys(_short(places[reader]) for reader in readers))
-            log.info("%s on %s is read on %s", source, _short(own[replica * tp]), on)
-            routes.append(Route(group, replica * tp, source, readers, slots, choice))
-        return routes
+        (own,) = self._places(group, [rank])
+        # Replica r of dp writes rows r … r + 1 of every dp, student rank s of dp' reads rows s … s + 1 of every dp'.
+        share = Layout(replica * students.dp, students.dp, 1)
+        readers = readers_of(share, 0, dp * students.dp, dp=students.dp, tp=students.tp)
+        choice = choose(self._config.transport, own, [places[reader] for reader in readers])
+        source, slots = group.names[rank], self._rings.slots[teacher.name]
+        on = ", ".join(dict.fromkeys(_short(places[reader]) for reader in readers))
+        log.info("%s on %s is read on %s", source, _short(own), on)
+        return Route(group, rank, source, readers, slots, choice)
 
     def _close_others(self, routes: Sequence[Route]) -> None:
         """Lets the student close the transports that none of these routes takes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
@@ -12,13 +12,17 @@ from distill_rl.workers.teacher import Taught
 
 
 def describe_transport(
-    config: Config, taught: Sequence[Sequence[Sequence[Taught]]], occupancy: Mapping[str, float]
+    config: Config,
+    taught: Sequence[Sequence[Sequence[Taught]]],
+    occupancy: Mapping[str, float],
+    lost: Collection[str] = (),
 ) -> dict[str, Metric]:
     """Times and bytes of one batch.
 
     Args:
         taught: wave by wave, per running teacher what each replica measured.
         occupancy: by teacher the largest share of its ring in use.
+        lost: teachers that the run goes on without, of which nothing is told.
     """
     teachers = running_teachers(config)
     if not teachers:
@@ -31,6 +35,8 @@ def describe_transport(
         "transport/bytes_per_token": Metric(num_bytes / max(positions, 1), "mean", positions),
     }
     for number, teacher in enumerate(teachers):
+        if teacher.name in lost:
+            continue
         suffix = f"/{teacher.name}" if len(teachers) > 1 else ""
         metrics[f"transport/slot_occupancy{suffix}"] = Metric(occupancy[teacher.name], "max")
         replicas = list(zip(*(wave[number] for wave in taught)))
@@ -40,12 +46,17 @@ def describe_transport(
     return metrics
 
 
-def describe_alignment(info: BatchInfo) -> dict[str, Metric]:
+def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
+    """
+    Args:
+        queue: batches that the aligners had yet to answer when the student was ready for this one.
+    """
     metrics = {
         "align/documents": Metric(info.num_documents, "sum"),
         "align/truncated": Metric(info.num_truncated, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
+        "align/queue": Metric(queue, "max"),
         "timing/aligner/align": Metric(info.seconds, "max"),
     }
     for found in info.alignments:

@@ -21,8 +21,9 @@ from distill_rl.evals.suite import Item
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.cluster import ray_session
 from distill_rl.workers.evaluator import EvalWorker
-from distill_rl.workers.group import WorkerGroup, keep_logs, stop
+from distill_rl.workers.group import WorkerGroup, stop
 from distill_rl.workers.placement import Seat, SeatingPlan, reserve
+from distill_rl.workers.watch import keep_logs
 
 CALLS_PER_WORKER = 2
 """handed to an actor before the first is done, so that it never waits for the driver"""
@@ -82,7 +83,7 @@ class RayLane:
             self._calls.interrupted = lambda: None
             stop([self._group])  # an engine ends its own processes
         elif self._group is not None and self._logs is not None and issubclass(kind or Exception, DistillError):
-            keep_logs(self._ray_logs, [self._group], self._logs)
+            keep_logs(self._group.processes, self._logs)
         self._open.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:

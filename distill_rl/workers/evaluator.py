@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from distill_rl.evals.backend import BackendName, Output, Settings
 from distill_rl.evals.lane import LocalLane, Task
 from distill_rl.evals.options import Asked, Options
 from distill_rl.evals.suite import Item
+from distill_rl.workers.gauges import Gauges
 from distill_rl.workers.rank import Process, identify
 
 if TYPE_CHECKING:
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
 class EvalWorker:
     """One copy of a model. It sees no GPU but those that Ray gave it."""
 
-    def __init__(self, rank: int, threads: int):
+    def __init__(self, rank: int, threads: int, run: str = ""):
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
         self._threads = threads
+        self._gauges = Gauges(run)
         self._lane = LocalLane()
         self._loaded: tuple[object, list[Asked]] | None = None
 
@@ -56,9 +59,12 @@ class EvalWorker:
 
         asked = self._questions(suites, data, options)
         options = replace(options, settings=self._settled(options.settings))
+        start = time.perf_counter()
         try:
             return evaluate_models([model], suites, data, options, self._lane, asked=asked)[model.name]
         finally:
+            self._gauges.set("evaluator_seconds", time.perf_counter() - start)
+            self._gauges.add("evaluator_evaluations", 1)
             if options.backend != "vllm":
                 self._lane.close()
 

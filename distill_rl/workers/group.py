@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -39,7 +37,9 @@ class WorkerGroup:
         self.names = list(names)
         self._calls = calls
         self._processes: list[Process] = []
-        self._replacements = 0
+        self._former: list[tuple[str, Process]] = []
+        """those that others have taken the place of"""
+        self._renewals = 0
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
@@ -61,23 +61,35 @@ class WorkerGroup:
         return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
 
     def identify(self, timeout_s: float) -> None:
-        """Learns the ranks' processes, so that `kill` can end a stopped one."""
+        """Learns the ranks' processes, so that a stopped one can be seen and ended."""
         self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+        for name, process in zip(self.names, self._processes):
+            self._calls.processes[name] = process
+
+    def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Ends ranks and puts new actors in their seats, on which `start` has yet to be called.
+
+        What was submitted to the old ones and is not done fails.
+
+        Raises:
+            WorkerError: a new one does not come to life in time.
+        """
+        self._renewals += 1
+        for rank in ranks:
+            self._calls.forget(self.actors[rank])
+            self.end(rank)
+            self._former.append((f"{self.names[rank]}.{len(self._former)}", self._processes[rank]))
+        for rank in ranks:  # Ray frees a dead actor's name some time later
+            self.actors[rank] = self._make(rank, suffix=f".{self._renewals}")
+        what = f"starting {', '.join(self.names[rank] for rank in ranks)} again"
+        found = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
+        for rank, process in zip(ranks, found):
+            self._processes[rank] = self._calls.processes[self.names[rank]] = process
 
     def replace(self, rank: int, timeout_s: float) -> None:
-        """Ends one rank and starts another in its seat, which has run `start`. For ranks without a process group.
-
-        What was submitted to the old one and is not done fails.
-        """
-        self._calls.forget(self.actors[rank])
-        self._end(rank)
-        self._replacements += 1
-        # Ray frees a dead actor's name some time later.
-        self.actors[rank] = self._make(rank, suffix=f".{self._replacements}")
+        """`renew` for a rank without a process group, which has run `start` afterwards."""
+        self.renew([rank], timeout_s)
         what = f"starting {self.names[rank]} again"
-        self._processes[rank] = self._calls.gather(
-            self.submit("identify", ranks=[rank]), what=what, timeout_s=timeout_s
-        )[0]
         self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
 
     @property
@@ -86,27 +98,41 @@ class WorkerGroup:
         return {process.pid: name for process, name in zip(self._processes, self.names)}
 
     @property
+    def processes(self) -> list[tuple[str, Process]]:
+        """Those that work now and those that did, by name."""
+        return [*zip(self.names, self._processes), *self._former]
+
+    @property
     def worker_ids(self) -> dict[str, str]:
         """Ray's worker id → actor name."""
         return {process.worker_id: name for process, name in zip(self._processes, self.names)}
 
-    def rendezvous(self, *, dp: int, tp: int, replicas: bool, timeout_s: float) -> list[tuple[str, int]]:
-        """A store for each process group: one of all ranks, or one per data-parallel replica. One address per rank."""
-        size = tp if replicas else dp * tp
-        leaders = range(0, dp * tp, size)
+    def rendezvous(
+        self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None
+    ) -> dict[int, tuple[str, int]]:
+        """A store for each process group of `size` ranks in a row; the address of every rank, or of `ranks` only."""
+        members = range(len(self.actors)) if ranks is None else ranks
+        leaders = [rank for rank in members if rank % size == 0]
         calls: dict[ray.ObjectRef, str] = {}
         for leader in leaders:
             calls |= self.submit("serve_store", size, ranks=[leader])
-        addresses = self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)
-        return [address for address in addresses for _ in range(size)]
+        addresses = dict(zip(leaders, self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)))
+        return {rank: addresses[rank - rank % size] for rank in members}
+
+    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Has ranks meet in process groups of `size` and load their models: the calls that do it."""
+        calls: dict[ray.ObjectRef, str] = {}
+        for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
+            calls |= self.submit("start", *address, ranks=[rank])
+        return calls
 
     def kill(self) -> None:
         """Ends every rank at once."""
         for rank in range(len(self.actors)):
-            self._end(rank)
+            self.end(rank)
 
-    def _end(self, rank: int) -> None:
-        """SIGKILL by pid where the process is on this node: ray.kill alone waits 5 s for a stopped one."""
+    def end(self, rank: int) -> None:
+        """Ends a rank at once: SIGKILL by pid where the process is on this node: ray.kill alone waits 5 s for a stopped one."""
         with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
             process = self._processes[rank]
             if process.node_id == ray.get_runtime_context().get_node_id():
@@ -122,12 +148,3 @@ def stop(groups: Sequence[WorkerGroup]) -> None:
             group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
         except DistillError as error:
             log.info("%s", error)
-
-
-def keep_logs(ray_logs: Path | None, groups: Sequence[WorkerGroup], folder: Path) -> None:
-    """Copies what the workers printed into the run's logs, by actor; Ray's own copy goes away with the session."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for pid, name in (entry for group in groups for entry in group.pids.items()):
-        for file in ray_logs.glob(f"worker-*-{pid}.*") if ray_logs else ():
-            if file.stat().st_size:
-                shutil.copyfile(file, folder / f"{name.replace('/', '-')}{file.suffix}")

@@ -42,13 +42,24 @@ class Wave:
     """whether the teachers have been called"""
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """held, by teacher; the same in each of its replicas"""
-    published: list[Refs] = field(default_factory=list)
-    """per teacher the calls of the ranks that publish, one per data-parallel replica; empty before they are made"""
-    others: Refs = field(default_factory=dict)
-    """calls of ranks that publish nothing, watched for their errors"""
+    lessons: list[list[Refs]] = field(default_factory=list)
+    """per teacher and data-parallel replica the calls of its ranks, of which the first publishes; empty before they
+    are made, and for a teacher that was lost"""
+    learning: Refs = field(default_factory=dict)
+    """the student's calls"""
+
+    @property
+    def published(self) -> list[list[ray.ObjectRef]]:
+        """Per teacher what its replicas publish."""
+        return [[next(iter(replica)) for replica in teacher] for teacher in self.lessons]
+
+    @property
+    def teaching(self) -> Refs:
+        """All calls of teachers; those that publish nothing are watched for their errors."""
+        return {ref: name for teacher in self.lessons for replica in teacher for ref, name in replica.items()}
 
     def drop(self) -> None:
-        for references in (self.student, self.teachers, self.published, self.others):
+        for references in (self.student, self.teachers, self.lessons, self.learning):
             references.clear()
 
 
@@ -99,10 +110,17 @@ class Pipeline:
         self._current: PendingBatch | None = None
         self._waiting: list[tuple[PendingBatch, Wave]] = []
         """in the order in which they will be called, but that those of the current batch come first"""
+        self._open: list[Wave] = []
+        """those that were taught and not finished, in the order of teaching"""
+        self._ahead: list[PendingBatch] = []
+        """those whose alignment nobody has waited for"""
+        self.lost: set[str] = set()
+        """teachers that the run goes on without"""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to the aligner and, when there is room, to the teachers."""
         pending = PendingBatch(batch.index, batch.cursor, self._aligners.submit(batch), [])
+        self._ahead.append(pending)
         self._lay_out(pending)
         self._pump()
         return pending
@@ -112,6 +130,20 @@ class Pipeline:
         called again."""
         self._current = pending
         self._pump()
+        return self._aligned(pending)
+
+    def look_after(self) -> None:
+        """Replaces an aligner that hangs on a batch to come: a teacher that was called on it would work on nothing else."""
+        for pending in list(self._ahead):
+            if self._aligners.overdue(pending.aligned):
+                self._aligned(pending)
+
+    @property
+    def aligner_restarts(self) -> int:
+        return self._aligners.restarts
+
+    def _aligned(self, pending: PendingBatch) -> BatchInfo:
+        self._ahead = [each for each in self._ahead if each is not pending]
         info, replaced = self._aligners.settle(pending.aligned)
         if replaced:
             self._withdraw(pending, pending.waves)
@@ -128,9 +160,33 @@ class Pipeline:
         wave.drop()
         self._pump()
 
+    @property
+    def queue(self) -> int:
+        """Batches that the aligners have yet to answer."""
+        return self._aligners.queue
+
     def occupancy(self) -> dict[str, float]:
         """By teacher the largest share of a ring in use since this was last asked."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
+
+    def teach_again(self, name: str, replica: int) -> None:
+        """Calls a replica that took the place of another on all that is not finished, in the same order and into the
+        same slots of its new ring."""
+        index = self._index(name)
+        for wave in self._open:
+            wave.lessons[index][replica] = self._call(index, replica, wave)
+
+    def lose(self, name: str) -> None:
+        """Goes on without a teacher: what it was called on counts as taught by the others alone."""
+        self.lost.add(name)
+        index = self._index(name)
+        for wave in self._open:
+            wave.lessons[index] = []
+            self._ledgers[name].give_back(wave.slots.pop(name, ()))
+        self._pump()
+
+    def _index(self, name: str) -> int:
+        return [teacher.name for teacher, _ in self._teachers].index(name)
 
     def _lay_out(self, pending: PendingBatch) -> None:
         """Cuts what the aligner will return into waves, and queues them."""
@@ -155,6 +211,7 @@ class Pipeline:
             self._give_back(wave)
 
     def _give_back(self, wave: Wave) -> None:
+        self._open = [each for each in self._open if each is not wave]
         for name, slots in wave.slots.items():
             self._ledgers[name].give_back(slots)
         wave.slots = {}
@@ -168,6 +225,8 @@ class Pipeline:
     def _has_room(self, pending: PendingBatch) -> bool:
         current = self._current.waves if self._current else []
         for name, ledger in self._ledgers.items():
+            if name in self.lost:
+                continue
             wave = self._rings.slots_per_wave[name]
             if ledger.free < wave:
                 return False
@@ -178,13 +237,16 @@ class Pipeline:
 
     def _teach(self, wave: Wave) -> None:
         wave.taught = True
-        for (teacher, group), parts in zip(self._teachers, wave.teachers):
-            slots = self._ledgers[teacher.name].take(self._rings.slots_per_wave[teacher.name])
-            wave.slots[teacher.name] = slots
-            tp, published = teacher.parallel.tp, {}
-            for replica, part in enumerate(parts):
-                ranks = range(replica * tp, (replica + 1) * tp)
-                (leader, name), *followers = group.submit("forward", part, slots, ranks=ranks).items()
-                published[leader] = name
-                wave.others |= dict(followers)
-            wave.published.append(published)
+        self._open.append(wave)
+        for index, (teacher, _) in enumerate(self._teachers):
+            if teacher.name in self.lost:
+                wave.lessons.append([])
+                continue
+            wave.slots[teacher.name] = self._ledgers[teacher.name].take(self._rings.slots_per_wave[teacher.name])
+            wave.lessons.append([self._call(index, replica, wave) for replica in range(teacher.parallel.dp)])
+
+    def _call(self, index: int, replica: int, wave: Wave) -> Refs:
+        """Has the ranks of one replica teach a wave."""
+        teacher, group = self._teachers[index]
+        ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
+        return group.submit("forward", wave.teachers[index][replica], wave.slots[teacher.name], ranks=ranks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from distill_rl.errors import AlignmentError, DistillError
+from distill_rl.errors import AlignmentError, DistillError, WorkerError
 from distill_rl.types import BadRow, BatchInfo, DocumentBatch
 from distill_rl.workers.calls import Calls
 from distill_rl.workers.group import WorkerGroup
@@ -35,8 +36,13 @@ class Pending:
     batch: DocumentBatch
     place: int
     """which aligner"""
-    info: ray.ObjectRef
+    info: Any
+    """reference to the BatchInfo"""
     parts: list[ray.ObjectRef]
+    actor: Any = None
+    """who was asked; another may have taken its place"""
+    since: float | None = None
+    """when it was first seen to be next at its aligner"""
 
 
 class BadRows:
@@ -87,6 +93,7 @@ class AlignerPool:
         local: an object with the methods of `AlignerWorker`, for an empty group.
         num_parts: what `build` returns besides its BatchInfo.
         deadline_s: for one batch, and for one row of a batch that failed twice.
+        max_restarts: how many aligners may be replaced.
     """
 
     def __init__(
@@ -99,9 +106,13 @@ class AlignerPool:
         deadline_s: float,
         start_timeout_s: float,
         bad_rows: BadRows,
+        max_restarts: int = 10,
     ):
         self._group, self._calls, self._local, self._num_parts = group, calls, local, num_parts
         self._deadline_s, self._start_timeout_s, self._bad_rows = deadline_s, start_timeout_s, bad_rows
+        self._max_restarts, self.restarts = max_restarts, 0
+        self._unsettled: list[Pending] = []
+        """in the order of submission"""
 
     @property
     def names(self) -> list[str]:
@@ -109,9 +120,30 @@ class AlignerPool:
 
     def submit(self, batch: DocumentBatch) -> Pending:
         """Hands a batch to the next aligner; waits only where there is none but this process."""
-        place = batch.index % len(self.names)
-        info, *parts = self._build(place, batch)
-        return Pending(batch, place, info, parts)
+        pending = Pending(batch, batch.index % len(self.names), None, [])
+        self._build(pending)
+        self._unsettled.append(pending)
+        return pending
+
+    def overdue(self, pending: Pending) -> bool:
+        """Whether a batch that nobody waits for yet has been at the head of its aligner's queue for `deadline_s`."""
+        if not self._group.actors or _outcome(pending.info) != "unknown":
+            return False
+        before = self._unsettled[: self._place_of(pending)]
+        if any(each.place == pending.place and _outcome(each.info) == "unknown" for each in before):
+            return False
+        if pending.since is None:
+            pending.since = time.monotonic()
+        return time.monotonic() - pending.since > self._deadline_s
+
+    @property
+    def queue(self) -> int:
+        """Batches that the aligners have yet to answer."""
+        infos = [each.info for each in self._unsettled]
+        return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
+
+    def _place_of(self, pending: Pending) -> int:
+        return next((n for n, each in enumerate(self._unsettled) if each is pending), 0)
 
     def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
         """What came of a batch, and whether its references were replaced on the way.
@@ -120,22 +152,27 @@ class AlignerPool:
             DistillError: what the user has to mend in the data; more bad rows than the budget.
         """
         what = f"aligning batch {pending.batch.index + 1}"
+        self._unsettled = [each for each in self._unsettled if each is not pending]
         first = pending.info
         info = self._attempt(pending, what) or self._again(pending, what)
         if info is None:
             log.warning("%s failed twice; its rows are tried one by one", what)
             self._find_bad_rows(pending)
-            pending.info, *pending.parts = self._build(pending.place, pending.batch)
+            self._build(pending)
             info = self._wait(pending, what)
         for row in info.bad_rows:
             self._bad_rows.add(pending.batch.source, row)
         return info, pending.info is not first
 
-    def _build(self, place: int, batch: DocumentBatch) -> list[ray.ObjectRef]:
+    def _build(self, pending: Pending) -> None:
+        """Has a batch built by whoever sits at its place now."""
+        batch, pending.since = pending.batch, None
         if not self._group.actors:
-            return [ray.put(part) for part in self._build_here(batch)]
-        actor = self._group.actors[place]
-        return actor.build.options(num_returns=1 + self._num_parts).remote(batch, self._bad_rows.of(batch))
+            pending.info, *pending.parts = [ray.put(part) for part in self._build_here(batch)]
+            return
+        pending.actor = self._group.actors[pending.place]
+        build = pending.actor.build.options(num_returns=1 + self._num_parts)
+        pending.info, *pending.parts = build.remote(batch, self._bad_rows.of(batch))
 
     def _build_here(self, batch: DocumentBatch) -> tuple[Any, ...]:
         try:
@@ -155,7 +192,7 @@ class AlignerPool:
 
     def _again(self, pending: Pending, what: str) -> BatchInfo | None:
         log.warning("%s is tried once more", what)
-        pending.info, *pending.parts = self._build(pending.place, pending.batch)
+        self._build(pending)
         return self._attempt(pending, what)
 
     def _attempt(self, pending: Pending, what: str) -> BatchInfo | None:
@@ -165,20 +202,33 @@ class AlignerPool:
         except DistillError as error:
             if _outcome(pending.info) == "done":  # after its deadline, but before anybody was told
                 return ray.get(pending.info)
-            self._recover(pending.place, pending.info, error)
+            self._recover(pending, pending.info, error)
             return None
 
     def _wait(self, pending: Pending, what: str) -> BatchInfo:
-        return self._calls.gather({pending.info: self.names[pending.place]}, what=what, timeout_s=self._deadline_s)[0]
+        waited = 0.0 if pending.since is None else time.monotonic() - pending.since
+        names = {pending.info: self.names[pending.place]}
+        return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited))[0]
 
-    def _recover(self, place: int, call: ray.ObjectRef, error: DistillError) -> None:
-        """Raises what no second try can mend; puts a new actor in the place of one that died or does not answer."""
+    def _recover(self, pending: Pending, call: ray.ObjectRef, error: DistillError) -> None:
+        """Raises what no second try can mend; puts a new actor in the place of one that died or does not answer.
+
+        Raises:
+            DistillError: `error`, if it is the user's to mend.
+            WorkerError: more were replaced than `faults.aligner_restarts`.
+        """
         if error.exit_code == 2:
             raise error
         log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if _outcome(call) == "unknown":
-            log.warning("%s is replaced", self._group.names[place])
-            self._group.replace(place, timeout_s=self._start_timeout_s)
+        if _outcome(call) != "unknown" or self._group.actors[pending.place] is not pending.actor:
+            return
+        name = self._group.names[pending.place]
+        if self.restarts >= self._max_restarts:
+            rule = f"aligners may be replaced faults.aligner_restarts={self._max_restarts} times"
+            raise WorkerError(name, rule, str(error), "mend what ends them, or raise it") from error
+        self.restarts += 1
+        log.warning("%s is replaced (%d of faults.aligner_restarts=%d)", name, self.restarts, self._max_restarts)
+        self._group.replace(pending.place, timeout_s=self._start_timeout_s)
 
     def _find_bad_rows(self, pending: Pending) -> None:
         for document in self._unknown(pending.batch):
@@ -187,7 +237,8 @@ class AlignerPool:
             try:
                 self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._deadline_s)
             except DistillError as error:
-                self._recover(pending.place, next(iter(calls)), error)
+                pending.actor = self._group.actors[pending.place]
+                self._recover(pending, next(iter(calls)), error)
                 self._bad_rows.add(pending.batch.source, BadRow(row, str(error)))
 
     def _unknown(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:

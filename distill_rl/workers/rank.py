@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,8 @@ import psutil
 import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
+
+_STDERR = 2
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -34,6 +38,9 @@ class Process:
     node_id: str
     worker_id: str = ""
     """Ray's"""
+    host: str = ""
+    logs: tuple[str, ...] = ()
+    """files of the node that its stdout and stderr go to, the latter last"""
 
     def kill(self) -> None:
         """SIGKILL, if it is still this process; on its own node only."""
@@ -44,9 +51,18 @@ class Process:
 
 
 def identify() -> Process:
-    """The process that calls this."""
+    """The process that calls this. From now on it writes its stacks to stderr when it gets SIGUSR2."""
+    faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
     context = ray.get_runtime_context()
-    return Process(os.getpid(), psutil.Process().create_time(), context.get_node_id(), context.get_worker_id())
+    outputs = (Path(f"/proc/self/fd/{number}").readlink() for number in (1, _STDERR))
+    return Process(
+        os.getpid(),
+        psutil.Process().create_time(),
+        context.get_node_id(),
+        context.get_worker_id(),
+        ray.util.get_node_ip_address(),
+        tuple(str(path) for path in outputs if path.is_file()),
+    )
 
 
 class RankWorker:

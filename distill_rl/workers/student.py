@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import TransportError, WorkerError
+from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
-from distill_rl.transport.assemble import fetch_rows
+from distill_rl.transport.assemble import fetch_rows, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import Crossing, RankBatch
+from distill_rl.workers.gauges import Gauges
 from distill_rl.workers.probe import Problem, probe_tensors, reporting
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.teacher import Published
@@ -24,6 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from distill_rl.student.objective import Target
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """Instead of metrics: the call changed nothing, on no rank, and may be made again."""
+
+    reason: str
 
 
 class StudentWorker(RankWorker):
@@ -39,6 +49,7 @@ class StudentWorker(RankWorker):
         super().__init__(config, threads)
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._crossings = crossings
+        self._gauges = Gauges(config.run.name)
         self._next_wave = 0
         self._step_s = self._fetch_s = 0.0
         self._far_bytes = 0
@@ -75,18 +86,25 @@ class StudentWorker(RankWorker):
 
     def train(
         self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
-    ) -> dict[str, Metric]:
+    ) -> dict[str, Metric] | NotRun:
         """forward_backward of one wave of a batch, and after the last one optim_step.
 
+        All targets of the wave are opened before anything is computed, and all ranks together go on or do not: a teacher
+        that dies afterwards is missed by nobody.
+
         Args:
-            wave: counted from 0; one that does not follow the last is refused, as its predecessor must have failed.
-            published: every teacher's results, of which `teacher_sizes` says how many belong to each.
+            wave: counted from 0; one that does not follow the last is not run, as its predecessor was not.
+            published: every teacher's results, of which `teacher_sizes` says how many belong to each; none of one that
+                was lost.
         """
         if wave != self._next_wave:
-            raise WorkerError(f"wave {wave} of batch {batch.index}", "must follow the one before", self._next_wave)
+            return NotRun(f"wave {wave} of batch {batch.index} came when wave {self._next_wave} was due")
         start = time.perf_counter()
         targets = self._targets(teacher_sizes, published)
-        metrics = self._engine.forward_backward(batch, targets, self._scores(batch, teacher_sizes, published))
+        with ExitStack() as opened:
+            if problem := self._open(targets, batch, opened):
+                return problem
+            metrics = self._engine.forward_backward(batch, targets, self._scores(batch, teacher_sizes, published))
         if last:
             metrics |= self._engine.optim_step()
         self._next_wave = 0 if last else wave + 1
@@ -95,8 +113,24 @@ class StudentWorker(RankWorker):
         self._far_bytes += targets.far_bytes
         return metrics | self._measured() if last else metrics
 
+    def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> NotRun | None:
+        """Opens what this rank reads of a wave; what is in the way, if some rank cannot."""
+        problem = "another rank has lost its targets"
+        try:
+            targets.open(batch.first_row, batch.rows.shape[0], opened)
+            able = True
+        except TransportError as error:
+            able, problem = False, str(error)
+        if self._engine.all_agree(able):
+            return None
+        return NotRun(problem)
+
     def _measured(self) -> dict[str, Metric]:
         """Times and bytes since this was last asked."""
+        self._gauges.set("student_step_seconds", self._step_s)
+        self._gauges.set("student_fetch_seconds", self._fetch_s)
+        self._gauges.add("student_bytes_between_nodes", self._far_bytes)
+        self._gauges.add("student_steps", 1)
         measured = {
             "timing/student/step": Metric(self._step_s, "max"),
             "timing/student/fetch": Metric(self._fetch_s, "max"),
@@ -107,33 +141,48 @@ class StudentWorker(RankWorker):
 
     def evaluate(
         self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
-    ) -> dict[str, Metric]:
+    ) -> dict[str, Metric] | NotRun:
         """KD and CE of a wave, without a gradient; arguments as of `train`."""
-        return self._engine.evaluate(
-            batch,
-            self._targets(teacher_sizes, published),
-            self._scores(batch, teacher_sizes, published),
-        )
+        targets = self._targets(teacher_sizes, published)
+        with ExitStack() as opened:
+            if problem := self._open(targets, batch, opened):
+                return problem
+            return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
 
     def _targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _Targets:
         node_id = ray.get_runtime_context().get_node_id()
         return _Targets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
     def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
-        """Per teacher its CE or entropy per student token that it speaks of; empty where shares are fixed.
+        """Per teacher what its share falls with: its CE or entropy per student token that it speaks of, nothing where
+        shares are fixed, and infinity where the run has lost it. Empty where all shares are as they are set.
 
         Every rank has what all replicas published, so no two ranks can differ.
         """
-        if all(teacher.score == "static" for teacher in self._config.teachers):
+        lost = [size == 0 for size in teacher_sizes]
+        static = all(teacher.score == "static" for teacher in self._config.teachers)
+        if static and not any(lost):
             return []
+        if static:
+            return [math.inf if gone else 0.0 for gone in lost]
         remaining = iter(published)
         sums = [sum(next(remaining).score for _ in range(size)) for size in teacher_sizes]
         shared = batch.chunks or (None,) * len(sums)
         tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in shared]
-        return [total / max(count, 1) for total, count in zip(sums, tokens)]
+        return [math.inf if gone else total / max(count, 1) for gone, total, count in zip(lost, sums, tokens)]
 
-    def save(self, directory: str) -> None:
-        self._engine.save(directory, {})
+    def save(self, directory: str, marker: str | None) -> None:
+        self._engine.save(directory, {}, marker)
+
+    def finish_saving(self) -> None:
+        self._engine.finish_saving()
+
+    def checkpoint_bytes(self) -> int:
+        return self._engine.checkpoint_bytes()
+
+    def stop(self) -> None:
+        self._engine.finish_saving()
+        super().stop()
 
     def load(self, directory: str) -> None:
         self._engine.load(directory)
@@ -158,7 +207,7 @@ class StudentWorker(RankWorker):
 
 
 class _Targets:
-    """TargetSource over a transport: `targets(first_row, num_rows)` opens the slots that hold these rows."""
+    """TargetSource over a transport: `targets(first_row, num_rows)` gives of the slots opened those that hold these rows."""
 
     def __init__(
         self,
@@ -170,31 +219,43 @@ class _Targets:
     ):
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
         self.seconds = 0.0
-        self._far: dict[int, int] = {}
+        self.far_bytes = 0
+        """of the slots read that were written on another node"""
+        self._open: dict[int, dict[str, Tensor]] = {}
         remaining = iter(published)
         self._handles: list[list[Handle]] = [
             [handle for _ in range(size) for handle in next(remaining).handles] for size in teacher_sizes
         ]
 
+    def open(self, first_row: int, num_rows: int, stack: ExitStack) -> None:
+        """Opens every slot that holds one of these rows, until `stack` ends.
+
+        Raises:
+            TransportError: one cannot be read any more.
+        """
+        start = time.perf_counter()
+        for handles in self._handles:
+            layouts = [handle.layout for handle in handles]
+            for source in sorted({piece.source for piece in plan(layouts, first_row, num_rows)} if handles else ()):
+                handle = handles[source]
+                fetched = self._transports[handle.transport].fetch(handle)
+                self._open[id(handle)] = stack.enter_context(fetched)
+                self.far_bytes += handle.num_bytes if handle.node_id != self._node_id else 0
+        self.seconds += time.perf_counter() - start
+
     @contextmanager
-    def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Target]]:
+    def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Target | None]]:
         from distill_rl.losses.targets import target_of
 
         start = time.perf_counter()
         with ExitStack() as stack:
             parts = [
-                stack.enter_context(fetch_rows(self._fetch, handles, first_row, num_rows)) for handles in self._handles
+                stack.enter_context(fetch_rows(self._opened, handles, first_row, num_rows)) if handles else None
+                for handles in self._handles
             ]
-            targets = [target_of(tensors, self._temperature) for tensors in parts]
+            targets = [None if part is None else target_of(part, self._temperature) for part in parts]
             self.seconds += time.perf_counter() - start
             yield targets
 
-    @property
-    def far_bytes(self) -> int:
-        """Of the slots read that were written on another node."""
-        return sum(self._far.values())
-
-    def _fetch(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
-        if handle.node_id != self._node_id:
-            self._far[id(handle)] = handle.num_bytes
-        return self._transports[handle.transport].fetch(handle)
+    def _opened(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
+        return nullcontext(self._open[id(handle)])

@@ -11,6 +11,7 @@ from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
+from distill_rl.workers.gauges import Gauges
 from distill_rl.workers.probe import PROBE_LAYOUT, probe_tensors, reporting
 from distill_rl.workers.rank import RankWorker
 from distill_rl.workers.slots import FIRST_GENERATION
@@ -47,6 +48,7 @@ class TeacherWorker(RankWorker):
     def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
         super().__init__(config, threads)
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
+        self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int) -> None:
         """Loads the model."""
@@ -95,6 +97,7 @@ class TeacherWorker(RankWorker):
             publish_s += time.perf_counter() - began
         if self._world.device.type == "cuda":  # or the seconds would be those of launching the work
             torch.cuda.synchronize(self._world.device)
+        self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
         if self._world.tp_rank:
             return Published()
         measured = Taught(
@@ -103,4 +106,7 @@ class TeacherWorker(RankWorker):
             time.perf_counter() - start,
             publish_s,
         )
+        self._gauges.set("teacher_publish_seconds", publish_s)
+        self._gauges.add("teacher_bytes", measured.num_bytes)
+        self._gauges.add("teacher_positions", measured.num_positions)
         return Published(tuple(handles), measured, self._engine.score)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.command import Cluster, distill_rl
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.ray_nodes import ray_nodes
 from tests.helpers.tokenizers import tiny_tokenizer
 
 CONFIG = """\
@@ -46,3 +50,24 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     write_corpus(root / "corpus.jsonl", rows=80, seed=5)
     write_corpus(root / "chats.jsonl", rows=80, seed=6, messages=True)
     return Material(root)
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of one node, for the runs whose subject is neither how Ray starts nor how it ends."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=16) as address:
+        variables = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+        patch.undo()
+        yield Cluster(address, variables)
+
+
+@pytest.fixture(scope="session")
+def straight(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that others must equal: eight steps in one go, with validation and checkpoints on the way."""
+    folder = tmp_path_factory.mktemp("straight")
+    seen = ("observe.table_every=4", "observe.timeline=true")
+    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4", *seen)
+    assert ended.code == 0, ended.err
+    assert "transport object_store: " in ended.out
+    return folder / "runs" / "tiny"

@@ -1,13 +1,11 @@
-"""Bad input through the real command line: exit code 2, one line per problem, all at once, nothing written."""
+"""Bad input through the real command line: exit code 2, one line per problem, all at once, nothing written. What can be
+wrong with a training, row by row: test_bad_input_table.py."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.command import distill_rl
-from tests.helpers.models import write_tiny_model
-from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.cli
 
@@ -51,41 +49,6 @@ def test_settings_from_which_no_size_follows_are_refused_without_one(material, t
     assert ended.code == 2
     assert_named(ended.errors, ("train.micro_batch_size", "1 or more"), ("teachers.0.parallel.dp", "1 or more"))
     assert "Traceback" not in ended.err
-
-
-def test_models_that_do_not_fit_are_all_told_at_once(material, tmp_path):
-    write_tiny_model(tmp_path / "foreign", tokenizer=tiny_tokenizer(330, seed=3))
-    (tmp_path / "file").write_text("in the way")
-    errors = refused(
-        "train", "-c", material.config(tmp_path), f"teachers.0.model={tmp_path}/foreign", "loss.top_k=1000",
-        "teachers.0.loss=same", "data.max_length=4096", f"run.dir={tmp_path}/file",
-    )  # fmt: skip
-    assert_named(
-        errors,
-        ("teachers.0", "tokenizers differ", "loss.cross_tokenizer"),
-        ("loss.top_k", "1000", "320"),
-        ("data.max_length", "4096", "512 positions of student"),
-        ("data.max_length", "4096", "512 positions of teacher big"),
-        (f"{tmp_path}/file",),
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([], ("data.path", "empty")),
-        ([{"body": "x"}] * 80, ("data", "body")),
-        ([{"text": "fine"}] * 70 + [{"text": 5}] + [{"text": "fine"}] * 9, ("text",)),
-        ([{"text": "only one"}], ("data.path", "fewer than one global batch of 8")),
-    ],
-    ids=["empty", "no column", "not text", "too few"],
-)
-def test_data_that_cannot_be_trained_on_is_refused(material, tmp_path, rows, words):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    errors = refused("train", "-c", material.config(tmp_path), f"data.path={data}", "data.validation.fraction=0")
-    assert len(errors) == 1
-    assert all(word in errors[0] for word in words), errors
 
 
 def test_a_hub_model_out_of_reach_stops_train_but_not_check(material, tmp_path):

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.cli.test_train import assert_equal_runs, shards, weights
-from tests.helpers.command import actor_pid, distill_rl, records, running, series, until
+from tests.helpers.command import Cluster, actor_pid, distill_rl, records, running, series, until
 
 pytestmark = pytest.mark.cli
 
 
-def train(material, folder: Path, *overrides: str, teacher: str = "foreign") -> Path:
-    ended = distill_rl("train", "-c", material.config(folder, teacher), *overrides)
+def train(material, folder: Path, *overrides: str, teacher: str = "foreign", cluster: Cluster | None = None) -> Path:
+    ended = distill_rl("train", "-c", material.config(folder, teacher), *overrides, cluster=cluster)
     assert ended.code == 0, ended.err
     return folder / "runs" / "tiny"
 
@@ -56,43 +56,48 @@ def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
     "overrides",
     [("prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"), ("prefetch.depth=3", "aligner.workers=3")],
 )
-def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, tmp_path, overrides):
-    run = train(material, tmp_path, "loss.dynamic_scale=on", *overrides)
+def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, cluster, tmp_path, overrides):
+    run = train(material, tmp_path, "loss.dynamic_scale=on", *overrides, cluster=cluster)
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
 
 
-def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, tmp_path):
-    for steps, resume in ((3, []), (5, ["--resume"]), (8, ["--resume", "auto"])):
-        run = train(material, tmp_path, "loss.dynamic_scale=on", f"train.steps={steps}", *resume)
+def test_three_plus_five_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
+    """The ratio that scales KD goes on as well; more resumes of one run: test_train.py."""
+    for steps, resume in ((3, []), (8, ["--resume"])):
+        settings = ("loss.dynamic_scale=on", f"train.steps={steps}", "aligner.workers=0")
+        run = train(material, tmp_path, *settings, *resume, cluster=cluster)
     assert_equal_runs(straight, run)
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_an_aligner_killed_in_mid_run_changes_no_bit(material, tmp_path):
+def test_an_aligner_killed_in_mid_run_changes_no_bit(material, cluster, tmp_path):
     """The second of two, over and over: whatever it was doing is done again by another."""
-    steps = ("train.steps=80", "schedule.steps=80", "aligner.workers=2")
-    calm = train(material, tmp_path / "calm", *steps)
+    steps = ("train.steps=80", "schedule.steps=80")
+    calm = train(material, tmp_path / "calm", *steps, "aligner.workers=0", cluster=cluster)
     log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
-    with running("train", "-c", material.config(tmp_path / "hit", "foreign"), *steps, log=log) as process:
+    config = material.config(tmp_path / "hit", "foreign")
+    with running("train", "-c", config, *steps, "aligner.workers=2", log=log) as process:
         for step in (2, 12):
             until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
             os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
         assert process.wait(timeout=120) == 0, log.read_text()
     assert series(run, "train/loss") == series(calm, "train/loss")
-    assert "is replaced" in (run / "logs" / "driver.log").read_text()
+    assert "is replaced" in (run / "logs" / "latest" / "driver.log").read_text()
     assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
 
 
-def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_is_a_projection(material, tmp_path):
+def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_is_a_projection(
+    material, cluster, tmp_path
+):
     common = (
         "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
-        "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001",
+        "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001", "aligner.workers=0",
     )  # fmt: skip
-    whole = train(material, tmp_path / "whole", *common)
+    whole = train(material, tmp_path / "whole", *common, cluster=cluster)
     split = train(
         material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
-        "train.micro_batch_size=1", "transport=shared_memory",
+        "train.micro_batch_size=1", "transport=shared_memory", cluster=cluster,
     )  # fmt: skip
     for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "validation/kl_loss"):
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
@@ -103,11 +108,14 @@ def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_
     assert again.code == 0, again.err
 
 
-def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_know_the_text(material, tmp_path):
+def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_know_the_text(
+    material, cluster, tmp_path
+):
     run = train(
         material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
         f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
-        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2",
+        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2", "aligner.workers=0",
+        cluster=cluster,
     )  # fmt: skip
     first = records(run)[0]
     both = first["train/kl_loss/big"], first["train/kl_loss/same"]
@@ -115,16 +123,21 @@ def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_kn
     assert first["align/coverage"] > 0.9
 
 
-def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(material, tmp_path, monkeypatch):
+def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(
+    material, cluster, tmp_path, monkeypatch
+):
     """CUDA through Numba's simulator, which needs no device."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     common = (
-        "aligner.method=dp", "aligner.num_gpus=0.1", "data.max_length=16", "data.validation.fraction=0",
+        "aligner.method=dp", "data.max_length=16", "data.validation.fraction=0",
         "train.global_batch_size=2", "train.steps=1", "schedule.steps=1", "schedule.warmup_steps=0",
     )  # fmt: skip
+    actor = ("aligner.dp.backend=cuda", "aligner.num_gpus=0.1")
     runs = {
-        backend: train(material, tmp_path / backend, f"aligner.dp.backend={backend}", *common)
-        for backend in ("numpy", "cuda")
+        "cuda": train(material, tmp_path / "cuda", *actor, *common),
+        "numpy": train(
+            material, tmp_path / "numpy", "aligner.dp.backend=numpy", "aligner.workers=0", *common, cluster=cluster
+        ),
     }
     first = {backend: records(run)[0] for backend, run in runs.items()}
     for backend, record in first.items():
@@ -133,10 +146,12 @@ def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_r
     assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
 
 
-def test_two_copies_of_one_tokenizer_give_the_run_without_a_crossing(material, tmp_path):
-    common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4")
-    crossing = train(material, tmp_path / "a", "teachers.0.loss=hybrid", *common, teacher="teacher")
-    same = train(material, tmp_path / "b", *common, teacher="teacher")
+def test_two_copies_of_one_tokenizer_give_the_run_without_a_crossing(material, cluster, tmp_path):
+    common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4", "aligner.workers=0")
+    crossing, same = (
+        train(material, tmp_path / loss, f"teachers.0.loss={loss}", *common, teacher="teacher", cluster=cluster)
+        for loss in ("hybrid", "same")
+    )
     assert records(crossing)[0]["align/one_to_one"] == 1.0
     assert records(crossing)[0]["align/coverage"] == 1.0
     for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):

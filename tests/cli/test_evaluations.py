@@ -25,17 +25,8 @@ def result(run: Path, name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def alone(material, tmp_path_factory) -> Path:
-    """Eight steps without any suite."""
-    folder = tmp_path_factory.mktemp("alone")
-    ended = distill_rl("train", "-c", material.config(folder))
-    assert ended.code == 0, ended.err
-    return folder / "runs" / "tiny"
-
-
-@pytest.fixture(scope="module")
 def evaluated(material, tmp_path_factory) -> Path:
-    """The same with a suite every other step."""
+    """The straight run with a suite every other step."""
     folder = tmp_path_factory.mktemp("evaluated")
     suite = write_suite(folder, count=24)
     ended = distill_rl(
@@ -47,8 +38,8 @@ def evaluated(material, tmp_path_factory) -> Path:
     return folder / "runs" / "tiny"
 
 
-def test_evaluation_changes_no_bit_of_the_training(alone, evaluated):
-    assert_equal_runs(alone, evaluated)
+def test_evaluation_changes_no_bit_of_the_training(straight, evaluated):
+    assert_equal_runs(straight, evaluated)
 
 
 def test_scores_belong_to_the_step_whose_weights_were_scored(evaluated):
@@ -75,7 +66,7 @@ def test_scores_are_in_the_report_and_on_the_card(evaluated):
     assert "eval/own" in (evaluated / "export" / "README.md").read_text()
 
 
-def test_a_run_stopped_during_an_evaluation_takes_its_scores_when_it_goes_on(material, tmp_path, alone):
+def test_a_run_stopped_during_an_evaluation_takes_its_scores_when_it_goes_on(material, cluster, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     slow = settings(write_suite(tmp_path, count=4000, max_new_tokens=40), "evaluate.suites_every=2")
     with running("train", "-c", config, *slow, log=tmp_path / "log") as process:
@@ -86,15 +77,16 @@ def test_a_run_stopped_during_an_evaluation_takes_its_scores_when_it_goes_on(mat
     assert ".weights-2" in left
     assert not series(run, "eval/own")
     write_suite(tmp_path, count=24)  # other questions: what was begun does not count
-    ended = distill_rl("train", "-c", config, *settings(tmp_path / "own.py", "evaluate.suites_every=2"), "--resume")
+    again = settings(tmp_path / "own.py", "evaluate.suites_every=2", "aligner.workers=0")
+    ended = distill_rl("train", "-c", config, *again, "--resume", cluster=cluster)
     assert ended.code == 0, ended.err
     assert {2, 8} <= set(dict(series(run, "eval/own")))
     assert not list((run / "evals").glob(".weights-*"))
     assert result(run, "step-2")["num_items"] == 24
-    assert_equal_runs(alone, run)
+    assert_equal_runs(straight, run)
 
 
-def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path, alone):
+def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
     limit = ("evaluate.suites_every=4", "evaluate.limit=396")
@@ -109,7 +101,7 @@ def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path,
     assert [step for step, _ in series(run, "eval/own")] == [8]
     assert result(run, "student")["num_items"] == 400
     assert not list((run / "evals").glob(".weights-*"))
-    assert_equal_runs(alone, run)
+    assert_equal_runs(straight, run)
 
 
 def test_everything_that_a_suite_lacks_is_told_before_anything_starts(material, tmp_path):

@@ -37,23 +37,13 @@ def shards(run: Path, step: int) -> dict[str, str]:
     return {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".distcp")}
 
 
-@pytest.fixture(scope="module")
-def straight(material, tmp_path_factory) -> Path:
-    """Eight steps in one go, with validation and checkpoints on the way."""
-    folder = tmp_path_factory.mktemp("straight")
-    seen = ("observe.table_every=4", "observe.timeline=true")
-    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4", *seen)
-    assert ended.code == 0, ended.err
-    assert "transport object_store: " in ended.out
-    return folder / "runs" / "tiny"
-
-
 def test_a_run_leaves_what_the_design_says(straight):
     names = {path.name for path in straight.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints", "export", "report.html"} <= names
     assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["step-4", "step-8"]
     assert [step for step, _ in series(straight, "train/kl_loss")] == list(range(1, 9))
     assert [step for step, _ in series(straight, "validation/kl_loss")] == [4, 8]
+    assert [step for step, _ in series(straight, "timing/save")] == [5], "saved after step 4, beside the training"
     assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(
         records(straight)[0]
     )
@@ -79,13 +69,15 @@ def test_the_export_loads_and_its_card_names_its_origin(straight, material):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("prefetch.depth=0", "transport=shared_memory"),
+        ("prefetch.depth=0", "transport=shared_memory", "aligner.workers=0"),
         ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2"),
-        ("prefetch.depth=5", "prefetch.slots=3"),
+        ("prefetch.depth=5", "prefetch.slots=3", "aligner.workers=0"),
     ],
 )
-def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(straight, material, tmp_path, overrides):
-    ended = distill_rl("train", "-c", material.config(tmp_path), *overrides)
+def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(
+    straight, material, cluster, tmp_path, overrides
+):
+    ended = distill_rl("train", "-c", material.config(tmp_path), *overrides, cluster=cluster)
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert_equal_weights(straight, run)
@@ -100,7 +92,7 @@ def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(stra
 
 def boxes(run: Path, call: str, row: str) -> list[tuple[float, float]]:
     """When a worker's calls began and ended, by the run's timeline."""
-    events = json.loads((run / "logs" / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((run / "logs" / "latest" / "timeline.json").read_text())["traceEvents"]
     rows = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     own = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
     return [(event["ts"], event["ts"] + event["dur"]) for event in own]
@@ -115,25 +107,30 @@ def test_what_workers_did_can_be_seen_side_by_side_and_in_a_table(straight):
     assert (len(trained), len(taught)) == (8, 8 + 2)
     assert len(boxes(straight, "build", "aligner-0")) == 8 + 2
     assert overlap(trained, taught), "the teacher never worked while the student did"
-    log = (straight / "logs" / "driver.log").read_text()
+    log = (straight / "logs" / "latest" / "driver.log").read_text()
     assert "where the time went, steps 1 to 4" in log
     assert "where the time went, steps 5 to 8" in log
     assert records(straight)[0]["transport/bytes_per_token"] == 16 * 8 + 8
 
 
-def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, tmp_path):
+def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    for steps, resume in ((3, []), (5, ["--resume"]), (8, ["--resume", "auto"])):
-        ended = distill_rl("train", "-c", config, f"train.steps={steps}", *resume)
+    # At depths other than the straight run's, and saved at once as well as beside the training.
+    for steps, depth, beside, resume in ((3, 0, True, []), (5, 2, False, ["--resume"]), (8, 2, True, ["--resume", "auto"])):
+        how = (f"prefetch.depth={depth}", f"checkpoint.async_save={str(beside).lower()}")
+        settings = (f"train.steps={steps}", "aligner.workers=0", *how)
+        ended = distill_rl("train", "-c", config, *settings, *resume, cluster=cluster)
         assert ended.code == 0, ended.err
     assert_equal_runs(straight, run)
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_same(straight, material, tmp_path):
+def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_same(
+    straight, material, cluster, tmp_path
+):
     ended = distill_rl(
         "train", "-c", material.config(tmp_path), "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
-        "teachers.0.micro_batch_size=4", "train.micro_batch_size=1",
+        "teachers.0.micro_batch_size=4", "train.micro_batch_size=1", "aligner.workers=0", cluster=cluster,
     )  # fmt: skip
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
@@ -143,7 +140,7 @@ def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_sam
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
 
 
-def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(material, tmp_path):
+def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(material, cluster, tmp_path):
     curves = []
     for tp in (1, 2):
         folder = tmp_path / str(tp)
@@ -156,6 +153,8 @@ def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(
             "transport=shared_memory",
             f"student.parallel.tp={tp}",
             f"teachers.0.parallel.tp={tp}",
+            "aligner.workers=0",
+            cluster=cluster,
         )
         assert ended.code == 0, ended.err
         curves.append([series(folder / "runs" / "tiny", f"train/{name}") for name in ("kl_loss", "nll_loss")])
@@ -164,17 +163,18 @@ def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(
         torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
 
 
-def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(material, tmp_path):
+def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(material, cluster, tmp_path):
     """Teachers equal to the one of the straight run, so that their weighted mean is its loss."""
     losses = []
     for overrides in (
-        [],
+        ["aligner.workers=0"],
         [f"teachers.1={{name: same, model: {material.root}/teacher, dtype: fp32, micro_batch_size: 1, weight: 3, parallel: {{dp: 2}}}}",
          "student.parallel.dp=2", "prefetch.depth=2", "transport=shared_memory", "ray.placement=disaggregated",
          "observe.timeline=true"],
     ):  # fmt: skip
         folder = tmp_path / str(len(losses))
-        ended = distill_rl("train", "-c", material.config(folder), "train.steps=null", "train.epochs=0.4", *overrides)
+        epochs = ("train.steps=null", "train.epochs=0.4")
+        ended = distill_rl("train", "-c", material.config(folder), *epochs, *overrides, cluster=cluster)
         assert ended.code == 0, ended.err
         losses.append(series(folder / "runs" / "tiny", "train/kl_loss"))
     forwards = [boxes(folder / "runs" / "tiny", "forward", row) for row in ("big/dp0-tp0", "same/dp0-tp0")]
@@ -195,9 +195,9 @@ def test_a_resumed_run_must_find_the_same_teacher_order_and_data(straight, mater
         assert any(name in line for line in ended.errors), ended.errors
 
 
-def test_without_distillation_weight_no_teacher_runs(material, tmp_path):
-    config = material.config(tmp_path)
-    ended = distill_rl("train", "-c", config, "loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16")
+def test_without_distillation_weight_no_teacher_runs(material, cluster, tmp_path):
+    settings = ("loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16", "aligner.workers=0")
+    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert len(series(run, "train/nll_loss")) == 2

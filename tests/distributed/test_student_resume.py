@@ -27,7 +27,6 @@ from tests.helpers.models import write_tiny_model
 pytestmark = pytest.mark.ranks
 
 VOCABULARY, WIDTH, STEPS = 320, 24, 8
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
 def world_of(dp: int, tp: int, name: str) -> World:
@@ -64,8 +63,10 @@ def whole_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
     return state
 
 
-def straight_and_resumed(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> list[tuple]:
-    """8 steps in one go, then 3 + 2 + 3 with a new process group and engine each time."""
+def straight_and_resumed(
+    dp: int, tp: int, student: Path, teacher: Path, folder: Path, beside: bool = True
+) -> list[tuple]:
+    """8 steps in one go, then 3 + 2 + 3 with a new process group and engine each time, saved beside or at once."""
     world = world_of(dp, tp, "straight")
     engine = engine_on(world, student, teacher)
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
@@ -79,7 +80,9 @@ def straight_and_resumed(dp: int, tp: int, student: Path, teacher: Path, folder:
             assert engine.load(folder / f"step-{first}") == {"cursor": [first, 0.5]}
             assert engine.step == first
         losses += run_steps(engine, teacher, first, last)
-        engine.save(folder / f"step-{last}", {"cursor": [last, 0.5]})
+        marker = folder / f"written-{last}" if beside else None
+        engine.save(folder / f"step-{last}", {"cursor": [last, 0.5]}, marker)
+        engine.finish_saving()
         if last == STEPS:
             outcomes.append((losses, whole_state(engine), torch.get_rng_state()))
         close_world(world)
@@ -112,9 +115,13 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     return folder / "step-5", state
 
 
-@pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int):
-    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, dp, tp, *folders, tmp_path, group=False):
+@pytest.mark.parametrize(
+    ("dp", "tp", "beside"),
+    [(1, 1, True), (2, 1, True), (2, 1, False), (1, 2, True), (2, 2, True)],
+    ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
+)
+def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int, beside: bool):
+    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, dp, tp, *folders, tmp_path, beside, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
         assert losses == resumed_losses
         assert len(losses) in (0, 3 * STEPS)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +29,24 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("distill-rl: error: ")]
 
 
-def distill_rl(*arguments: str | Path, cwd: Path | None = None) -> Ended:
-    """Runs `distill-rl` to its end."""
-    command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=environment())
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that runs join, for what is not about starting one: it saves each of them the start of eight processes."""
+
+    address: str
+    variables: Mapping[str, str]
+    """of the environment, that let a process in"""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (f"ray.address={self.address}",)
+
+
+def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster | None = None) -> Ended:
+    """Runs `distill-rl` to its end; a training joins the cluster that is given."""
+    command = [sys.executable, "-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
+    variables = environment() | dict(cluster.variables if cluster else {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=variables)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -81,6 +95,21 @@ def series(run: Path, metric: str) -> list[tuple[int, float]]:
 def leftovers(root: int) -> dict[int, psutil.Process]:
     """Every process below `root` now, for a later look at who is still there."""
     return {process.pid: process for process in psutil.Process(root).children(recursive=True)}
+
+
+def survivors(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -> list[psutil.Process]:
+    """Those that still run when the deadline is over. The dead that wait for their parent to take note do not: an init
+    may take seconds for it."""
+    deadline = time.monotonic() + deadline_s
+    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def actor_pid(root: int, name: str) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,21 +21,32 @@ RAY = Path(sys.executable).with_name("ray")
 
 
 @contextlib.contextmanager
-def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, nodes: int, cpus: int) -> Iterator[str]:
-    """The address of `nodes` nodes with `cpus` logical CPUs each."""
+def ray_nodes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    nodes: int,
+    cpus: int,
+    mode: str = "token",
+    dashboard: int | None = None,
+) -> Iterator[str]:
+    """The address of `nodes` nodes with `cpus` logical CPUs each.
+
+    Args:
+        mode: of authentication, `token` or `disabled`; the environment of the test is left with what joins it.
+        dashboard: port of the dashboard on 127.0.0.1; None: no dashboard.
+    """
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_urlsafe(32))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.setenv("RAY_worker_niceness", "0")
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     output = tmp_path / "ray-0.log"
     started = []
     try:
-        started.append(
-            _start(output, "--head", "--port=0", f"--temp-dir={folder}", "--include-dashboard=false", cpus=cpus)
-        )
+        started.append(_start(output, "--head", "--port=0", f"--temp-dir={folder}", *_dashboard(dashboard), cpus=cpus))
         until(lambda: _address(output) or started[0].poll() is not None, "ray start")
         address = _address(output)
         assert address, output.read_text()
@@ -48,6 +60,19 @@ def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, nodes: int, cp
                 process.kill()
         psutil.wait_procs(family, timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _dashboard(port: int | None) -> list[str]:
+    if port is None:
+        return ["--include-dashboard=false"]
+    where = ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+    return ["--include-dashboard=true", *where, f"--dashboard-agent-listen-port={free_port()}"]
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return asked.getsockname()[1]
 
 
 def _start(output: Path, *arguments: str, cpus: int) -> psutil.Popen:

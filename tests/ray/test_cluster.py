@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.command import environment
+from tests.helpers.command import environment, survivors
 
 pytestmark = pytest.mark.ray
 
@@ -59,7 +59,7 @@ def test_a_session_is_authenticated_and_leaves_no_process_and_no_file():
     assert not facts["secret_seen"]
     assert facts["cpus"] >= max(5, os.cpu_count() or 1)
     assert facts["started"]
-    assert not any(psutil.pid_exists(pid) for pid in facts["started"])
+    assert not survivors([psutil.Process(pid) for pid in facts["started"] if psutil.pid_exists(pid)])
     assert not folders(facts["pid"])
 
 

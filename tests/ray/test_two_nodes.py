@@ -37,7 +37,7 @@ def test_auto_takes_the_object_store_between_nodes_and_the_losses_are_those_of_o
     assert ended.code == 0, ended.err
     assert "transport object_store" in ended.out
 
-    log = (two / "runs" / "tiny" / "logs" / "driver.log").read_text()
+    log = (two / "runs" / "tiny" / "logs" / "latest" / "driver.log").read_text()
     ((source, written, read),) = re.findall(r"(\S+) on node (\w+) \(cpu\) is read on node (\w+) \(cpu\)", log)
     assert source == "big/dp0-tp0"
     assert written != read

@@ -1,10 +1,12 @@
 import json
+import os
 
 import pytest
 
 from distill_rl import checkpoints
 from distill_rl.checkpoints import CheckpointStore, SavedState
 from distill_rl.errors import CheckpointError
+from distill_rl.files import write_json
 from distill_rl.types import Cursor, TrainState
 
 
@@ -64,8 +66,8 @@ def test_a_folder_left_by_a_killed_save_is_never_chosen_and_swept_by_the_next(tm
 
 
 @pytest.mark.parametrize("name", ["student/shard-0", "student/nested/shard-1", "state.json", "MANIFEST.json"])
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, name, harm):
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "empty"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, name, harm):
     store = store_in(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -73,18 +75,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capl
     content = bytearray(file.read_bytes())
     if harm == "remove":
         file.unlink()
-    elif harm == "cut":
-        file.write_bytes(content[: len(content) // 2])
+    elif harm in ("cut", "empty"):
+        file.write_bytes(content[: len(content) // 2] if harm == "cut" else b"")
     else:
         content[0] ^= 1
         file.write_bytes(content)
     with pytest.raises(CheckpointError, match=name):
         checkpoints.read(tmp_path / "step-2")
-    assert store.newest().state.train.step == 1
-    assert name in caplog.text
+    said = []
+    assert checkpoints.find(store, "auto", said.append).state.train.step == 1
+    (line,) = said
+    assert name in line
+    assert "step-1 is taken instead" in line
 
 
-def test_no_flipped_bit_of_the_manifest_is_more_than_a_damaged_checkpoint(tmp_path):
+def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -92,7 +97,117 @@ def test_no_flipped_bit_of_the_manifest_is_more_than_a_damaged_checkpoint(tmp_pa
     content = manifest.read_bytes()
     for position in range(len(content)):
         manifest.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
-        assert store.newest().state.train.step in (1, 2)
+        assert store.newest(lambda line: None).state.train.step == 1
+
+
+def test_with_half_written_ones_only_auto_starts_afresh(tmp_path):
+    for name in (".tmp-step-4-abcd", ".tmp-pruned-step-2-abcd"):
+        (tmp_path / name / "student").mkdir(parents=True)
+    assert checkpoints.find(store_in(tmp_path), "auto") is None
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_with_damaged_ones_only_nothing_is_thrown_away_by_starting_afresh(tmp_path, resume):
+    store = store_in(tmp_path)
+    for step in (1, 2):
+        save(store, step)
+        (tmp_path / f"step-{step}" / "student" / "shard-0").write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.find(store, resume)
+    assert [name in problem for name, problem in zip(("step-2", "step-1", "--clean"), caught.value.problems)] == [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("name", [".", "student", "student/shard-0", "MANIFEST.json"])
+def test_what_others_can_write_is_refused_and_named(tmp_path, name, mode):
+    save(store_in(tmp_path), 1)
+    (tmp_path / "step-1" / name).chmod(mode)
+    with pytest.raises(CheckpointError, match=r"can be written by others .*chmod -R go-w") as caught:
+        checkpoints.read(tmp_path / "step-1")
+    assert ("the folder" if name == "." else name) in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
+@pytest.mark.parametrize("name", [".", "student/shard-0"])
+def test_what_belongs_to_somebody_else_is_refused_and_named(tmp_path, name):
+    save(store_in(tmp_path), 1)
+    os.chown(tmp_path / "step-1" / name, 54321, 54321)
+    with pytest.raises(CheckpointError, match="belongs to user 54321"):
+        checkpoints.read(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("name", ["student", "student/shard-0", "MANIFEST.json"])
+def test_a_link_in_a_checkpoint_is_refused_even_to_the_same_bytes(tmp_path, name):
+    save(store_in(tmp_path / "run"), 1)
+    entry = tmp_path / "run" / "step-1" / name
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{name} is a link"):
+        checkpoints.read(tmp_path / "run" / "step-1")
+
+
+def test_a_step_that_leads_out_of_the_run_is_passed_over_and_one_given_by_hand_is_followed(tmp_path):
+    save(store_in(tmp_path / "other"), 9)
+    run = store_in(tmp_path / "run")
+    save(run, 1)
+    (tmp_path / "run" / "step-9").symlink_to(tmp_path / "other" / "step-9")
+    said = []
+    assert run.newest(said.append).state.train.step == 1
+    assert f"it leads to {tmp_path / 'other' / 'step-9'}" in said[0]
+    assert checkpoints.find(run, str(tmp_path / "run" / "step-9")).state.train.step == 9
+
+
+def test_what_cannot_be_trusted_is_refused_before_anything_is_opened(tmp_path):
+    """Whoever opened this manifest would wait for a writer for ever."""
+    save(store_in(tmp_path), 1)
+    manifest = tmp_path / "step-1" / "MANIFEST.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(CheckpointError, match=r"MANIFEST\.json is a special file"):
+        checkpoints.read(tmp_path / "step-1")
+
+
+def test_a_checkpoint_is_closed_to_others_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        save(store_in(tmp_path), 1)
+    finally:
+        os.umask(before)
+    assert store_in(tmp_path).newest().state.train.step == 1
+
+
+def test_without_room_nothing_is_begun_and_the_message_says_how_much_is_needed_and_free(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 1)
+    saved = sum(file.stat().st_size for file in (tmp_path / "step-1").rglob("*") if file.is_file())
+    manifest = tmp_path / "step-1" / "MANIFEST.json"
+    assert store.begin(SavedState(TrainState(2))).num_bytes == saved - manifest.stat().st_size
+    store.sweep()
+    huge = store_in(tmp_path / "fresh")
+    with pytest.raises(CheckpointError, match=rf"needs {2**70} bytes of free space; got \d+ bytes; free some space"):
+        huge.begin(SavedState(TrainState(1)), lambda: 2**70)
+    assert list((tmp_path / "fresh").iterdir()) == []
+
+
+def test_nothing_is_pruned_before_the_new_one_is_whole(tmp_path):
+    store = store_in(tmp_path, keep_last=1)
+    save(store, 1)
+    with store.write(SavedState(TrainState(2))) as directory:
+        (directory / "shard-0").write_bytes(b"weights")
+        assert steps_in(tmp_path) == [1]
+    assert steps_in(tmp_path) == [2]
+
+
+def test_what_a_killed_process_was_replacing_or_pruning_is_put_right(tmp_path):
+    store = store_in(tmp_path)
+    save(store, 1)
+    (tmp_path / "step-1").rename(tmp_path / ".tmp-old-step-1-abcd")
+    (tmp_path / ".tmp-pruned-step-0-abcd").mkdir()
+    store.sweep()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert store.newest().state.train.step == 1
 
 
 def test_checkpoints_of_a_future_that_was_left_are_set_aside(tmp_path):
@@ -114,6 +229,15 @@ def test_a_manifest_of_a_newer_format_is_refused(tmp_path):
         checkpoints.read(tmp_path / "step-1")
 
 
+def test_a_manifest_made_before_it_had_a_hash_of_its_own_is_read(tmp_path):
+    save(store_in(tmp_path), 1)
+    manifest = tmp_path / "step-1" / "MANIFEST.json"
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    write_json(manifest, content)
+    assert checkpoints.read(tmp_path / "step-1").state.train.step == 1
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint"):
         checkpoints.find(store_in(tmp_path), str(tmp_path))
@@ -126,7 +250,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path, hostile):
     (tmp_path / "run" / "outside").write_text("x")
     content = json.loads(manifest.read_text())
     content["files"][hostile] = {"size": 1, "sha256": ""}
-    manifest.write_text(json.dumps(content))
+    write_json(manifest, checkpoints.sealed(content))
     with pytest.raises(CheckpointError, match="outside"):
         checkpoints.read(tmp_path / "run" / "step-1")
 
@@ -154,6 +278,16 @@ def test_changed_data_is_refused_with_both_hashes():
     assert "aaaaaaaaaaaaaaaa" in str(caught.value)
     assert "cccccccccccccccc" in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+def test_two_hashes_in_one_fingerprint_are_both_shown():
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.require_same(
+            {"crossing": f"tokenizer {'a' * 64}, projection {'b' * 64}"},
+            {"crossing": f"tokenizer {'a' * 64}, projection {'c' * 64}"},
+        )
+    assert f"projection {'c' * 16}, saved" in str(caught.value)
+    assert f"projection {'b' * 16};" in str(caught.value)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

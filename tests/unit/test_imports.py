@@ -15,10 +15,10 @@ import distill_rl
 
 PACKAGE = Path(distill_rl.__file__).parent
 
-BASE = {"errors", "types", "files"}
+BASE = {"errors", "types", "files", "redact"}
 LIBRARY = BASE | {"align", "config", "losses", "models", "parallel", "observe", "data", "transport"}
 ENGINES = LIBRARY | {"student", "teacher"}
-RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "rundir", "preflight", "job", "evals"}
+RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "saving", "rundir", "preflight", "job", "evals"}
 
 # Part of the package → the other parts that it may import. A part is a folder or a file directly under distill_rl/.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -27,9 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefetch": set(),
     "files": set(),
     "signals": set(),
+    "redact": set(),
     "losses": set(),
     "align": set(),
-    "config": {"errors", "files"},
+    "config": {"errors", "files", "redact"},
     "observe": BASE | {"config"},
     "data": BASE | {"config", "align"},
     "transport": BASE,
@@ -37,7 +38,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": BASE | {"models"},
     "teacher": LIBRARY,
     "student": LIBRARY,
-    "checkpoints": BASE | {"config"},
+    "trust": BASE,
+    "checkpoints": BASE | {"config", "trust"},
+    "saving": BASE | {"checkpoints"},
     "rundir": BASE | {"config"},
     "preflight": BASE | {"config", "data", "models", "rundir", "align", "transport", "evals"},
     "job": BASE | {"config", "data", "models", "align"},
@@ -45,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evals": BASE | {"data", "models", "observe"},
     "driver": RUN,
     "verify": {"align", "losses"},
-    "commands": RUN | {"driver", "verify"},
+    "service": BASE | {"config", "observe", "signals", "workers", "cli"},
+    "commands": RUN | {"driver", "verify", "service"},
     "cli": {"errors", "commands", "observe", "signals", "evals"},
     "quickstart": BASE | {"observe", "evals"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
@@ -53,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
 }
 
-RAY = ("workers/", "transport/object_store.py", "service/", "observe/sinks.py")
+RAY = ("workers/", "transport/object_store.py", "service/")
 PROCESS_GROUPS = ("parallel/mesh.py",)
 COLLECTIVES = ("parallel/", "losses/", "student/", "teacher/")
 

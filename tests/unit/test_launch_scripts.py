@@ -15,7 +15,14 @@ import pytest
 import distill_rl
 
 ROOT = Path(distill_rl.__file__).parents[1]
-SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    [
+        *(ROOT / "launch").glob("*.sh"),
+        *(ROOT / "launch").glob("*.sbatch"),
+        *(ROOT / "launch" / "examples").glob("*.sh"),
+        ROOT / ".ci" / "run",
+    ]
+)
 SOURCED = {"environment.sh"}
 
 # Stands for Python in a set-up that installs nothing: it makes a .venv whose interpreter is itself, and writes down
@@ -85,20 +92,36 @@ def test_ci_calls_the_test_script_and_nothing_else() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.parametrize("file", ["constraints.txt", "constraints-vllm.txt"])
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-ops.txt", "constraints-vllm.txt"])
 def test_constraints_are_exact_versions_only(file: str) -> None:
     lines = (ROOT / "launch" / file).read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line) for line in pins)
 
 
+def pinned(file: str) -> dict[str, str]:
+    """Canonical name → version."""
+    from packaging.utils import canonicalize_name
+
+    lines = (ROOT / "launch" / file).read_text().splitlines()
+    return {canonicalize_name(name): number for name, number in (line.split("==") for line in lines if "==" in line)}
+
+
+def test_the_environment_for_operations_holds_the_very_versions_of_the_other_and_the_extras() -> None:
+    from packaging.requirements import Requirement
+
+    pins = pinned("constraints-ops.txt")
+    assert pinned("constraints.txt").items() <= pins.items()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in [Requirement(text) for extra in ("wandb", "mlflow") for text in extras[extra]]:
+        assert pins[requirement.name] in requirement.specifier
+
+
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    lines = (ROOT / "launch" / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if "==" in line)
-    pins = {canonicalize_name(name): number for name, number in pins.items()}
+    pins = pinned("constraints.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         requirement = Requirement(text)
@@ -180,7 +203,7 @@ def test_the_test_script_runs_pytest_in_the_repository_with_the_arguments_given(
 def test_an_unknown_lane_is_named(clone: Path) -> None:
     done = launch(clone, "test.sh", "nonsense")
     assert done.returncode == 2
-    assert "unknown lane nonsense; the lanes are: gpu, vllm" in done.stderr
+    assert "unknown lane nonsense; the lanes are: gpu, vllm," in done.stderr
     assert calls(clone) == []
 
 
@@ -193,6 +216,18 @@ def test_the_lane_vllm_has_an_environment_of_its_own_that_is_made_once(clone: Pa
     assert test == f"{clone} offline=1 threads=1: -m pytest tests/vllm tests/unit/evals/test_vllm.py -q"
     assert launch(clone, "test.sh", "vllm").returncode == 0
     assert len(calls(clone)) == 1, "only pytest"
+
+
+@pytest.mark.parametrize("lane", ["service", "monitoring"])
+def test_a_lane_of_operations_has_an_environment_with_the_extras(
+    clone: Path, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS", "/bin/true")  # or it would be looked for
+    assert launch(clone, "test.sh", lane, "-q").returncode == 0
+    install, test = calls(clone)
+    assert f"--editable {clone}[dev,dashboard,wandb,mlflow] " in install
+    assert f"--constraint {clone}/launch/constraints-ops.txt" in install
+    assert test == f"{clone} offline=1 threads=1: -m pytest tests/{lane} -q"
 
 
 def test_the_lane_vllm_takes_another_build_without_the_pins_of_this_one(clone: Path) -> None:
@@ -226,3 +261,107 @@ def test_the_check_runs_everything_names_what_failed_and_fails(clone: Path) -> N
     assert [line.partition(": ")[2].split()[1] for line in calls(clone)] == ["ruff", "ruff", "mypy", "pytest", "pytest"]
     done = launch(clone, "check.sh", "--mend")
     assert (done.returncode, calls(clone)) == (2, [])
+
+
+def options(script: str) -> dict[str, str]:
+    text = (ROOT / "launch" / script).read_text()
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "eval.sbatch"])
+def test_a_batch_script_is_warned_before_its_time_is_over_and_keeps_one_log(script: str) -> None:
+    said = options(script)
+    assert (said["signal"], said["open-mode"], said["requeue"]) == ("B:USR1@120", "append", "")
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "ray_cluster.sh"])
+def test_every_variable_of_the_user_is_documented_at_the_top(script: str) -> None:
+    text = (ROOT / "launch" / script).read_text()
+    top, _, body = text.partition("\nset -euo pipefail\n")
+    own = {"PATH", "PWD", "PYTHONPATH", "SECONDS", "RANDOM", "BASH_SOURCE", "DISTILL_RL_ATTEMPT", "DISTILL_RL_CHAINED"}
+    used = set(re.findall(r"\$\{?([A-Z][A-Z_]+)\b", body)) - own
+    used = {name for name in used if not name.startswith(("SLURM", "OMPI", "PMI"))}
+    if script == "slurm.sbatch":
+        used -= {"PYTHON", "LOGS"}  # it sets them for the other
+    documented = set(re.findall(r"\b[A-Z][A-Z_]+\b", top))
+    assert used <= documented, used - documented
+
+
+def batch(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", os.fspath(ROOT / "launch" / script)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    made = clean | {"DISTILL_RL_ROOT": os.fspath(ROOT)} | variables
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=made, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RUN_DIR": "runs/x"}, "CONFIG must be set; see the top of launch/slurm.sbatch"),
+        ({"CONFIG": "x.yaml"}, "RUN_DIR must be set"),
+        ({"CONFIG": "x", "RUN_DIR": "r", "DISTILL_RL_ROOT": "/nowhere"}, "submit it from the repository, or set"),
+        ({"CONFIG": "x", "RUN_DIR": "r", "REQUEUE": "maybe"}, "REQUEUE must be requeue, chain or no; got maybe"),
+        ({"CONFIG": "x", "RUN_DIR": "r", "VENV": "/nowhere"}, "there is no /nowhere/bin/python; run"),
+    ],
+)
+def test_what_a_job_lacks_is_one_line_and_makes_nothing(variables: dict[str, str], told: str, tmp_path: Path) -> None:
+    done = batch("slurm.sbatch", tmp_path, **variables)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"slurm.sbatch: error: {told}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cluster_of_a_job_needs_a_job(tmp_path: Path) -> None:
+    done = batch("ray_cluster.sh", tmp_path, RUN_DIR=os.fspath(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SLURM_JOB_ID must be set; run this inside a Slurm job" in done.stderr
+
+
+SRUN = """\
+#!/usr/bin/env bash
+# Stands for srun of a cluster with pyxis: writes down its options, and runs the command here as the step of each node would.
+echo "$*" >>"$TOLD"
+while [[ ${1:-} == -* ]]; do shift; done
+case "$*" in
+*ray_node*) export SLURM_NODEID=0 SLURMD_NODENAME=here; mkdir -p "${@: -1}"; echo 10.0.0.1:10000 >"${@: -2:1}/address"
+    : >"${@: -2:1}/ready-here"; while [[ ! -e "${@: -2:1}/stop" ]]; do read -rt 0.1 <> <(:); done ;;
+*) exec "$@" ;;
+esac
+"""
+SCONTROL = """\
+#!/usr/bin/env bash
+[[ $1 != show || $2 != hostnames ]] || echo here
+"""
+
+
+def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_command(tmp_path: Path) -> None:
+    """Pyxis is not to be had in tests; a stand-in for srun says what it was asked for."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURMD_NODENAME": "here"}
+    made = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": os.fspath(tmp_path / "run")}
+    show = [
+        "bash",
+        "-c",
+        'echo "at $1 $RAY_AUTH_MODE ${SLURM_JOB_ID:-no} $(stat -c %a "$RAY_AUTH_TOKEN_PATH")"; exit 9',
+        "x",
+    ]
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), *show, "{address}"]
+    image = {
+        "CONTAINER_IMAGE": "img.sqsh",
+        "CONTAINER_MOUNTS": "/a:/b",
+        "CONTAINER_OPTIONS": "--no-container-mount-home",
+    }
+    for more, count in (({}, 0), (image, 2)):
+        told = tmp_path / f"told-{count}"
+        made |= {"TOLD": os.fspath(told), "PYTHON": "python3"} | more
+        done = subprocess.run(command, capture_output=True, text=True, env=made, timeout=60)
+        assert done.returncode == 9, done.stderr
+        assert "at 10.0.0.1:10000 token no 600" in done.stdout
+        steps = told.read_text().splitlines()
+        asked = "--container-image=img.sqsh --container-mounts=/a:/b --no-container-mount-home"
+        assert sum(asked in step for step in steps) == count
+        assert not [step for step in steps if "--container" in step.replace(asked, "")]
+        assert not list((tmp_path / "run").glob(".ray-*"))

@@ -264,7 +264,10 @@ def test_an_output_that_cannot_be_written_is_refused(problems, tmp_path):
 def test_too_little_space_says_what_is_needed_and_what_is_free(problems, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert "2 checkpoints and the export need about 1.0 MiB, and 0.0 MiB are free" in only(problems())
+    disk, shared = problems()
+    assert "2 checkpoints and the export need about 1.0 MiB, and 0.0 MiB are free" in disk
+    assert shared.startswith("/dev/shm: Ray's object store needs 80 MiB of it; got 0 MiB free; free some, enlarge it")
+    assert len(problems("ray.address=auto")) == 1, "a cluster has its own"
 
 
 def test_gpus_asked_are_compared_with_the_visible_ones(problems, monkeypatch):

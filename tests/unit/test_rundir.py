@@ -40,8 +40,41 @@ def test_a_used_directory_needs_resume_or_clean(config):
 
 def test_clean_empties_a_run_directory(config):
     paths = used(config)
-    with rundir.occupy(config, clean=True):
+    with rundir.occupy(config, clean=True) as again:
         assert sorted(entry.name for entry in paths.root.iterdir()) == [".lock", "config.yaml", "logs"]
+        assert again.attempt == 1
+
+
+def test_every_start_has_a_folder_of_logs_and_latest_is_the_newest(config):
+    for number in (1, 2, 3):
+        with rundir.occupy(config, clean=False) as paths:
+            assert (paths.attempt, paths.logs) == (number, paths.root / "logs" / f"attempt_{number}")
+            assert (paths.root / "logs" / "latest").readlink().name == f"attempt_{number}"
+            assert paths.tensorboard == paths.root / "logs" / "tensorboard"
+            (paths.logs / "driver.log").write_text(f"{number}")
+    (paths.root / "logs" / "attempt_x").mkdir()
+    (paths.root / "logs" / "attempt_9").mkdir()
+    with rundir.occupy(config, clean=False) as paths:
+        assert paths.attempt == 10
+    assert (paths.root / "logs" / "attempt_2" / "driver.log").read_text() == "2"
+
+
+def test_a_batch_script_says_which_attempt_it_is_and_may_have_made_the_folder(config, monkeypatch):
+    folder = rundir.paths_of(config).root / "logs" / "attempt_4"
+    folder.mkdir(parents=True)
+    (folder / "ray.log").write_text("by the batch script")
+    monkeypatch.setenv("DISTILL_RL_ATTEMPT", "4")
+    with rundir.occupy(config, clean=False) as paths:
+        assert paths.logs == folder
+        assert (paths.root / "logs" / "latest" / "ray.log").read_text() == "by the batch script"
+
+
+@pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", "²"])
+def test_an_attempt_that_is_no_number_is_named(config, monkeypatch, said):
+    monkeypatch.setenv("DISTILL_RL_ATTEMPT", said)
+    told = pytest.raises(ConfigError, match="DISTILL_RL_ATTEMPT: must be a whole number from 1")
+    with told, rundir.occupy(config, clean=False):
+        pass
 
 
 def test_clean_does_not_touch_what_is_no_run_directory(config):

@@ -11,11 +11,26 @@ from distill_rl.signals import Preempted, Signals, held_back
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_request_to_stop_waits_for_the_step_and_the_second_does_not(number):
-    with Signals() as signals:
+    now = [100.0]
+    with Signals(lambda: now[0]) as signals:
         os.kill(os.getpid(), number)
         assert signals.preempted
         signals.raise_if_interrupted()
+        now[0] += 1.0
         os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+
+
+def test_a_request_that_a_scheduler_delivers_twice_at_once_is_one():
+    now = [100.0]
+    with Signals(lambda: now[0]) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += 0.9
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.preempted
+        signals.raise_if_interrupted()
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is never the same request
         with pytest.raises(KeyboardInterrupt):
             signals.raise_if_interrupted()
 

@@ -112,7 +112,6 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["teachers.0.score=ce", "teachers.1.name=b", "teachers.1.model=m"],
             "teachers: must all have the same score; got ce, static",
         ),
-        (["observe.wandb=true"], "observe.wandb: only false is available in this version; got true"),
         (["prefetch.slots=0"], "prefetch.slots: must be 1 or more; got 0"),
         (
             ["prefetch.slots=3", "teachers.0.micro_batch_size=1"],

@@ -58,7 +58,7 @@ def test_bad_rows_are_named_by_file_and_number_up_to_a_limit(tmp_path: Path) -> 
         f"{path}, row 2: must be one JSON object per line",
         f"{path}, row 4: must be one JSON object per line",
         f"{path}, row 5: must be UTF-8",
-        f"{path}, row 6: `question` must be a text that is not empty",
+        f"{path}, row 6: `question` must be a text that is not empty; got 4; mend the row, or remove it",
         f"{path}, row 7: `question` must be Unicode text, without lone surrogates",
     ]
     path.write_text("x\n" * 1000)

@@ -240,17 +240,33 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_optimizer_in_fp32(world, fo
     assert losses[0] == pytest.approx(exact["validation/kl_loss"].value, rel=0.03)
 
 
-def test_gradient_that_is_not_finite_stops_before_any_weight_changes(world, folders, rows):
-    target = targets_of(world, folders["teacher"], rows)
-    engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone_and_too_many_in_a_row_end_the_run(world, folders, rows):
+    engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0, faults__skipped_steps=1)
     before = whole_parameters(engine.model)
-    engine.forward_backward(rank_batch(rows), no_targets)
-    next(iter(engine.parameters)).grad.mul_(math.nan)
-    with pytest.raises(NumericsError, match=r"gradient norm of step 1: must be finite; got nan"):
-        engine.optim_step()
-    assert engine.step == 0
+
+    def poisoned_step():
+        engine.forward_backward(rank_batch(rows), no_targets)
+        next(iter(engine.parameters)).grad.mul_(math.nan)
+        return engine.optim_step()
+
+    assert poisoned_step()["train/skipped"].value == 1
+    assert engine.step == 1
+    with pytest.raises(NumericsError, match=r"step 2: its gradient norm must be finite; got nan after 1 steps skipped"):
+        poisoned_step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole_parameters(engine.model).items())
-    assert target["logprobs"].isfinite().all()
+    assert all(not value.any() for state in engine.optimizer.state.values() for value in state.values())
+
+
+def test_a_step_after_one_that_was_skipped_is_as_if_that_had_not_been(world, folders, rows):
+    undisturbed, engine = (student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0) for _ in "ab")
+    engine.forward_backward(rank_batch(rows), no_targets)
+    next(iter(engine.parameters)).grad.mul_(math.inf)
+    engine.optim_step()
+    for each in (undisturbed, engine):
+        each.step = 1
+        assert each.train_step(rank_batch(rows), no_targets)["train/skipped"].value == 0
+    expected = whole_parameters(undisturbed.model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_parameters(engine.model).items())
 
 
 def test_arrays_that_are_read_only_are_taken_without_a_warning_and_left_alone(world, folders, rows, recwarn):

@@ -27,6 +27,12 @@ class Aligners:
     num_parts: int
     rows: int
     mended: set[int] = field(default_factory=set)
+    hanging: set[int] = field(default_factory=set)
+    """batches on which an aligner hangs until somebody settles them"""
+    restarts: int = 0
+
+    def overdue(self, pending: Pending) -> bool:
+        return pending.batch.index in self.hanging
 
     def submit(self, batch: DocumentBatch) -> Pending:
         return Pending(batch, 0, "info", [f"batch {batch.index} part {part}" for part in range(self.num_parts)])
@@ -175,6 +181,54 @@ def test_waves_without_rows_are_left_out_and_cost_the_next_batch_nothing():
         assert len(batch.waves) == 1
     assert pipeline.occupancy() == {"t0": 1.0}
     assert pipeline.occupancy() == {"t0": 0.0}
+
+
+def test_a_replica_that_took_anothers_place_is_called_on_all_that_is_open_in_the_old_order_and_slots():
+    pipeline, teachers = build(config(depth=2, teachers=({"parallel": (2, 2)}, {})))
+    batches = [pipeline.submit(documents(index)) for index in range(3)]
+    train(pipeline, teachers, batches[0])
+    other, calls = teachers[1].calls.copy(), teachers[0].calls.copy()
+    kept = [list(wave.lessons[0][0]) for batch in batches[1:] for wave in batch.waves]
+    teachers[0].unread.clear()  # the new ring is empty
+    pipeline.teach_again("t0", 1)
+    assert teachers[0].calls[len(calls) :] == [
+        call for call in calls if call[0] in ("batch 1 part 2", "batch 2 part 2")
+    ]
+    assert teachers[1].calls == other
+    for batch, before in zip(batches[1:], kept):
+        (wave,) = batch.waves
+        assert list(wave.lessons[0][0]) == before, "the living replica is left alone"
+        assert [ref.rpartition(" ")[2] for ref in wave.lessons[0][1]] == ["2", "3"]
+        assert [len(teacher) for teacher in wave.published] == [2, 1]
+
+
+def test_a_teacher_that_is_lost_is_called_no_more_and_its_ring_stops_nobody():
+    pipeline, teachers = build(config(depth=1, teachers=({"export": "logits"}, {})))
+    first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
+    pipeline.settle(first)
+    assert not first.waves[-1].taught, "the small ring holds it up"
+    called = len(teachers[0].calls)
+    pipeline.lose("t0")
+    assert all(wave.taught for wave in first.waves)
+    assert [len(teacher) for wave in first.waves for teacher in wave.published] == [0, 1] * len(first.waves)
+    for batch in (first, second):
+        train(pipeline, teachers, batch)
+    assert len(teachers[0].calls) == called
+    assert pipeline.lost == {"t0"}
+
+
+def test_a_batch_to_come_on_which_an_aligner_hangs_is_looked_after_while_another_is_waited_for():
+    pipeline, (teacher,) = build(config(), mended=[1])
+    first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
+    pipeline.settle(first)
+    pipeline.look_after()
+    assert len(teacher.calls) == 2, "nobody hangs"
+    pipeline._aligners.hanging.add(1)
+    teacher.read(second.waves[0].teachers[0])  # a call whose argument failed has written nothing
+    pipeline.look_after()
+    assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "mended batch 1 part 1"]
+    pipeline.look_after()
+    assert len(teacher.calls) == 3, "once is enough"
 
 
 @st.composite

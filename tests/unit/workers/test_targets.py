@@ -1,7 +1,8 @@
-"""Of the targets of a batch the student opens those of one micro-batch at a time."""
+"""Of the targets of a wave the student opens all that hold rows of its own before it computes anything."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
 
 from distill_rl.losses import TopKLogprobs
@@ -37,18 +38,42 @@ def published(writer: LocalTransport) -> Published:
     return Published(tuple(handles))
 
 
-def test_one_micro_batch_is_open_at_a_time_and_far_bytes_are_counted_once():
+@pytest.fixture
+def opened():
     writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), Watched(node_id="here")
     writer.accept(reader.open(writer.offer(0)))
-    sent = published(writer)
+    return reader, published(writer)
+
+
+def test_rows_are_read_from_the_slots_that_were_opened_and_far_bytes_are_counted_once(opened):
+    reader, sent = opened
     for node_id, far in (("here", 0), ("there", sum(handle.num_bytes for handle in sent.handles))):
         targets = _Targets({"local": reader}, node_id, 1.0, [1], [sent])
-        for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
-            with targets(first, 1) as (target,):
-                assert isinstance(target, TopKLogprobs)
-                assert target.ids[:, 0].tolist() == [2 * token for token in range(first * TOKENS, (first + 1) * TOKENS)]
+        with ExitStack() as stack:
+            targets.open(0, SLOTS * ROWS_PER_SLOT, stack)
+            for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
+                with targets(first, 1) as (target,):
+                    assert isinstance(target, TopKLogprobs)
+                    tokens = range(first * TOKENS, (first + 1) * TOKENS)
+                    assert target.ids[:, 0].tolist() == [2 * token for token in tokens]
+            with targets(1, 2) as (target,):
+                assert target.ids.shape == (2 * TOKENS, K)
         assert targets.far_bytes == far
+    assert (reader.most_open, reader.open_now) == (SLOTS, 0)
+
+
+def test_a_rank_opens_the_slots_of_its_own_rows_only(opened):
+    reader, sent = opened
+    with ExitStack() as stack:
+        _Targets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
     assert (reader.most_open, reader.open_now) == (1, 0)
-    with _Targets({"local": reader}, "here", 1.0, [1], [sent])(1, 2) as (target,):
-        assert target.ids.shape == (2 * TOKENS, K)
-    assert reader.most_open == 2
+
+
+def test_a_teacher_that_was_lost_says_nothing(opened):
+    reader, sent = opened
+    targets = _Targets({"local": reader}, "here", 1.0, [0, 1], [sent])
+    with ExitStack() as stack:
+        targets.open(0, 1, stack)
+        with targets(0, 1) as (lost, target):
+            assert lost is None
+            assert isinstance(target, TopKLogprobs)

@@ -1,0 +1,162 @@
+"""How long a run takes to get over the death of a worker, and whether it notices: losses against those without the fault.
+
+The real command line trains on random models with tokenizers of their own. Workers are found among the driver's children
+by the title that Ray gives them, and killed (SIGKILL) or stopped (SIGSTOP) in the middle of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from distill_rl.bench import record
+from distill_rl.bench.prefetch import write_material
+
+PROMISE_S = 30.0
+"""from a teacher's death to the next step; from a student's to the end of the run"""
+STRIKE_AFTER = 10
+"""steps before the fault"""
+_DEADLINE_S = 600.0
+CONFIG = """\
+run: {{name: {name}, dir: {root}/runs}}
+student: {{model: {root}/student, dtype: fp32}}
+teachers: [{{name: teacher, model: {root}/teacher, dtype: fp32}}]
+data: {{path: {root}/text.jsonl, max_length: 128}}
+loss: {{top_k: 16}}
+optimizer: {{lr: 1.0e-3}}
+train: {{steps: {steps}, global_batch_size: 16, micro_batch_size: 16}}
+aligner: {{workers: 1}}
+checkpoint: {{every: 5}}
+observe: {{tensorboard: false}}
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    worker: str
+    """class of the actor"""
+    number: signal.Signals
+    ends_the_run: bool = False
+
+
+FAULTS = {
+    "teacher killed": Fault("TeacherWorker", signal.SIGKILL),
+    "teacher stopped": Fault("TeacherWorker", signal.SIGSTOP),
+    "aligner killed": Fault("AlignerWorker", signal.SIGKILL),
+    "student killed": Fault("StudentWorker", signal.SIGKILL, ends_the_run=True),
+    "student stopped": Fault("StudentWorker", signal.SIGSTOP, ends_the_run=True),
+}
+
+
+def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict[str, Any]:
+    """One run, with a fault after its first steps; seconds that the fault cost, and the losses."""
+    config = root / f"{name}.yaml"
+    config.write_text(CONFIG.format(root=root, name=name, steps=steps), "utf-8")
+    metrics = root / "runs" / name / "metrics.jsonl"
+    found: dict[str, Any] = {}
+    with _started(config) as process:
+        struck = strike(process, metrics, fault) if fault else 0.0
+        code = process.wait(_DEADLINE_S)
+        if fault and fault.ends_the_run:
+            found["seconds_to_the_end"] = time.time() - struck
+            with _started(config, "--resume") as again:
+                code = again.wait(_DEADLINE_S)
+    if code:
+        raise SystemExit(f"{name}: exit code {code}")
+    records = _steps(metrics)
+    if fault:
+        gaps = [(late["time"] - early["time"]) for early, late in pairwise(records)]
+        found["seconds_without_a_step"] = max(gaps)
+    return found | {"losses": [each["train/loss"] for each in records]}
+
+
+def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> float:
+    """Sends the signal once the run has got going; when."""
+    deadline = time.monotonic() + _DEADLINE_S
+    while len(_steps(metrics)) < STRIKE_AFTER:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the run did not get to step {STRIKE_AFTER}")
+        time.sleep(0.02)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if child.cmdline()[0].startswith(f"ray::{fault.worker}"):
+                os.kill(child.pid, fault.number)
+                return time.time()
+    raise SystemExit(f"no {fault.worker} was found")
+
+
+def _started(config: Path, *more: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "distill_rl", "train", "-c", str(config), *more]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each for each in records if "train/loss" in each]
+
+
+def compare(root: Path, repeats: int, steps: int) -> dict[str, Any]:
+    """Medians over the repeats; the losses must be those of the undisturbed run, bit for bit."""
+    expected = train(root, "undisturbed", steps)["losses"]
+    figures: dict[str, Any] = {}
+    for title, fault in FAULTS.items():
+        runs = [train(root, f"{title.replace(' ', '-')}-{n}", steps, fault) for n in range(repeats)]
+        same = all(run.pop("losses") == expected for run in runs)
+        figures[title] = {
+            name: {
+                "median": round(median(run[name] for run in runs), 2),
+                "max": round(max(run[name] for run in runs), 2),
+            }
+            for name in runs[0]
+        } | {"same_losses": same}
+    return {"faults": figures, "repeats": repeats, "steps": steps}
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """What is not as promised; nothing if all is."""
+    problems = []
+    for title, found in figures["faults"].items():
+        if not found["same_losses"]:
+            problems.append(f"{title}: the losses differ from those of the undisturbed run")
+        seconds = found.get("seconds_to_the_end", found["seconds_without_a_step"])["max"]
+        if seconds > PROMISE_S:
+            problems.append(f"{title}: {seconds:.1f} s; it must be below {PROMISE_S:g}")
+    return problems
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per fault; %(default)s")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        write_material(Path(folder), rows=64, words_per_row=300, length=128)
+        figures = compare(Path(folder), options.repeats, options.steps)
+    for title, found in figures["faults"].items():
+        told = (f"{name.replace('_', ' ')} {each['median']:.1f} (most {each['max']:.1f})" for name, each in found.items()
+                if isinstance(each, dict))  # fmt: skip
+        print(f"{title:<16} {', '.join(told)}; losses {'the same' if found['same_losses'] else 'DIFFERENT'}")
+    print(f"written   {record.write('faults', figures, options.out)}")
+    problems = verdict(figures)
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Secrets taken out of what is written or printed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+REDACTED = "<redacted>"
+_NAME = re.compile(
+    r"(?:^|[_.\-]|(?-i:(?<=[a-z])(?=[A-Z])))(token|secret|password|passwd|key|apikey|credentials?)$", re.IGNORECASE
+)
+_COLUMN_NAMES = frozenset({"text_key", "messages_key"})
+_IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
+_IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
+_BY_SHAPE = re.compile(r"\b(?:hf_|gh[pousr]_|glpat-|sk-(?:proj-|ant-)?|AKIA)[A-Za-z0-9]{16,}\b")
+
+
+def in_text(text: str) -> str:
+    """The text without users and passwords in URLs, secrets in their queries, and what looks like a token of the
+    Hugging Face hub, GitHub, GitLab, AWS or a model provider."""
+    if "://" in text:
+        text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
+    return _BY_SHAPE.sub(REDACTED, text)
+
+
+def redact(tree: Any, name: str = "") -> Any:
+    """A copy of nested mappings and lists in which all that stands under a key like `token` or `password`, and every
+    secret inside a text, is replaced."""
+    secret = bool(_NAME.search(name)) and name not in _COLUMN_NAMES
+    if isinstance(tree, dict):
+        return {key: redact(value, name if secret else str(key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [redact(value, name) for value in tree]
+    if secret and tree not in (None, ""):
+        return REDACTED
+    return in_text(tree) if isinstance(tree, str) else tree

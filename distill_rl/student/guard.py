@@ -1,0 +1,76 @@
+"""Which steps are not taken: those whose loss or gradient is not finite and, if asked for, those that are a spike.
+
+A guard sees numbers that are equal on every rank and is itself a pure function of them, so that all ranks take or skip
+a step together without asking each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from distill_rl.config.schema import FaultsConfig
+from distill_rl.errors import NumericsError
+
+_REMEDY = (
+    "lower optimizer.lr, set train.max_grad_norm, look for broken rows or teacher weights, or allow more by "
+    "faults.skipped_steps; --resume goes on from the last checkpoint, which was saved after a step that was taken"
+)
+
+
+class Guard:
+    """
+    Args:
+        config: `faults.skipped_steps`, `spike_window` and `spike_factor`.
+    """
+
+    def __init__(self, config: FaultsConfig):
+        self._config = config
+        self._in_a_row = 0
+        self._seen: list[tuple[float, float]] = []
+        """(loss, gradient norm) of the steps taken, the newest `spike_window`"""
+
+    def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
+        """Why a step is not to be taken, or None.
+
+        Args:
+            loss: of the global batch.
+            norm: of the whole gradient, before clipping.
+
+        Raises:
+            NumericsError: `faults.skipped_steps` were skipped in a row before this one.
+        """
+        reason = self._reason(loss, norm)
+        if reason is None:
+            self._in_a_row = 0
+            self._seen = [*self._seen, (loss, norm)][-self._config.spike_window :] if self._config.spike_window else []
+            return None
+        if self._in_a_row >= self._config.skipped_steps:
+            rule, _, value = reason.partition("; got ")
+            before = f" after {self._in_a_row} steps skipped in a row" if self._in_a_row else ""
+            raise NumericsError(f"step {step}", rule, value + before, _REMEDY)
+        self._in_a_row += 1
+        return reason
+
+    def _reason(self, loss: float, norm: float) -> str | None:
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                return f"its {name} must be finite; got {value}"
+        if len(self._seen) < max(self._config.spike_window, 1):
+            return None
+        for index, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
+            usual = median(seen[index] for seen in self._seen)
+            if value > self._config.spike_factor * usual:
+                rule = f"its {name} must be at most {self._config.spike_factor:g} x {usual:.4g}, the median before it"
+                return f"{rule}; got {value:.4g}"
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run must know, as JSON holds it."""
+        return {"in_a_row": self._in_a_row, "seen": [list(pair) for pair in self._seen]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._in_a_row = int(state.get("in_a_row", 0))
+        self._seen = [(float(loss), float(norm)) for loss, norm in state.get("seen", [])]

@@ -1,0 +1,127 @@
+"""Teachers that die are started again, within a budget; one that is gone for good ends the run, or is left out of it.
+
+A replica is repaired as a whole, because its ranks form one process group. The new one has a new ring, and is called on
+every wave that the student is not done with, in the old order: as the weights and the rows are the same, so is what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import DistillError, WorkerError
+from distill_rl.observe.log import say
+from distill_rl.observe.metrics import Metric
+from distill_rl.workers.calls import Calls, Overdue, actor_id
+from distill_rl.workers.connect import Connector
+from distill_rl.workers.group import WorkerGroup
+from distill_rl.workers.pipeline import Pipeline, Teachers
+
+log = logging.getLogger(__name__)
+
+
+class Repair:
+    def __init__(self, config: Config, teachers: Teachers, calls: Calls, connector: Connector, pipeline: Pipeline):
+        self._config, self._teachers, self._calls = config, teachers, calls
+        self._connector, self._pipeline = connector, pipeline
+        self._restarts = 0
+        self._dead: set[str] = set()
+
+    def counts(self) -> dict[str, Metric]:
+        """What was mended since the run began; nothing while there is nothing to tell."""
+        found = {
+            "faults/teacher_restarts": self._restarts,
+            "faults/teachers_lost": len(self._pipeline.lost),
+            "faults/aligner_restarts": self._pipeline.aligner_restarts,
+        }
+        if self._pipeline.lost:
+            log.warning("this step was taught without %s", ", ".join(sorted(self._pipeline.lost)))
+        return {name: Metric(float(count), "last") for name, count in found.items() if count}
+
+    def begin(self, error: DistillError) -> None:
+        """Looks who is dead; a teacher that overran its deadline counts as dead.
+
+        Raises:
+            DistillError: `error`, if no teacher is, or somebody else too.
+        """
+        own = {name for _, group in self._teachers for name in group.names}
+        dead = set(self._calls.dead())
+        if isinstance(error, Overdue):
+            dead |= set(error.actors)
+        if not dead or not dead <= own:
+            raise error
+        self._dead = dead
+        for teacher, group in self._teachers:
+            for rank in self._ranks_of_dead_replicas(teacher, group):
+                group.end(rank)  # its peers wait for it in vain, and the student for them
+
+    def is_teachers_death(self, outcome: object) -> bool:
+        """Whether a call of the student failed because an argument was lost with its teacher, before it began."""
+        if not isinstance(outcome, ActorDiedError | OutOfMemoryError):
+            return False
+        own = {name for _, group in self._teachers for name in group.names}
+        return self._calls.names.get(actor_id(outcome), "") in {*own, ""}  # one that was replaced has no name any more
+
+    def mend(self, error: DistillError) -> None:
+        """Starts what `begin` found dead again.
+
+        Raises:
+            WorkerError: a teacher is gone for good and `faults.lost_teacher` is `fail`, or it was the last.
+        """
+        for teacher, group in self._teachers:
+            tp = teacher.parallel.tp
+            replicas = sorted({rank // tp for rank in self._ranks_of_dead_replicas(teacher, group)})
+            for replica in replicas:
+                if teacher.name not in self._pipeline.lost:
+                    self._renew(teacher, group, replica, error)
+
+    def _ranks_of_dead_replicas(self, teacher: TeacherConfig, group: WorkerGroup) -> list[int]:
+        tp = teacher.parallel.tp
+        dead = {rank // tp for rank, name in enumerate(group.names) if name in self._dead}
+        return [rank for rank in range(len(group.names)) if rank // tp in dead]
+
+    def _renew(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, error: DistillError) -> None:
+        tp = teacher.parallel.tp
+        ranks = range(replica * tp, (replica + 1) * tp)
+        cause = error
+        while self._restarts < self._config.faults.teacher_restarts:
+            self._restarts += 1
+            budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"
+            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {_told(cause)}")
+            try:
+                self._start(teacher, group, ranks)
+            except DistillError as failure:
+                cause = failure
+                continue
+            self._pipeline.teach_again(teacher.name, replica)
+            return
+        self._give_up(teacher, group, cause)
+
+    def _start(self, teacher: TeacherConfig, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        timeout_s = self._config.ray.start_timeout_s
+        group.renew(ranks, timeout_s)
+        started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
+        self._calls.gather(started, what=f"loading {teacher.name} again", timeout_s=timeout_s)
+        self._connector.reconnect(teacher, group, ranks[0])
+
+    def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
+        left = [each.name for each, _ in self._teachers if each.name not in {*self._pipeline.lost, teacher.name}]
+        if self._config.faults.lost_teacher == "fail" or not left:
+            remedy = "raise faults.teacher_restarts, or mend what kills it; " + self._calls.after_death
+            if left:
+                remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
+            rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
+            raise WorkerError(f"teacher {teacher.name}", rule, _told(cause), remedy) from cause
+        for rank in range(len(group.names)):
+            group.end(rank)
+            self._calls.forget(group.actors[rank])
+        self._pipeline.lose(teacher.name)
+        say(f"lost      teacher {teacher.name}; going on with {', '.join(left)}, whose weights are scaled up")
+
+
+def _told(error: DistillError) -> str:
+    """What happened, without what a user could do about it."""
+    return str(DistillError(error.what, error.rule, error.value))

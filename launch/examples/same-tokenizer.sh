@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Submits to Slurm: Llama-3.2-1B learns from Llama-3.1-8B, which has the same tokenizer: one node of eight GPUs.
+#
+#   ACCOUNT=me PARTITION=gpu RUNS=/shared/runs bash launch/examples/same-tokenizer.sh [key=value ...]
+#
+# The settings are those of configs/recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml; arguments override them. Models and
+# data are fetched on this machine first (`hf download`), or are given as paths that all nodes see:
+#   student.model=/models/student teachers.0.model=/models/teacher data.path='/data/climbmix/*.parquet'
+set -euo pipefail
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
+source "$root/launch/setup.sh"
+source "$root/launch/environment.sh"
+
+runs="${RUNS:-runs}" name=llama3.2-1b-from-llama3.1-8b-1n8g
+"$PYTHON" -m distill_rl train -c "$root/configs/recipes/$name.yaml" --dry-run --gpus-per-node 8 \
+    "$@" run.dir="$runs" run.name="$name" --resume auto
+options=()
+[[ -z ${ACCOUNT:-} ]] || options+=(--account="$ACCOUNT")
+[[ -z ${PARTITION:-} ]] || options+=(--partition="$PARTITION")
+exec sbatch "${options[@]}" "$runs/$name/submit.sbatch"

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Sourced by setup.sh and its siblings: each environment is made once, and again when what it depends on has changed, by
+# one process at a time. Leaves the caller's working directory alone.
+set -euo pipefail
+
+DISTILL_RL_ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+export DISTILL_RL_ROOT
+
+# distill_rl_environment NAME FOLDER INSTALL DEPENDENCY...
+#   NAME        of the script, for its messages
+#   FOLDER      of the environment, in the repository
+#   INSTALL     a function that calls distill_rl_pip
+#   DEPENDENCY  a word, or a file in the repository: a change of one installs again
+distill_rl_environment() {
+    local DISTILL_RL_NAME=$1 DISTILL_RL_FOLDER=$2 install=$3 wanted lock
+    local DISTILL_RL_VENV="$DISTILL_RL_ROOT/$DISTILL_RL_FOLDER"
+    wanted="$(distill_rl_wanted "${@:4}")"
+    if distill_rl_ready "$wanted"; then return; fi
+    # Two first calls at once: the second waits here and then finds the work done.
+    mkdir -p -- "$DISTILL_RL_ROOT/.cache"
+    exec {lock}>"$DISTILL_RL_ROOT/.cache/$DISTILL_RL_NAME.lock"
+    flock --nonblock "$lock" || { distill_rl_say "waiting for another setup to finish"; flock "$lock"; }
+    distill_rl_ready "$wanted" || distill_rl_make "$wanted" "$install"
+    exec {lock}>&-
+}
+
+distill_rl_say() { printf '%-9s %s\n' "$DISTILL_RL_NAME" "$*" >&2; }
+
+distill_rl_wanted() {
+    (
+        cd -- "$DISTILL_RL_ROOT"
+        printf '%s\n' "$PWD"
+        for each in "$@"; do if [[ -f $each ]]; then cat -- "$each"; else printf '%s\n' "$each"; fi; done
+    ) | sha256sum | cut -d ' ' -f 1
+}
+
+distill_rl_ready() { [[ -x $DISTILL_RL_VENV/bin/python && "$(cat -- "$DISTILL_RL_VENV/.stamp" 2>/dev/null)" == "$1" ]]; }
+
+distill_rl_make() {
+    local wanted=$1 install=$2 base
+    if ! "$DISTILL_RL_VENV/bin/python" -c 'import pip' 2>/dev/null; then
+        base="$(distill_rl_find_python)"
+        distill_rl_say "making $DISTILL_RL_FOLDER with $base"
+        "$base" -m venv --clear "$DISTILL_RL_VENV"
+    fi
+    rm -f -- "$DISTILL_RL_VENV/.stamp" "$DISTILL_RL_VENV/install.log"
+    distill_rl_say "installing (several minutes the first time; log in $DISTILL_RL_FOLDER/install.log)"
+    "$install" || return 1
+    printf '%s' "$wanted" >"$DISTILL_RL_VENV/.stamp.$$" && mv -f -- "$DISTILL_RL_VENV/.stamp.$$" "$DISTILL_RL_VENV/.stamp"
+    distill_rl_say "ready"
+}
+
+distill_rl_find_python() {
+    local candidate
+    for candidate in ${DISTILL_RL_PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    echo "$DISTILL_RL_NAME: error: no Python 3.11 or newer with the venv and ensurepip modules found; install one, or set DISTILL_RL_PYTHON" >&2
+    return 2
+}
+
+distill_rl_pip() { # distill_rl_pip COMMAND ARGUMENTS...: says what went wrong if it fails
+    local log="$DISTILL_RL_VENV/install.log"
+    "$DISTILL_RL_VENV/bin/python" -m pip "$1" --disable-pip-version-check "${@:2}" >>"$log" 2>&1 && return
+    tail -n 20 -- "$log" >&2
+    echo "$DISTILL_RL_NAME: error: pip could not install the packages; the whole log is in $log" >&2
+    return 1
+}

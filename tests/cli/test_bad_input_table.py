@@ -1,0 +1,335 @@
+"""Every kind of bad input, one row each: exit code 2, one line that names the thing, the rule, the value and the remedy,
+nothing written. What can be wrong at once is given at once, to the real command in a process of its own, and all of it
+must be told; what can be wrong only alone (a run has one data set) goes to the same entry point inside this process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from distill_rl import cli
+from distill_rl.align.projection import build_projection, save_projection
+from distill_rl.checkpoints import CheckpointStore, SavedState
+from distill_rl.types import TrainState
+from tests.helpers.command import Ended, distill_rl, environment
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.cli
+
+PREFIX = "distill-rl: error: "
+POSITIONS = 8192
+"""of the models whose length is not what is wrong"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the rows use: models, data and configurations, good and bad."""
+
+    root: Path
+
+    def config(self, name: str, **parts: object) -> Path:
+        """`<root>/<name>.yaml`, a good configuration but for `parts`, whose runs go to `<root>/<name>`."""
+        good = {
+            "student": {"model": f"{self.root}/student"},
+            "teachers": [{"name": "big", "model": f"{self.root}/teacher"}],
+            "data": {"path": f"{self.root}/corpus.jsonl", "max_length": 64},
+            "loss": {"top_k": 16},
+            "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2},
+            "run": {"dir": f"{self.root}/{name}"},
+        }
+        path = self.root / f"{name}.yaml"
+        path.write_text(json.dumps(good | parts))  # JSON is YAML
+        return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    root = tmp_path_factory.mktemp("bad")
+    write_tiny_model(root / "student", hidden=16, seed=2, positions=POSITIONS)
+    write_tiny_model(root / "teacher", hidden=16, seed=1, positions=POSITIONS)
+    write_tiny_model(root / "foreign", hidden=16, tokenizer=tiny_tokenizer(600, seed=7), positions=POSITIONS)
+    write_tiny_model(root / "twin", hidden=16, tokenizer=tiny_tokenizer(320, seed=9), positions=POSITIONS)
+    write_tiny_model(root / "stranger", hidden=16, tokenizer=_stranger(), vocab_size=16, positions=POSITIONS)
+    write_tiny_model(root / "short", hidden=16, seed=3, positions=512)
+    pickled = shutil.copytree(root / "teacher", root / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    coded = shutil.copytree(root / "teacher", root / "coded")
+    config = json.loads((coded / "config.json").read_text())
+    config |= {"model_type": "my_own", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
+    (coded / "config.json").write_text(json.dumps(config))
+    slow = shutil.copytree(root / "teacher", root / "slow")
+    (slow / "tokenizer.json").unlink()
+    (slow / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    write_corpus(root / "corpus.jsonl", rows=40, seed=5)
+    (root / "questions.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2"}\n')
+    return Place(root)
+
+
+def _stranger() -> PreTrainedTokenizerFast:
+    """Knows three words that no text here has, so that it has no token in common with anybody."""
+    words = {f"zzq{number}xx": number for number in range(3)} | {"??": 3}
+    core = Tokenizer(models.WordLevel(words, unk_token="??"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="??")
+
+
+# ------------------------------------------------------------------ wrong together, told at once, by a process
+
+
+def settings(place: Place) -> Ended:
+    config = place.config("settings", student={"dtype": "fp32"})
+    return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel.dp=3")
+
+
+def models_and_files(place: Place) -> Ended:
+    folders = ("twin", "stranger", "short", "nowhere", "pickled", "coded", "slow")
+    special = {"twin": {"loss": "same"}, "stranger": {"export": "hidden"}}
+    teachers = [{"name": name, "model": f"{place.root}/{name}", **special.get(name, {})} for name in folders]
+    config = place.config("models", student={"model": f"{place.root}/short"}, teachers=teachers)
+    return distill_rl(
+        "train", "-c", config, "data.max_length=4096", "loss.top_k=1000", "transport=cuda_ipc", "run.dir=/proc/runs",
+        "evaluate.suites=[exact_match]", f"evaluate.data={place.root}/questions.jsonl", "aligner.dp.backend=cuda",
+        "aligner.num_gpus=0.1",
+    )  # fmt: skip
+
+
+def output(place: Place) -> Ended:
+    run = place.root / "output" / "taken"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    many = ("checkpoint.every=1", "checkpoint.keep_last=1000000000000", "train.global_batch_size=64")
+    ended = distill_rl("train", "-c", place.config("output"), "run.name=taken", *many)
+    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+    shutil.rmtree(place.root / "output")
+    return ended
+
+
+def cramped(place: Place) -> Ended:
+    """With file systems of its own, which only this process and its children see."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("unshare: no mount namespace of one's own is to be had here")
+    runs = place.root / "small"
+    runs.mkdir()
+    mounts = f"mount -t tmpfs -o size=40m none /dev/shm && mount -t tmpfs -o size=64k none {runs}"
+    command = f'{mounts} && exec "$@"'
+    config = place.config("cramped", run={"dir": f"{runs}"})
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, "sh", sys.executable, "-m", "distill_rl", "train", "-c", config],
+        capture_output=True, text=True, timeout=240, env=environment(),
+    )  # fmt: skip
+    runs.rmdir()
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
+    settings: {
+        "unknown key": ("train.step:", "unknown key", "did you mean train.steps?"),
+        "missing value": ("student.model:", "missing value", "set it in the file or add student.model="),
+        "wrong type": ("train.epochs", "a number", "many"),
+        "batch does not divide": ("train.global_batch_size", "8", "dp 3", "use"),
+    },
+    models_and_files: {
+        "another vocabulary of the same size": (
+            "teachers.0:",
+            "tokenizers differ",
+            "student ",
+            "twin ",
+            "set loss.cross_tokenizer",
+        ),
+        "nothing in common": ("teachers.1:", "the common vocabulary is empty", "use loss.cross_tokenizer=alm"),
+        "longer than the student": ("data.max_length", "512 positions of student", "4096", "use 512 or less"),
+        "longer than a teacher": ("data.max_length", "512 positions of teacher short", "4096", "use 512 or less"),
+        "no model there": ("teachers.3.model", "no such folder", "nowhere", "give a folder"),
+        "only pickled weights": ("teachers.4.model", "must be safetensors", "pickled", "convert it"),
+        "a model that needs its own code": ("teachers.5.model", "my_own", "auto_map", "never run", "use a model"),
+        "a slow tokenizer": ("teachers.6.tokenizer", "must be a fast tokenizer", "ByT5Tokenizer", "tokenizer.json"),
+        "top_k over the vocabulary": ("loss.top_k", "320 ids of the student's tokenizer", "1000", "use 320 or less"),
+        "CUDA IPC without GPUs": ("transport", "cuda_ipc", "GPU", "transport="),
+        "a GPU asked, none visible": ("aligner.dp.backend", "none is visible", "cuda", "numba"),
+        "output cannot be written": ("/proc/runs", "must be writable", "choose another run.dir"),
+        "an evaluation without answers": (
+            "evaluate.suites",
+            "questions.jsonl, row 2",
+            "`answer`",
+            "got nothing",
+            "mend",
+        ),
+    },
+    output: {
+        "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
+        "more checkpoints than the disk holds": ("run.dir", "are free", "GiB", "lower checkpoint.keep_last"),
+        "fewer rows than a batch": ("data.path", "40 training documents", "batch of 64", "lower train.global"),
+    },
+    cramped: {
+        "a small disk": ("run.dir", "and 0.1 MiB are free", "free some space"),
+        "a small /dev/shm": ("/dev/shm", "object store needs 80 MiB", "40 MiB free", "--shm-size"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def answered(place: Place) -> Callable[[Callable[[Place], Ended]], Ended]:
+    """What a command said; it is given once."""
+    known: dict[Callable[[Place], Ended], Ended] = {}
+
+    def answer(command: Callable[[Place], Ended]) -> Ended:
+        if command not in known:
+            known[command] = command(place)
+        return known[command]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [pytest.param(command, words, id=name) for command, rows in TOGETHER.items() for name, words in rows.items()],
+)
+def test_one_line_for(answered, command, words):
+    ended = answered(command)
+    assert ended.code == 2, ended.err
+    assert len([line for line in ended.errors if all(word in line for word in words)]) == 1, (words, ended.err)
+
+
+@pytest.mark.parametrize("command", TOGETHER, ids=lambda command: command.__name__)
+def test_all_is_told_at_once_and_nothing_else_and_nothing_is_written(answered, place, command):
+    ended = answered(command)
+    assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
+    assert len(ended.errors) == len(TOGETHER[command]), ended.err
+    assert ended.out == ""
+    for name in ("settings", "models", "output", "cramped", "small"):
+        assert not (place.root / name).exists()
+
+
+# ------------------------------------------------------------------ wrong alone, through the same entry point
+
+
+@pytest.fixture
+def refused(place: Place, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives `distill-rl train` with these arguments, here; the one line that it refuses them with."""
+
+    def train(config: Path, *arguments: str) -> str:
+        code = cli.main(["train", "-c", str(config), *arguments])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert code == 2, line
+        assert line.startswith(PREFIX)
+        return line.removeprefix(PREFIX)
+
+    return train
+
+
+def _rows(*rows: object) -> bytes:
+    return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
+
+
+GOOD = [{"text": f"row {number}"} for number in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ("data.jsonl", "empty")),
+        (_rows(*[{"body": "x"}] * 16), ("data.jsonl", "'text'", "body")),
+        (_rows(*GOOD, {"text": 5}), ("data.jsonl", "row 16", "text", "int")),
+        (_rows(*GOOD, b'{"text": "\xff\xfe"}'), ("data.jsonl", "row 16", "text", "UTF-8")),
+        (_rows(*GOOD, b'{"text": "cut o'), ("data.jsonl", "row 16", "truncated")),
+        (_rows(*GOOD[:3]), ("data.jsonl", "3 training documents", "batch of 8")),
+    ],
+    ids=["empty", "no column", "not text", "not UTF-8", "cut off", "too few rows"],
+)
+def test_data_that_cannot_be_trained_on(place, refused, tmp_path, content, words):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(content)
+    line = refused(place.config("data"), f"data.path={data}")
+    assert line.startswith("data.path")
+    assert all(word in line for word in words), line
+    assert not (place.root / "data").exists()
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_table_that_is_cut_off(place, refused, tmp_path, form):
+    table = write_corpus(tmp_path / f"table.{form}", form=form)
+    table.write_bytes(table.read_bytes()[:-200])
+    line = refused(place.config("data"), f"data.path={table}")
+    assert all(word in line for word in ("data.path", table.name, "truncated")), line
+
+
+@pytest.fixture(scope="module")
+def projections(place: Place) -> Path:
+    """Of another pair, and of this one with a value, or a place, that cannot be."""
+    ours, theirs = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
+    made = build_projection(ours, theirs, student_columns=320, teacher_columns=600)
+    values, indices = made.values.copy(), made.indices.copy()
+    values[3], indices[3] = np.nan, 600
+    other = build_projection(theirs, ours, student_columns=600, teacher_columns=320)
+    broken = {"another": other, "nan": replace(made, values=values), "away": replace(made, indices=indices)}
+    folder = place.root / "projections"
+    folder.mkdir()
+    for name, projection in broken.items():
+        save_projection(projection, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("another", ("must be this pair's", "student_hash", "the file has", "give the file of this pair")),
+    ("nan", ("finite", "delete the file, it is built anew")),
+    ("away", ("600", "delete the file, it is built anew")),
+])  # fmt: skip
+def test_a_projection_that_cannot_be_taken(place, refused, projections, name, words):
+    teacher = {"name": "big", "model": f"{place.root}/foreign"}
+    line = refused(place.config("projection", teachers=[teacher]), f"projection.path={projections}/{name}")
+    assert line.startswith("projection.path: ")
+    assert all(word in line for word in (f"projections/{name}", *words)), line
+    assert not (place.root / "projection").exists()
+
+
+def test_more_gpus_than_there_are(place, refused, monkeypatch):
+    from distill_rl import preflight
+
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
+    line = refused(place.config("gpus"), "student.parallel.dp=4")
+    assert line.startswith("student.parallel: dp 4 x tp 1 = 4 GPUs are asked, 2 are visible; lower dp or tp"), line
+
+
+def _newer(step: Path) -> None:
+    manifest = json.loads((step / "MANIFEST.json").read_text())
+    (step / "MANIFEST.json").write_text(json.dumps(manifest | {"format": 99}))
+
+
+def _corrupt(step: Path) -> None:
+    (step / "student" / "shard").write_bytes(b"weightz")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda step: None, ("the data of this run", "must be the same", "dddd", "--clean")),
+        (_newer, ("step-3", "reads checkpoint format", "format 99", "update distill_rl")),
+        (_corrupt, ("step-3", "student/shard differs from the manifest", "damaged; use an older one")),
+    ],
+    ids=["foreign", "newer", "corrupt"],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from(place, refused, tmp_path, harm, words):
+    folder = tmp_path / "runs" / "mine" / "checkpoints"
+    with CheckpointStore(folder, keep_last=2, keep_best=0).write(
+        SavedState(TrainState(3), {"data": "d" * 64}, None)
+    ) as student:
+        (student / "shard").write_bytes(b"weights")
+    harm(folder / "step-3")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    resume = ("run.name=mine", "--resume", str(folder / "step-3"))
+    line = refused(place.config("resume", run={"dir": f"{tmp_path}/runs"}), *resume)
+    assert all(word in line for word in words), line
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -1,0 +1,143 @@
+"""Saving beside the training: what is saved is what was, training does not notice, and every rank hears of an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.errors import CheckpointError
+from distill_rl.parallel.mesh import World, open_world
+from distill_rl.student import checkpoint
+from distill_rl.student.engine import StudentEngine
+from tests.helpers import ranks
+from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY, WIDTH, STEPS = 320, 24, 6
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "student", "llama", seed=61, tie=True, vocab_size=327)
+
+
+def engine_on(world: World, student: Path) -> StudentEngine:
+    config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, optimizer__lr=1e-2)
+    return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+
+
+def train(engine: StudentEngine, step: int) -> list[float]:
+    rows = token_rows([[document] for document in random_documents(4, seed=step)], WIDTH)
+    metrics = engine.train_step(rank_batch(rows, engine.world.dp_rank, engine.world.dp, step), no_targets)
+    return [metrics[name].value for name in ("train/nll_loss", "train/grad_norm") if metrics]
+
+
+def local_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
+    """This rank's part of all that is saved, as copies."""
+    tensors = engine._snapshot({}).tensors
+    return {name: (each.to_local() if hasattr(each, "to_local") else each).clone() for name, each in tensors.items()}
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def written_late(dp: int, tp: int, student: Path, folder: Path) -> tuple[bool, bool, int]:
+    """Takes a snapshot, trains on, and only then writes its copy."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    engine = engine_on(world, student)
+    train(engine, 0)
+    before = local_state(engine)
+    live = engine._snapshot({"at": 1})
+    copy = live.copied()
+    train(engine, 1)
+    still_live = any(
+        not torch.equal(before[name], each.to_local() if hasattr(each, "to_local") else each)
+        for name, each in live.tensors.items()
+        if name.startswith("model.")
+    )
+    files = checkpoint.save(folder, copy, world)
+    other = engine_on(world, student)
+    assert other.load(folder) == {"at": 1}
+    return still_live, equal(local_state(other), before), len(set(files) - {path.name for path in folder.iterdir()})
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_written_is_what_was_copied_whatever_was_trained_since(student, tmp_path, dp, tp):
+    for still_live, saved_as_it_was, unnamed in ranks.run_ranks(dp * tp, written_late, dp, tp, student, tmp_path / "x"):
+        assert still_live, "the snapshot is of the parameters themselves: without a copy the test would show nothing"
+        assert saved_as_it_was
+        assert unnamed == 0
+
+
+def with_and_without_saving(dp: int, tp: int, student: Path, folder: Path) -> list[tuple]:
+    """Six steps without a save, with one beside each step, and with one at once after each."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    outcomes: list[tuple] = []
+    for how in ("never", "beside", "at once"):
+        engine = engine_on(world, student)
+        losses, states = [], {}
+        for step in range(STEPS):
+            losses += train(engine, step)
+            states[step] = local_state(engine)
+            target = folder / how / f"step-{step}"
+            if how != "never":
+                engine.save(target, {}, target.with_suffix(".json") if how == "beside" else None)
+        engine.finish_saving()
+        for step in range(STEPS) if how != "never" else ():
+            other = engine_on(world, student)
+            other.load(folder / how / f"step-{step}")
+            assert equal(local_state(other), states[step])
+        outcomes.append((losses, states))
+    return outcomes
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_saving_beside_every_step_changes_no_bit_of_the_run(student, tmp_path, dp, tp):
+    for never, beside, at_once in ranks.run_ranks(2, with_and_without_saving, dp, tp, student, tmp_path):
+        assert never[0] == beside[0] == at_once[0]
+        assert all(equal(never[1][step], beside[1][step]) for step in range(STEPS))
+    for step in range(STEPS):
+        marker = json.loads((tmp_path / "beside" / f"step-{step}.json").read_text())
+        assert marker["error"] is None
+        assert set(marker["files"]) == {path.name for path in (tmp_path / "beside" / f"step-{step}").iterdir()}
+
+
+def failing_saves(folder: Path, student: Path) -> list[str]:
+    """Rank 1 cannot write; training goes on; what is said by the end, by the next save, and by the one after it."""
+    world = open_world(rank=ranks.rank(), dp=2, tp=1)
+    engine = engine_on(world, student)
+    train(engine, 0)
+    for name in ("first", "second"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        if world.rank == 1:
+            # DCP names a rank's file __<rank>_<n>.distcp; a folder of that name is in its way.
+            (folder / name / "__1_0.distcp").mkdir()
+    torch.distributed.barrier()
+    said = []
+    engine.save(folder / "first", {}, folder / "first.json")
+    train(engine, 1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.finish_saving()
+    said.append(str(caught.value))
+    engine.save(folder / "second", {}, folder / "second.json")
+    train(engine, 2)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(folder / "third", {}, folder / "third.json")
+    said.append(str(caught.value))
+    engine.save(folder / "third", {}, folder / "third.json")
+    engine.finish_saving()
+    return said
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks_later_and_the_next_save_works(student, tmp_path):
+    for said in ranks.run_ranks(2, failing_saves, tmp_path, student, timeout=90):
+        assert ["rank 1: " in line and "\n" not in line for line in said] == [True, True]
+    markers = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second", "third")]
+    assert ["rank 1: " in (marker["error"] or "") for marker in markers] == [True, True, False]
+    assert markers[2]["error"] is None

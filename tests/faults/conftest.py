@@ -1,0 +1,141 @@
+"""Runs that are disturbed on purpose, and the undisturbed ones that they must equal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.conftest import Material, material
+from tests.helpers.command import distill_rl, leftovers, running, series, shared_memory, survivors, temporary, until
+from tests.helpers.ray_state import actors
+
+__all__ = ["material"]
+
+STEPS = 120
+RESTART_S = 120
+"""within which a test gives up; what is promised is told by `launch/bench.sh faults`"""
+
+
+@dataclass
+class Disturbed:
+    """A run in its first steps, with the processes of its actors by name."""
+
+    process: psutil.Popen
+    run: Path
+    log: Path
+    actors: dict[str, int]
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.text.splitlines() if line.startswith("distill-rl: error:")]
+
+    @property
+    def steps(self) -> int:
+        return len(series(self.run, "train/loss"))
+
+    def look_again(self) -> None:
+        """Learns the actors' processes anew, while the driver stands still."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        self.actors = actors(self.process.pid)
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def look_again_after(self, steps: int) -> None:
+        """The same once the run has got further."""
+        until(lambda: self.steps > steps or self.process.poll() is not None, f"step {steps + 1}", RESTART_S)
+        assert self.process.poll() is None, self.text
+        self.look_again()
+
+    def kill_idle(self, name: str) -> None:
+        """SIGKILL when nobody has anything left to do, because the driver gives out nothing."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        busy = [psutil.Process(pid) for actor, pid in self.actors.items() if "aligner" not in actor]
+        until(lambda: not _working(busy), "the end of all work")
+        os.kill(self.actors[name], signal.SIGKILL)
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill_busy(self, name: str) -> None:
+        """SIGKILL while it computes."""
+        victim = psutil.Process(self.actors[name])
+        until(lambda: _working([victim]), f"work of {name}")
+        victim.kill()
+
+    def after(self, word: str) -> None:
+        """Waits until the run has said something."""
+        until(lambda: word in self.text or self.process.poll() is not None, repr(word), RESTART_S)
+        assert word in self.text, self.text
+
+    def end(self) -> int:
+        return self.process.wait(timeout=2 * RESTART_S)
+
+
+def _working(processes: list[psutil.Process]) -> bool:
+    """Whether one of them used the processor in the last tenth of a second."""
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(0.1)
+    return any(sum(process.cpu_times()[:2]) > then for process, then in zip(processes, before))
+
+
+@pytest.fixture
+def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
+    """`with disturb(settings…) as run:` a training in its first steps; afterwards nothing of it may be left."""
+
+    @contextmanager
+    def disturbed(*settings: str, folder: Path = tmp_path) -> Iterator[Disturbed]:
+        before, log = shared_memory(), folder / "log"
+        config = material.config(folder)
+        with running("train", "-c", config, *settings, log=log) as process:
+            run = folder / "runs" / "tiny"
+            until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+            found = Disturbed(process, run, log, {})
+            assert process.poll() is None, found.text
+            found.look_again()
+            family = leftovers(process.pid)
+            yield found
+            family |= leftovers(process.pid) if process.is_running() and process.poll() is None else {}
+        assert not survivors(family.values())
+        until(lambda: shared_memory() <= before, "shared memory given back")
+        assert not temporary(process.pid)
+
+    return disturbed
+
+
+@pytest.fixture(scope="session")
+def undisturbed(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run directory of a run to its end with these settings; made once for each."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*settings: str) -> Path:
+        if settings not in made:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            ended = distill_rl("train", "-c", material.config(folder), *settings)
+            assert ended.code == 0, ended.err
+            made[settings] = folder / "runs" / "tiny"
+        return made[settings]
+
+    return run
+
+
+def assert_resumes(run: Disturbed, *settings: str) -> None:
+    """A run that has ended goes on to its last step."""
+    ended = distill_rl("train", "-c", run.run.parents[1] / "tiny.yaml", *settings, "--resume")
+    assert ended.code == 0, ended.err
+
+
+def assert_same_student(run: Path, expected: Path) -> None:
+    """Losses and gradient norms of every step, and the exported weights, bit for bit."""
+    for metric in ("train/loss", "train/kl_loss", "train/grad_norm", "validation/kl_loss"):
+        assert series(run, metric) == series(expected, metric), metric
+    weights = [(each / "export" / "model.safetensors").read_bytes() for each in (run, expected)]
+    assert weights[0] == weights[1]

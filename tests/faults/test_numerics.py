@@ -1,0 +1,75 @@
+"""A teacher that says NaN (R13): of one token, and of all."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.command import distill_rl, records, series
+from tests.helpers.models import write_tiny_model
+
+
+@pytest.fixture
+def poisoned_teacher(tmp_path):
+    """A teacher whose embedding of some tokens is NaN."""
+
+    def write(tokens) -> str:
+        folder = write_tiny_model(tmp_path / "poisoned", hidden=32, seed=1, tie=False)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.embed_tokens.weight"][tokens] = torch.nan
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return f"teachers.0.model={folder}"
+
+    return write
+
+
+def test_a_row_of_which_a_teacher_says_nan_costs_the_steps_that_hold_it_and_no_other(
+    material, poisoned_teacher, tmp_path
+):
+    from tests.helpers.tokenizers import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    rows = [json.loads(line) for line in (material.root / "corpus.jsonl").read_text().splitlines()]
+    used = {token for row in rows for token in tokenizer(row["text"])["input_ids"]}
+    sign = next(chr(code) for code in range(33, 127) if not used & set(tokenizer(chr(code) * 4)["input_ids"]))
+    rare = sorted(set(tokenizer(sign * 4)["input_ids"]))
+    rows[40]["text"] = sign * 4 + rows[40]["text"][:20]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = (
+        f"data.path={data}",
+        poisoned_teacher(rare),
+        "data.validation.fraction=0",
+        "train.epochs=2",
+        "train.steps=20",
+    )
+    ended = distill_rl("train", "-c", material.config(tmp_path), *settings)
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    skipped = [step for step, value in series(run, "train/skipped") if value]
+    assert len(skipped) == 2, "the row comes once in each of two epochs"
+    assert [step for step, loss in series(run, "train/loss") if loss is None] == skipped
+    assert ended.out.count("skipped   step ") == 2
+    assert records(run)[-1].get("faults/skipped_steps", 2) == 2
+    assert all(tensor.isfinite().all() for tensor in load_file(run / "export" / "model.safetensors").values())
+
+
+def test_a_teacher_that_says_nothing_but_nan_ends_the_run_on_the_last_good_checkpoint(
+    material, poisoned_teacher, tmp_path
+):
+    config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+    assert distill_rl("train", "-c", config, "train.steps=2", "checkpoint.every=1").code == 0
+    bad = poisoned_teacher(slice(None))
+    ended = distill_rl("train", "-c", config, bad, "checkpoint.every=1", "--clean", "faults.skipped_steps=2")
+    assert ended.code == 1
+    (error,) = ended.errors
+    for word in (
+        "student-dp0-tp0",
+        "step 3: its loss must be finite; got nan after 2 steps skipped in a row",
+        "--resume",
+    ):
+        assert word in error, error
+    assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so none is worth keeping"
+    assert all(value is None or math.isfinite(value) for _, value in series(run, "train/loss"))

@@ -1,0 +1,52 @@
+"""Student ranks that are killed or stopped (R9, R10): the run ends at once, tells who and why, and can be resumed."""
+
+import os
+import signal
+
+import pytest
+
+from tests.faults.conftest import STEPS, assert_resumes, assert_same_student
+
+LENGTH = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "evaluate.every=60", "student.parallel.dp=2")
+CHECKPOINTS = ("checkpoint.every=1", "faults.stopped_s=2")
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [(signal.SIGKILL, "Worker unexpectedly exits"), (signal.SIGSTOP, "it was stopped (SIGSTOP) for 2 s, and killed")],
+)
+def test_a_rank_that_is_gone_ends_all_with_one_line_and_stacks_and_the_run_can_be_resumed(
+    disturb, undisturbed, number, cause
+):
+    expected = undisturbed(*LENGTH)
+    with disturb(*LENGTH, *CHECKPOINTS) as run:
+        os.kill(run.actors["student-dp1-tp0"], number)
+        assert run.end() == 1, run.text
+    (error,) = run.errors
+    for word in ("student-dp1-tp0 on ", "its process died during step ", cause, "--resume"):
+        assert word in error, error
+    logs = run.run / "logs" / "latest"
+    stack = (logs / "stacks" / "student-dp0-tp0.txt").read_text()
+    assert "most recent call first" in stack
+    assert (logs / "big-dp0-tp0.err").exists(), "what the others printed is kept"
+    assert_resumes(run, *LENGTH, *CHECKPOINTS)
+    assert_same_student(run.run, expected)
+
+
+def test_the_last_words_of_a_rank_are_in_the_error(disturb):
+    with disturb(*LENGTH) as run:
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGABRT)  # the fault handler writes where it was
+        assert run.end() == 1, run.text
+    (error,) = run.errors
+    assert "its last words: " in error
+    assert "student-dp1-tp0" in error
+
+
+def test_a_wait_that_grows_long_is_reported_with_who_is_waited_for(disturb):
+    with disturb(*LENGTH, "faults.report_after_s=1", "faults.stopped_s=60") as run:
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGSTOP)
+        run.after("waiting 1 s for step ")
+        run.after("student-dp1-tp0 on ")
+        run.after(" is stopped")
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGCONT)
+        assert run.end() == 0, "a worker that goes on in time is forgiven"

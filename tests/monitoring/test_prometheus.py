@@ -1,0 +1,184 @@
+"""A real Prometheus with the shipped configuration watches a real run: all that the shipped dashboard shows is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import distill_rl
+from tests.helpers.command import DEADLINE_S, running, until
+from tests.helpers.ray_nodes import free_port
+from tests.helpers.suites import write_suite
+
+pytest.importorskip("aiohttp_cors", reason="Ray's metrics agent is not installed: bash launch/test.sh monitoring")
+
+LAUNCH = Path(distill_rl.__file__).parents[1] / "launch"
+PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
+DASHBOARD = json.loads((LAUNCH / "monitoring" / "grafana-dashboard.json").read_text())
+RUN = "watched"
+
+needs_prometheus = pytest.mark.skipif(not PROGRAM, reason="there is no Prometheus here: set PROMETHEUS")
+
+
+def expressions() -> list[str]:
+    """Every query of every panel, for this run."""
+    targets = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    return [target["expr"].replace("$run", RUN) for target in targets]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A Prometheus, and the process of the run that it watches."""
+
+    port: int
+    root: psutil.Process
+    folder: Path
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """The samples of a query now: labels and values."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=10) as answer:
+            found = json.load(answer)
+        assert found["status"] == "success", found
+        return found["data"]["result"]
+
+    def answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def prometheus(run: Path, data: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    variables = {"PROMETHEUS": str(PROGRAM), "PROMETHEUS_PORT": str(port), "PROMETHEUS_DATA": str(data)}
+    with (data.with_suffix(".log")).open("wb") as log:
+        command = ["bash", LAUNCH / "prometheus.sh", run]
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
+    """A run across tokenizers with everything on, that goes on until it is told to stop."""
+    folder = tmp_path_factory.mktemp("watched")
+    suite = write_suite(folder, count=8)
+    settings = [
+        f"run.name={RUN}",
+        "train.steps=1000000",
+        "ray.dashboard=true",
+        "aligner.workers=2",
+        "evaluate.every=5",
+        f"evaluate.suites=[{suite}]",
+        f"evaluate.data={suite.parent}",
+        "evaluate.suites_every=5",
+        "observe.table_every=0",
+    ]
+    run, port, log = folder / "runs" / RUN, free_port(), folder / "log"
+    with running("train", "-c", material.config(folder, "foreign"), *settings, log=log) as process:
+        targets = run / "logs" / "prometheus" / "targets.json"
+        until(lambda: targets.exists() or process.poll() is not None, "the run starts")
+        assert process.poll() is None, log.read_text()
+        with prometheus(run, folder / "data", port) as server:
+            watch = Watch(port, psutil.Process(process.pid), folder)
+            until(lambda: watch.answers() or server.poll() is not None, "Prometheus starts")
+            assert server.poll() is None, (folder / "data.log").read_text()
+            yield watch
+        assert process.poll() is None, log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=DEADLINE_S) == 85, log.read_text()
+
+
+@needs_prometheus
+def test_every_panel_of_the_dashboard_has_samples(watch: Watch) -> None:
+    missing = set(expressions())
+    assert len(missing) >= 30
+
+    def complete() -> bool:
+        assert watch.root.is_running(), (watch.folder / "log").read_text()
+        for expression in list(missing):
+            if watch.ask(expression):
+                missing.discard(expression)
+        return not missing
+
+    try:
+        until(complete, "samples for every panel", DEADLINE_S)
+    except AssertionError:
+        pytest.fail(f"no samples: {sorted(missing)}")
+
+
+@needs_prometheus
+def test_every_actor_and_the_driver_speak_for_themselves(watch: Watch) -> None:
+    def actors(metric: str) -> set[str]:
+        return {sample["metric"]["actor"] for sample in watch.ask(f'ray_distill_rl_{metric}{{run="{RUN}"}}')}
+
+    expected = {
+        "step": {"driver"},
+        "teacher_forward_seconds": {"big/dp0-tp0"},
+        "student_step_seconds": {"student-dp0-tp0"},
+        "aligner_seconds": {"aligner-0", "aligner-1"},
+        "evaluator_seconds": {"evaluator"},
+    }
+    try:
+        until(lambda: all(actors(metric) == names for metric, names in expected.items()), "samples of every actor")
+    except AssertionError:
+        assert {metric: actors(metric) for metric in expected} == expected
+    for metric in expected:
+        (labels, *_) = (sample["metric"] for sample in watch.ask(f"ray_distill_rl_{metric}"))
+        assert labels["run"] == RUN
+        assert labels["job"] == "distill_rl"
+        assert re.fullmatch(r"[0-9.]+", labels["node"])
+        assert not [name for name in labels if name.startswith("otel")]
+
+
+@needs_prometheus
+def test_what_prometheus_knows_is_what_the_run_says(watch: Watch) -> None:
+    written = {
+        round(record["train/kl_loss"], 6)
+        for line in (watch.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
+        if "train/kl_loss" in (record := json.loads(line))
+    }
+    (sample,) = watch.ask(f'ray_distill_rl_train_kl_loss{{run="{RUN}"}}')
+    assert round(float(sample["value"][1]), 6) in written
+    parts = {each["metric"]["of"] for each in watch.ask(f'ray_distill_rl_timing_seconds{{run="{RUN}"}}')}
+    assert {"step", "student", "wait_teachers", "wait_aligner", "other", "big/forward", "student/fetch"} <= parts
+
+
+@needs_prometheus
+def test_prometheus_listens_on_this_machine_only(watch: Watch) -> None:
+    addresses = {
+        each.laddr.ip
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == watch.port
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+@needs_prometheus
+def test_the_configuration_passes_promtool(tmp_path: Path) -> None:
+    promtool = Path(str(PROGRAM)).with_name("promtool")
+    if not promtool.exists():
+        pytest.skip(f"there is no {promtool}")
+    shutil.copy(LAUNCH / "monitoring" / "prometheus.yml", tmp_path)
+    (tmp_path / "targets.json").write_text('[{"targets": ["127.0.0.1:1"]}]')
+    done = subprocess.run([promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

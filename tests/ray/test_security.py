@@ -1,0 +1,81 @@
+"""A real run, looked at from outside: what its processes know, what they are called, and what lies on disk."""
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.conftest import Material
+from tests.helpers.command import leftovers, running, series, temporary, until
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+from tests.unit.test_security import SECRET
+
+pytestmark = [pytest.mark.ray, pytest.mark.cli]
+
+HIDDEN = [name for name in SECRET if not name.startswith("RAY_")]
+
+
+def commands() -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+def holding(text: str, *folders: Path) -> list[Path]:
+    """Regular files that hold the text."""
+    found = []
+    for file in (file for folder in folders for file in folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(file.lstat().st_mode) and text.encode() in file.read_bytes():
+                found.append(file)
+    return found
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """The addresses that a process takes connections at."""
+    with contextlib.suppress(psutil.Error):
+        return {each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return set()
+
+
+def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_machine(tmp_path, monkeypatch):
+    write_tiny_model(tmp_path / "teacher", hidden=32, seed=1)
+    write_tiny_model(tmp_path / "student", hidden=16, seed=2)
+    write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)
+    for name in HIDDEN:
+        monkeypatch.setenv(name, "hunter2-in-the-environment")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_urlsafe(32))  # Ray's processes must get it as a file
+    config, log = Material(tmp_path).config(tmp_path), tmp_path / "log"
+    with running("train", "-c", config, "train.steps=100000", "checkpoint.every=1", log=log) as process:
+        run = tmp_path / "runs" / "tiny"
+        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+        assert process.poll() is None, log.read_text()
+        (private,) = temporary(process.pid)
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert stat.S_IMODE((private / "token").stat().st_mode) == 0o600
+        token = (private / "token").read_text()
+        assert token == os.environ["RAY_AUTH_TOKEN"]
+        assert not [line for line in commands() if token in line or "hunter2" in line]
+        assert holding(token, private, run) == [private / "token"]
+        assert not holding("hunter2", private, run)
+
+        family = leftovers(process.pid).values()
+        environments = {}
+        for each in family:
+            with contextlib.suppress(psutil.Error):
+                environments[" ".join(each.cmdline())[:60]] = each.environ()
+        actors = [name for name in environments if name.startswith("ray::")]
+        assert len(actors) >= 3, sorted(environments)
+        assert not [(who, name) for who, seen in environments.items() for name in SECRET if name in seen]
+        dashboards = [each for each in family if "dashboard.py" in " ".join(each.cmdline())]
+        assert dashboards
+        assert all(listening(each) <= {"127.0.0.1", "::1"} for each in dashboards)
+    assert "hunter2" not in log.read_text()

@@ -1,0 +1,31 @@
+"""One real cluster for the lane: a head with token authentication, its dashboard on this machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import material  # noqa: F401  (the fixture)
+from tests.helpers.ray_nodes import free_port, ray_nodes
+
+
+@dataclass(frozen=True)
+class Cluster:
+    address: str
+    """host:port that processes join"""
+    url: str
+    """of the dashboard"""
+    token: Path
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder, port = tmp_path_factory.mktemp("cluster"), free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with ray_nodes(folder, patch, nodes=1, cpus=8, dashboard=port) as address:
+            patch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
+            yield Cluster(address, f"http://127.0.0.1:{port}", folder / "token")

@@ -1,0 +1,135 @@
+"""One Slurm for the session, and jobs that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+import distill_rl
+from tests.cli.conftest import Material
+from tests.helpers.command import series, until
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+from tests.slurm.cluster import Slurm, slurm, why_not
+
+ROOT = Path(distill_rl.__file__).parents[1]
+START_S = 240
+"""for Ray on two nodes and the models, on two cores"""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Slurm]:
+    if reason := why_not():
+        pytest.skip(f"no Slurm can be started here: {reason}")
+    root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    root.chmod(0o755)
+    (root / "hidden").mkdir()
+    try:
+        with slurm(root, root / "hidden") as made:
+            yield made
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
+    root = tmp_path_factory.mktemp("material")
+    write_tiny_model(root / "teacher", hidden=32, seed=1)
+    write_tiny_model(root / "student", hidden=16, seed=2)
+    write_corpus(root / "corpus.jsonl", rows=80, seed=5)
+    return Material(root)
+
+
+@dataclass
+class Job:
+    """A submitted job; `seen` are its processes, and all that they started, as far as somebody looked."""
+
+    slurm: Slurm
+    id: str
+    run: Path
+    output: Path
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def log(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def look(self) -> None:
+        """Takes down all processes of the job as they are now."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if " ".join(process.cmdline()).startswith(f"slurmstepd: [{self.id}."):
+                    family = process.children(recursive=True)
+                    self.seen |= {each.pid: each for each in (process, *family)}
+
+    def until_it_trains(self, attempt: int = 1) -> None:
+        marks = self.run / "logs" / f"attempt_{attempt}"
+        before = len(series(self.run, "train/loss")) if attempt > 1 else 0
+        until(
+            lambda: (marks.exists() and len(series(self.run, "train/loss")) > before) or self.slurm.ended(self.id),
+            "the first step",
+            START_S,
+        )
+        assert self.slurm.state(self.id) == "RUNNING", self.log
+        self.look()
+        assert len(self.seen) > 10, "two nodes of Ray, the driver, student and teacher"
+
+    def until_it_ends(self) -> int:
+        """The exit code."""
+        until(lambda: self.slurm.ended(self.id), f"the end of job {self.id}", START_S)
+        return self.slurm.exit_code(self.id)
+
+    def signal(self, name: str) -> None:
+        """To the batch script alone, as --signal=B:NAME does at the time limit."""
+        self.slurm.run("scancel", "--batch", f"--signal={name}", self.id)
+
+    def actor(self, name: str) -> psutil.Process:
+        self.look()
+        for process in self.seen.values():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[0].startswith(f"ray::{name}"):
+                    return process
+        raise AssertionError(f"no actor {name}: {[process.name() for process in self.seen.values()]}")
+
+    def assert_nothing_left(self) -> None:
+        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=60)
+        assert not alive, [" ".join(process.cmdline()) for process in alive]
+        folder = str(self.run)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                told = [*process.cmdline(), *process.environ().values()]
+                assert not any(folder in text for text in told) or "pytest" in " ".join(told), told
+        assert not list(self.run.glob(f".ray-{self.id}.*")), "the token is gone"
+        assert not [path for path in Path("/tmp").glob("dr[0-9]*-*") if self.owns(path)]
+
+    def owns(self, folder: Path) -> bool:
+        """Whether the job's processes had this folder as Ray's temporary directory."""
+        return any(folder.name in log.read_text() for log in self.run.glob("logs/*/ray-*.log"))
+
+
+@pytest.fixture
+def submit(cluster: Slurm, material: Material, tmp_path: Path):
+    """submit(overrides..., run=NAME, nodes=2, **variables): a job of launch/slurm.sbatch."""
+    jobs: list[Job] = []
+
+    def make(*overrides: str, run: str = "tiny", nodes: int = 2, folder: Path | None = None, **variables: str) -> Job:
+        config = material.config(tmp_path)
+        directory = (folder or tmp_path / "runs") / run
+        output = tmp_path / f"{run}.log"
+        given = {"RAY_OBJECT_STORE_BYTES": "100000000", "CONFIG": str(config), "RUN_DIR": str(directory)} | variables
+        command = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--time=10", f"--chdir={ROOT}"]
+        script = [str(ROOT / "launch" / "slurm.sbatch"), *overrides]
+        exports = ",".join(["ALL", *(f"{name}={value}" for name, value in given.items())])
+        made = cluster.run(*command, f"--output={output}", f"--export={exports}", *script)
+        jobs.append(Job(cluster, made, directory, output))
+        return jobs[-1]
+
+    yield make
+    cluster.clear()

@@ -1,0 +1,137 @@
+"""`distill-rl train --dry-run`: a batch script that needs nothing but account and partition."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distill_rl import rundir
+from distill_rl.cli import main
+from distill_rl.commands.dry_run import ROOT, layout
+from distill_rl.config.load import load_config
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from tests.cli.conftest import Material
+from tests.helpers.command import environment
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Material:
+    root = tmp_path_factory.mktemp("material")
+    write_tiny_model(root / "teacher", hidden=32, seed=1)
+    write_tiny_model(root / "foreign", hidden=32, seed=4, tokenizer=tiny_tokenizer(600, seed=7))
+    write_tiny_model(root / "student", hidden=16, seed=2)
+    write_corpus(root / "corpus.jsonl", rows=80, seed=5)
+    return Material(root)
+
+
+def options(script: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, flags=re.MULTILINE))
+
+
+def parsed(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_it_writes_the_resolved_configuration_and_the_script_and_starts_nothing(
+    material, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "a folder"
+    path = material.config(folder)
+    monkeypatch.chdir(folder)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "2", "student.parallel.dp=4"]) == 0
+    run = folder / "runs" / "tiny"
+    assert sorted(entry.name for entry in run.iterdir()) == ["submit.sbatch", "submit.yaml"]
+    assert load_config(run / "submit.yaml").student.parallel.dp == 4
+    assert load_config(run / "submit.yaml").ray.address is None
+    script = (run / "submit.sbatch").read_text()
+    parsed(run / "submit.sbatch")
+    said = options(script)
+    assert (said["nodes"], said["gpus-per-node"], said["chdir"]) == ("2", "2", f'"{folder}"')
+    assert said["output"] == f'"{run}/slurm-%j.log"'
+    for variable, value in {"CONFIG": run / "submit.yaml", "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():
+        line = re.search(rf"^{variable}=.*$", script, re.MULTILINE).group()
+        told = subprocess.run(["bash", "-c", f'{line}; printf %s "${variable}"'], capture_output=True, text=True)
+        assert told.stdout == str(value)
+    assert f"sbatch --account=ACCOUNT --partition=PARTITION '{run}/submit.sbatch'" in capsys.readouterr().out
+    # A run may be started there as if it were empty, and a second dry run writes them anew.
+    config = load_config(path)
+    assert rundir.problems(config, clean=False) == []
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
+    assert "gpus-per-node" not in options((run / "submit.sbatch").read_text())
+    with rundir.occupy(config, clean=False) as paths:
+        assert paths.config.exists()
+        assert (run / "submit.sbatch").exists()
+
+
+def test_everything_that_is_wrong_is_told_and_nothing_is_written(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    arguments = ["train", "-c", str(path), "--dry-run", "--gpus-per-node", "-1", "student.model=/no/such"]
+    assert main(arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert any("--gpus-per-node: must be 0 or more; got -1" in line for line in errors)
+    assert any("student.model" in line for line in errors)
+    assert main(["train", "-c", str(path), "--dry-run", "--clean"]) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    config = load_config(path)
+    with rundir.occupy(config, clean=False) as paths:
+        paths.metrics.write_text("{}\n")
+        before = paths.config.read_text()
+    assert main(["train", "-c", str(path), "--dry-run"]) == 2
+    assert "the run directory is in use" in capsys.readouterr().err
+    assert main(["train", "-c", str(path), "--dry-run", "--resume", "auto", "train.steps=9"]) == 0
+    assert paths.config.read_text() == before
+    assert load_config(paths.root / "submit.yaml").train.steps == 9
+    assert load_config(paths.root / "submit.yaml").checkpoint.resume is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "per_node", "expected"),
+    [
+        ("colocated", 8, (2, 8)),
+        ("colocated", 16, (1, 16)),
+        ("colocated", 32, (1, 16)),
+        ("disaggregated", 8, (3, 8)),
+        ("colocated", 0, (1, 0)),
+    ],
+)
+def test_the_layout_holds_what_placement_asks_for(placement, per_node, expected):
+    config = Config()
+    config.ray.placement = placement
+    config.student.parallel = ParallelConfig(dp=2, tp=4)
+    config.teachers = [TeacherConfig(parallel=ParallelConfig(dp=4, tp=4))]
+    assert layout(config, per_node) == expected
+
+
+@pytest.mark.parametrize(
+    ("example", "teacher", "nodes"), [("same-tokenizer", "teacher", "1"), ("cross-tokenizer", "foreign", "2")]
+)
+def test_the_examples_submit_a_script_that_asks_for_the_machine_of_their_recipe(
+    material, tmp_path, example, teacher, nodes
+):
+    (tmp_path / "sbatch").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    models = [f"student.model={material.root}/student", f"teachers.0.model={material.root}/{teacher}"]
+    small = ["data.max_length=64", "loss.top_k=16", "schedule.warmup_steps=0", "checkpoint.keep_best=0", "train.global_batch_size=16",
+             "student.parallel.tp=1", "teachers.0.parallel.tp=1", "train.steps=2"]  # fmt: skip
+    ranks = [f"student.parallel.dp={8 * int(nodes)}", f"teachers.0.parallel.dp={8 * int(nodes)}"]
+    made = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
+    script = ROOT / "launch" / "examples" / f"{example}.sh"
+    done = subprocess.run(
+        ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
+        capture_output=True, text=True, env=made | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (submitted,) = (tmp_path / "runs").glob("*/submit.sbatch")
+    assert done.stdout.splitlines()[-3:] == ["--account=me", "--partition=gpu", str(submitted)]
+    parsed(submitted)
+    assert (options(submitted.read_text())["nodes"], options(submitted.read_text())["gpus-per-node"]) == (nodes, "8")

@@ -1,0 +1,84 @@
+"""R4: a real checkpoint, every file of it damaged in every way; nothing of a damaged one is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl import checkpoints
+from distill_rl.checkpoints import CheckpointStore, SavedState
+from distill_rl.errors import CheckpointError
+from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.types import TrainState
+from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows, whole_parameters
+from tests.helpers.models import write_tiny_model
+
+FILES = ("student/__0_0.distcp", "student/.metadata", "student/student.json", "state.json", "MANIFEST.json")
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle: of weights, not of a header."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def add_a_stranger(file: Path) -> None:
+    shutil.copy(file, file.with_name("__9_0.distcp"))
+
+
+HARMS = {"flip": flip, "cut": cut, "remove": Path.unlink, "stranger": add_a_stranger}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    world = open_world(rank=0, dp=1, tp=1)
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "student", "llama", seed=71, tie=True)
+    config = engine_config(folder, loss__kd_weight=0.0, loss__ce_weight=1.0)
+    yield StudentEngine(config, world, vocabulary_size=320, total_steps=4)
+    close_world(world)
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory):
+    """A folder with two checkpoints, and the weights of the first."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    store, weights = CheckpointStore(root, keep_last=2, keep_best=0), []
+    for step in (1, 2):
+        rows = token_rows([[document] for document in random_documents(4, seed=step)], 24)
+        engine.train_step(rank_batch(rows, index=step), no_targets)
+        with store.write(SavedState(TrainState(step))) as directory:
+            engine.save(directory, {})
+        weights.append(whole_parameters(engine.model))
+    return root, weights[0]
+
+
+def test_these_are_all_files(saved):
+    folder = saved[0] / "step-2"
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_loaded(engine, saved, tmp_path, name, harm):
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved[0], root)
+    HARMS[harm](root / "step-2" / name)
+    culprit = "__9_0.distcp" if harm == "stranger" else Path(name).name
+    with pytest.raises(CheckpointError, match=culprit):
+        checkpoints.read(root / "step-2")
+    said: list[str] = []
+    found = checkpoints.find(CheckpointStore(root, keep_last=2, keep_best=0), "latest", said.append)
+    assert found.path.name == "step-1"
+    assert culprit in said[0]
+    assert "step-1 is taken instead" in said[0]
+    engine.load(found.student)
+    assert all(torch.equal(ours, saved[1][key]) for key, ours in whole_parameters(engine.model).items())

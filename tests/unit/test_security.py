@@ -1,0 +1,189 @@
+"""What the package never does, read from its sources; and what a user cannot make it do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import distill_rl
+from distill_rl import rundir
+from distill_rl.config import validate
+from distill_rl.config.load import load_config, read_config, to_yaml
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.observe.log import printable
+from distill_rl.workers.cluster import _passed_on
+
+PACKAGE = Path(distill_rl.__file__).parent
+NEVER = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "marshal.loads",
+    "marshal.load",
+    "shelve.open",
+}
+PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib"}
+UNSAFE_YAML = {
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "yaml.unsafe_load_all",
+    "yaml.full_load_all",
+}
+
+
+def breaches(source: str) -> Iterator[str]:
+    """Calls that run what they read: code, pickles, a shell."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = getattr(node, "module", None) or ""
+            for name in (origin, *(alias.name for alias in node.names)):
+                if name.partition(".")[0] in PICKLES:
+                    yield f"{node.lineno}: imports {name}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        value = {name: part.value for name, part in given.items() if isinstance(part, ast.Constant)}
+        if called in NEVER | UNSAFE_YAML:
+            yield f"{node.lineno}: {called}"
+        if called.endswith("torch.load") and value.get("weights_only") is not True:
+            yield f"{node.lineno}: torch.load without weights_only=True"
+        if called.endswith(("np.load", "numpy.load")) and value.get("allow_pickle", False) is not False:
+            yield f"{node.lineno}: numpy.load with pickles"
+        if "trust_remote_code" in given and value.get("trust_remote_code") is not False:
+            yield f"{node.lineno}: trust_remote_code"
+        if value.get("shell"):
+            yield f"{node.lineno}: a shell"
+
+
+def test_nothing_that_is_read_is_run() -> None:
+    modules = sorted(PACKAGE.rglob("*.py"))
+    found = {str(module.relative_to(PACKAGE)): list(breaches(module.read_text("utf-8"))) for module in modules}
+    assert len(found) > 100
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval(x)", "exec(x)", "import pickle", "from pickle import loads", "yaml.load(x)", "torch.load(x)",
+        "torch.load(x, weights_only=False)", "torch.load(x, weights_only=sure)", "np.load(x, allow_pickle=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)", "f(trust_remote_code=config.trust)",
+        "subprocess.run(x, shell=True)", "os.system(x)",
+    ],
+)  # fmt: skip
+def test_a_breach_is_found(source: str) -> None:
+    assert list(breaches(source))
+
+
+@pytest.mark.parametrize("source", ["torch.load(x, weights_only=True)", "re.compile(x)", "model.eval()", "np.load(x)"])
+def test_what_is_safe_is_let_through(source: str) -> None:
+    assert not list(breaches(source))
+
+
+def test_a_configuration_names_no_code_to_run(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("student: {model: s, _target_: os.system}\ndata: {path: '${eval:1+1}'}\n")
+    lines = read_config(file)[1].lines
+    assert any("student._target_: a configuration never names code to run" in line for line in lines)
+    assert any("data.path" in line and "only ${section.key} and ${oc.env:NAME}" in line for line in lines)
+
+
+def test_a_yaml_tag_that_would_make_an_object_is_refused(tmp_path: Path) -> None:
+    file, proof = tmp_path / "x.yaml", tmp_path / "ran"
+    file.write_text(f"student: !!python/object/apply:os.mkdir ['{proof}']\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(file)
+    assert not proof.exists()
+
+
+SECRET = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY",
+          "NVIDIA_API_KEY", "VLLM_API_KEY", "RAY_AUTH_TOKEN", "RAY_REDIS_PASSWORD", "DISTILL_RL_TOKEN", "MLFLOW_TRACKING_PASSWORD",
+          "SLURM_JWT", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "HTTPS_PROXY")  # fmt: skip
+KEPT = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "TOKENIZERS_PARALLELISM",
+        "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "DISTILL_RL_LOG", "OMP_NUM_THREADS")  # fmt: skip
+
+
+def test_the_environment_of_actors_is_an_allow_list_without_secrets() -> None:
+    assert set(_passed_on(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
+
+
+def test_credentials_reach_neither_the_saved_configuration_nor_a_message() -> None:
+    url = "https://me:hunter2@host/data.jsonl"
+    config = Config()
+    config.student.model, config.data.path, config.run.name = "s", url, "x"
+    assert "hunter2" not in to_yaml(config)
+    assert "hunter2" not in printable(ConfigError("data.path", "no such file", url))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    made = Config()
+    made.run.dir, made.run.name = str(tmp_path / "runs"), "mine"
+    made.student.model = made.data.path = "x"
+    return made
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "/tmp/x", "a/../../x", "a\\b", "a\0b", "a\nb", "\x1b[2J"])
+def test_the_name_of_a_run_stays_one_folder(config: Config, name: str) -> None:
+    config.run.name = name
+    assert any(line.startswith("run.name") for line in validate.problems(config))
+
+
+@pytest.mark.parametrize("link", ["", "checkpoints", "export", "logs", "metrics.jsonl", "checkpoints/step-3"])
+def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_path: Path, link: str) -> None:
+    root = rundir.paths_of(config).root
+    if link:
+        with rundir.occupy(config, clean=False) as paths:
+            paths.checkpoints.mkdir()
+        if (root / link).is_dir():
+            (root / link).rename(tmp_path / "away")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "keep").touch()
+    root.parent.mkdir(exist_ok=True)
+    (root / link).unlink(missing_ok=True) if link else None
+    (root / link).symlink_to(outside)
+    for clean, resume in ((False, None), (True, None), (False, "auto")):
+        config.checkpoint.resume = resume
+        (line,) = rundir.problems(config, clean=clean)
+        assert str(root / link).rstrip("/") in line
+        assert "a run writes nowhere but in its directory" in line
+    assert [entry.name for entry in outside.iterdir()] == ["keep"]
+
+
+def test_a_link_within_the_run_directory_is_no_problem(config: Config) -> None:
+    config.checkpoint.resume = "auto"
+    with rundir.occupy(config, clean=False) as paths:
+        (paths.root / "logs" / "newest").symlink_to(paths.logs.name)
+    assert rundir.problems(config, clean=False) == []
+
+
+@pytest.mark.parametrize("script", sorted((PACKAGE.parent / "launch").glob("*.sbatch")), ids=lambda path: path.name)
+def test_a_batch_script_works_offline_and_tells_nobody(script: Path) -> None:
+    launch = PACKAGE.parent / "launch"
+    called = [launch / f"{name}.sh" for name in re.findall(r"launch/([\w-]+)\.sh", script.read_text())]
+    assert any("launch/environment.sh" in file.read_text() for file in (script, *called))
+    environment = (launch / "environment.sh").read_text()
+    for default in ("HF_HUB_OFFLINE:-1", "HF_HUB_DISABLE_TELEMETRY:-1", "RAY_USAGE_STATS_ENABLED:-0"):
+        assert default in environment
+
+
+def test_weights_that_are_only_pickles_are_refused_by_name(tmp_path: Path) -> None:
+    from distill_rl.models.facts import folder_problems
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (line,) = folder_problems("student.model", tmp_path)
+    assert "weights must be safetensors; the folder has only pickled ones" in line
