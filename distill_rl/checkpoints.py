@@ -111,6 +111,7 @@ class CheckpointStore:
             CheckpointError: there is less room than the last checkpoint took.
         """
         self._root.mkdir(parents=True, exist_ok=True)
+        trust.close_place(self._root)
         needed = self._size_of_last() or num_bytes()
         free = shutil.disk_usage(self._root).free
         if free < needed:
@@ -221,7 +222,9 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
         for problem in problems:
             warn(f"{problem}; {newest.path.name} is taken instead")
     elif problems:  # to begin afresh here would be to throw away what a person may be able to mend
-        raise CheckpointError.many([*problems, str(CheckpointError("--resume", _VALID, "none", _AFRESH))])
+        raise CheckpointError.many(
+            [*dict.fromkeys(problems), str(CheckpointError("--resume", _VALID, "none", _AFRESH))]
+        )
     elif resume == "latest":
         raise CheckpointError("--resume", _VALID, "none", f"{_AFRESH}, or use --resume auto")
     return newest
@@ -249,6 +252,11 @@ def read(path: Path, *, within: Path | None = None) -> Checkpoint:
 def _require_trust(path: Path, within: Path | None) -> None:
     if not path.is_dir():
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
+    folder = path.resolve().parent
+    for place in (folder, folder.parent) if folder.name == "checkpoints" else (folder,):
+        if problem := trust.place_problem(place):
+            rule = "must be this user's or root's, and closed to other writers: they could exchange its checkpoints"
+            raise CheckpointError(str(place), rule, problem, f"if you trust it, chown it, or chmod go-w {place}")
     found = list(trust.problems(path))
     if within is not None and path.resolve().parent != within.resolve():
         found.insert(0, f"it leads to {path.resolve()}")

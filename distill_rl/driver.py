@@ -49,7 +49,7 @@ class Driver:
         self.evaluations, self.saver = evaluations, saver
         self.state = resumed.state.train if resumed else TrainState()
         self.score = resumed.state.score if resumed else None
-        self._skips, self._skipped = 0, False
+        self._skips, self._skipped, self._owed = 0, False, False
         self._saved = self.state.step if resumed else -1
         self._validated = self._saved if self.score is not None else -1
 
@@ -111,14 +111,13 @@ class Driver:
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
-                if self.due(self.config.checkpoint.every) and not self._skipped:
+                if self.checkpoint_is_due():
                     self.save()
                 if self.signals.preempted:
                     return self.preempt()
         return self.finish()
 
     def note_skip(self, trained: Metrics) -> None:
-        """After a step that was skipped no checkpoint is due: what made it so may be in the weights already."""
         self._skipped = trained["train/skipped"].value > 0
         if self._skipped:
             self._skips += 1
@@ -130,6 +129,14 @@ class Driver:
     @property
     def skips(self) -> dict[str, Metric]:
         return {"faults/skipped_steps": Metric(float(self._skips), "last")} if self._skips else {}
+
+    def checkpoint_is_due(self) -> bool:
+        """Not after a step that was skipped, as what made it so may be in the weights already: after the next one taken."""
+        self._owed = self._owed or self.due(self.config.checkpoint.every)
+        if self._skipped or not self._owed:
+            return False
+        self._owed = False
+        return True
 
     def due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -182,6 +189,7 @@ class Driver:
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
         self.crew.calls.interrupted = self.signals.raise_if_stopping  # all is saved
         self.evaluations.wait()
+        self.saver.raise_earlier()
         return 0
 
     def card(self, scores: Mapping[str, float] | None = None) -> str:

@@ -12,15 +12,24 @@ _NAME = re.compile(
 _COLUMN_NAMES = frozenset({"text_key", "messages_key"})
 _IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
-_BY_SHAPE = re.compile(r"\b(?:hf_|gh[pousr]_|glpat-|sk-(?:proj-|ant-)?|AKIA)[A-Za-z0-9]{16,}\b")
+# A digit is asked for where the prefix alone could begin ordinary words.
+_BY_SHAPE = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:(?:hf_|gh[pousr]_|glpat-|github_pat_|sk-(?:proj|ant|svcacct|admin|or)-|xox[abeoprs]-)[A-Za-z0-9_-]{16,}"
+    r"|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9]))"
+)
 
 
 def in_text(text: str) -> str:
     """The text without users and passwords in URLs, secrets in their queries, and what looks like a token of the
-    Hugging Face hub, GitHub, GitLab, AWS or a model provider."""
+    Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
     if "://" in text:
         text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
     return _BY_SHAPE.sub(REDACTED, text)
+
+
+def holds_secret(tree: Any) -> bool:
+    """Whether `redact` would take something out of nested mappings and lists."""
+    return bool(redact(tree) != tree)
 
 
 def redact(tree: Any, name: str = "") -> Any:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from distill_rl import trust
 from distill_rl.config.load import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -83,13 +84,15 @@ def problems(config: Config, *, clean: bool) -> list[str]:
 
 @contextmanager
 def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
-    """Makes the run directory and holds it against other processes until the block ends.
+    """Makes the run directory, to which nobody else can write, and holds it against other processes until the block ends.
 
     Raises:
         ConfigError: another process runs in it.
     """
     paths = paths_of(config)
     paths.root.mkdir(parents=True, exist_ok=True)
+    for folder in (paths.root, paths.checkpoints):
+        trust.close_place(folder)
     with (paths.root / _LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,6 +64,7 @@ class Saver:
         self._store, self._collective, self._beside = store, collective, beside
         self._deadline_s, self._dead, self._interrupted = deadline_s, dead, interrupted
         self._flight: _Flight | None = None
+        self._earlier: WorkerError | None = None
 
     def __enter__(self) -> Saver:
         return self
@@ -82,12 +83,19 @@ class Saver:
         """A checkpoint of the student as it is.
 
         Args:
-            at_once: the run has nothing else to do: without a copy, and committed on return.
+            at_once: the run has nothing else to do: without a copy, and committed on return; tried also where the save
+                before it failed, whose error is kept for `raise_earlier`.
 
         Raises:
             WorkerError: it failed, or the save before it did. Older checkpoints are intact.
         """
-        self.settle()
+        try:
+            self.settle()
+        except WorkerError as error:
+            if not at_once:
+                raise
+            log.warning("%s; the last checkpoint is tried all the same", error)
+            self._earlier = error
         what, beside = f"saving step {state.train.step}", self._beside and not at_once
         with _failing(what):
             draft = self._store.begin(state, lambda: self._collective("checkpoint_bytes", what=what)[0])
@@ -105,6 +113,14 @@ class Saver:
                     self._store.drop(draft)
             if beside:
                 self._flight = _Flight(self._store, draft, what, self._deadline_s)
+
+    def raise_earlier(self) -> None:
+        """
+        Raises:
+            WorkerError: a save failed before the last one, which was made all the same.
+        """
+        if self._earlier is not None:
+            raise self._earlier
 
     def settle(self) -> None:
         """Waits until what was saved last is committed.

@@ -28,12 +28,16 @@ class Preempted(BaseException):
 
 
 class Signals:
-    """While entered: SIGTERM and SIGUSR1 ask for a stop after the step, Ctrl-C for a stop now; the second of either forces it."""
+    """While entered: SIGTERM and SIGUSR1 ask for a stop after the step, Ctrl-C for a stop now; the second of either forces it.
+
+    The first SIGTERM behind a SIGUSR1 is no second request: a scheduler sends it at the time limit, while the run saves.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.preempted = False
         self._clock = clock
         self._asked_at = 0.0
+        self._asked_by = 0
         self._interrupted = False
         self._at_once = False
         self._previous: dict[int, object] = {}
@@ -87,8 +91,11 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in PREEMPT and not self.preempted:
-            self.preempted, self._asked_at = True, self._clock()
+            self.preempted, self._asked_at, self._asked_by = True, self._clock(), number
         elif number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S:
+            return
+        elif number == signal.SIGTERM and self._asked_by == signal.SIGUSR1:
+            self._asked_by = number
             return
         elif not self._interrupted:
             self._interrupted = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -24,6 +25,24 @@ def problems(folder: Path) -> Iterator[str]:
             yield f"{name} belongs to user {found.st_uid}"
         elif found.st_mode & _OTHERS:
             yield f"{name} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+
+
+def place_problem(folder: Path) -> str | None:
+    """Why others could exchange what lies directly in a folder, or None. In a sticky one, like /tmp, they cannot."""
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:
+        return f"it can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
+
+
+def close_place(folder: Path) -> None:
+    """Takes the right to write to one folder from group and others, if there is one and it is this user's."""
+    with suppress(OSError):  # what is somebody else's is found by `place_problem`
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & _OTHERS:
+            folder.chmod(mode & ~_OTHERS)
 
 
 def close_to_others(folder: Path) -> None:

@@ -35,7 +35,8 @@ source "$root/launch/environment.sh"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"
-# Two jobs on one node must not meet: each has a hundred ports, outside of those that the kernel gives out (from 32768).
+# Two jobs on one node should not meet: a hundred ports by the id of the job, below those that the kernel gives out (from 32768).
+# Ids that differ by a multiple of 60 give the same: the second job is refused, and needs a RAY_PORT of its own.
 export RAY_PORT="${RAY_PORT:-$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 60 * 100))}"
 logs="${LOGS:-$RUN_DIR/logs}"
 nodes_of_job="$SLURM_JOB_NUM_NODES"
@@ -52,14 +53,15 @@ on_all=(srun -u --overlap "${unbound[@]}" --nodes="$nodes_of_job" --ntasks="$nod
     --kill-on-bad-exit=0 --wait=0)
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_all+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
 
-shared= nodes= command= watcher= asked= heard=
+shared= nodes= command= watcher= asked= heard= termed=
 pause() { read -rt "$1" <> <(:) || true; } # unlike sleep, a signal is heard at once, and no process is left
 alive() { kill -0 "$1" 2>/dev/null; }
 hand_on() { # to the command only: srun kills its tasks when it is told to end
     asked=yes heard=yes
     [[ -z $command ]] || kill -USR1 "$command" 2>/dev/null || true
 }
-trap hand_on USR1 TERM
+trap hand_on USR1
+trap 'heard=yes; [[ -n $asked && -z $termed ]] || hand_on; termed=yes' TERM # behind a SIGUSR1 it is no second request
 
 wait_for() { # wait_for PID: its exit code, however often a signal interrupts the wait
     local code
@@ -159,6 +161,11 @@ watch_nodes() { # a driver whose cluster is gone notices by itself; one that doe
 mkdir -p -- "$RUN_DIR" "$logs"
 RUN_DIR="$(cd -- "$RUN_DIR" && pwd)" logs="$(cd -- "$logs" && pwd)"
 rm -rf -- "$RUN_DIR/.ray-$SLURM_JOB_ID".* # of an earlier start of this job, which was killed
+mine=" $(squeue --noheader --user="$EUID" --format=%A 2>/dev/null | paste -sd ' ' || true) "
+for folder in "$RUN_DIR"/.ray-*.*; do # of jobs that were killed and are gone; only if the list is one that knows this job
+    job="${folder##*/.ray-}" job="${job%%.*}"
+    [[ $mine != *" $SLURM_JOB_ID "* || $mine == *" $job "* || ! -O $folder ]] || rm -rf -- "$folder"
+done
 shared="$(mktemp -d -- "$RUN_DIR/.ray-$SLURM_JOB_ID.XXXXXX")"
 require_shared
 (umask 077 && set -o noclobber && head -c 32 /dev/urandom | base64 >"$shared/token") # made anew, for this user only

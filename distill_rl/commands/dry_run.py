@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distill_rl import rundir
 from distill_rl.config.derive import compute_groups
-from distill_rl.config.save import save_config
+from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.files import write_atomic
@@ -39,9 +39,22 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
         problems.append(
             str(ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs"))
         )
+    if checked.config is not None and checked.config.checkpoint.resume not in (None, "auto", "latest"):
+        remedy = "leave it out, or start that run without a batch script"
+        problems.append(
+            str(
+                ConfigError(
+                    "--dry-run",
+                    "a batch script goes on from the newest checkpoint of its run directory, and from no other",
+                    f"--resume {checked.config.checkpoint.resume}",
+                    remedy,
+                )
+            )
+        )
     if checked.config is None or problems:
         raise ConfigError.many(problems)
     config = checked.config
+    require_no_secret(config)
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
         raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")

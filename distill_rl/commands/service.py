@@ -6,17 +6,17 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
 from distill_rl.config.load import save_config
 from distill_rl.config.paths import absolute
+from distill_rl.config.save import require_no_secret
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
-from distill_rl.redact import redact
 from distill_rl.rundir import paths_of
 from distill_rl.service import runs
 from distill_rl.service.runs import Run
@@ -25,7 +25,8 @@ from distill_rl.signals import EXIT_PREEMPTED
 if TYPE_CHECKING:
     from distill_rl.service.client import Service
 
-_POLL_S = 0.5
+_POLL_S, _LONGEST_POLL_S = 0.5, 5.0
+"""Ray hands over the whole log each time: the longer nothing comes, the more seldom it is asked for."""
 _LEAST_STOP_S = 600
 """Ray kills a job so many seconds after it was asked to stop, unless ray.step_timeout_s is longer."""
 
@@ -43,10 +44,10 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
         raise ConfigError.many(problems)
     config = absolute(checked.config)
     runs.require_usable(config.run.name)
-    _require_no_secret(config)
+    require_no_secret(config)
     service = _service(address)
     chosen, attempt = runs.next_submission(service.jobs(), config.run.name)
-    file = Path(config.run.dir) / ".submitted" / f"{chosen}.yaml"
+    file = submission_file(config, chosen)
     save_config(config, file)
     interpreter = python or sys.executable
     steps = {} if checked.facts.total_steps is None else {runs.STEPS: str(checked.facts.total_steps)}
@@ -116,6 +117,12 @@ def entrypoint(command: Sequence[str]) -> str:
     return f"exec {shlex.join(command)}"
 
 
+def submission_file(config: Config, submission_id: str) -> Path:
+    """Where the configuration of a submission goes: never where another one's is. Of two that are submitted at the same
+    moment the cluster takes one, and that one must not find the file of the other."""
+    return Path(config.run.dir) / ".submitted" / f"{submission_id}.{token_hex(4)}.yaml"
+
+
 def _service(address: str | None) -> Service:
     from distill_rl.service.client import Service
 
@@ -136,21 +143,8 @@ def _environment(config: Config) -> dict[str, str]:
     }
 
 
-def _require_no_secret(config: Config) -> None:
-    whole = asdict(config)
-    if redact(whole) != whole:
-        rule = "must not hold a secret (a password in a URL, a token): it is written to a file that the cluster reads"
-        raise ConfigError(
-            "a submitted configuration",
-            rule,
-            remedy="put it where the cluster's nodes find it, as `hf auth login` does",
-        )
-
-
 def _kill(service: Service, run: Run) -> None:
     """By a job of its own on the machine of the run's driver: Ray has no call for it."""
-    from secrets import token_hex
-
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
     service.submit(
         entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id]),
@@ -170,16 +164,17 @@ def _wait(service: Service, run: Run, deadline_s: float) -> bool:
 
 def _follow(service: Service, run: Run) -> int:
     """Prints what comes, line by line, to the end of the run; its exit code."""
-    shown = 0
+    shown, pause = 0, _POLL_S
     while True:
         now = runs.runs([service.job(run.submission_id)])[run.name]
         text = service.logs(run.submission_id)
         whole = len(text) if now.ended else text.rfind("\n") + 1
         _show(text[shown:whole])
+        pause = _POLL_S if whole > shown else min(1.5 * pause, _LONGEST_POLL_S)
         shown = max(shown, whole)
         if now.ended:
             return runs.exit_code(now, text)
-        time.sleep(_POLL_S)
+        time.sleep(pause)
 
 
 def _show(text: str) -> None:

@@ -10,7 +10,7 @@ from distill_rl import rundir
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, DistillError
 from distill_rl.files import write_atomic
 from distill_rl.observe.log import log_file, say, setup_console
 from distill_rl.preflight import gather
@@ -42,6 +42,12 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
         except Preempted:
             say("stopped outside of training; go on with --resume auto")
             return EXIT_PREEMPTED
+        except OSError as error:
+            log.info("the run failed", exc_info=True)
+            remedy = "mend it (free some space, perhaps), and go on with --resume"
+            raise DistillError(
+                f"the files of {paths.root}", "must be readable and writable", str(error), remedy
+            ) from error
         except Exception:
             log.info("the run failed", exc_info=True)
             raise

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.interpolate import escape
 from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
 from distill_rl.files import write_atomic
-from distill_rl.redact import redact
+from distill_rl.redact import holds_secret, redact
 
 
 def to_yaml(config: Config) -> str:
@@ -24,6 +25,18 @@ def to_yaml(config: Config) -> str:
 def save_config(config: Config, path: str | Path) -> None:
     """Writes `to_yaml` to `path`, whole or not at all."""
     write_atomic(path, to_yaml(config))
+
+
+def require_no_secret(config: Config) -> None:
+    """For a configuration that runs from the file that is written of it, in which a secret would be missing.
+
+    Raises:
+        ConfigError: it holds one.
+    """
+    if holds_secret(asdict(config)):
+        rule = "must not hold a secret (a password in a URL, a token): it is written to a file that the cluster reads"
+        remedy = "put it where the cluster's nodes find it, as `hf auth login` does"
+        raise ConfigError("a submitted configuration", rule, remedy=remedy)
 
 
 def _escape(tree: Any) -> Any:
@@ -37,7 +50,7 @@ def _escape(tree: Any) -> Any:
 def decisive(config: Config) -> dict[str, Any]:
     """What decides a run's numbers, as flat `key: value`.
 
-    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; how
+    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; what is done about dead workers; how
     the work is split (dp, tp, micro-batch: another split changes rounding only); and how long the
     run is (train.steps, train.epochs), so that a finished run can be extended.
     """
@@ -45,6 +58,8 @@ def decisive(config: Config) -> dict[str, Any]:
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
         del tree[section]
     del tree["run"]["name"], tree["run"]["dir"]
+    for key in ("report_after_s", "stopped_s", "teacher_restarts", "aligner_restarts"):
+        del tree["faults"][key]
     for key in ("steps", "epochs", "micro_batch_size", "deterministic"):
         del tree["train"][key]
     for model in (tree["student"], *tree["teachers"]):

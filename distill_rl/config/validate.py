@@ -12,9 +12,7 @@ from distill_rl.config.facts import running_teachers, teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 
-NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (
-    ("teachers[].backend", "hf"),
-)
+NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
 """Settings whose organ is not built yet, with the only value that works."""
 
 POSITIVE = (

@@ -84,7 +84,7 @@ def candidates(
         ids[rows, :held], top[rows, :held] = columns + shard.offset, values
         rest.add(rows, u.scatter_(1, columns, floor), scratch.buffer("work", u.shape[0]))
     everything = slice(0, num_rows)
-    return ids, top, torch.where(rest.max > floor, rest.log(everything), floor), label
+    return ids, top, torch.where(rest.max <= floor, floor, rest.log(everything)), label
 
 
 def best_of_all(
@@ -103,5 +103,5 @@ def best_of_all(
 
 
 def _log(values: Tensor) -> Tensor:
-    """With −inf where the floor stood for it."""
-    return torch.where(values > floor_of(values.dtype) / 2, values, -torch.inf)
+    """With −inf where the floor stood for it; NaN stays what it is."""
+    return torch.where(values <= floor_of(values.dtype) / 2, -torch.inf, values)

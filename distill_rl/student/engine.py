@@ -171,7 +171,7 @@ class StudentEngine:
         return {
             "train/grad_norm": Metric(norm, "last"),
             "train/lr": Metric(lr, "last"),
-            "train/skipped": Metric(float(reason is not None), "sum"),
+            "train/skipped": Metric(float(reason is not None), "max"),
         }
 
     @torch.no_grad()

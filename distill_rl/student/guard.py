@@ -16,7 +16,7 @@ from distill_rl.errors import NumericsError
 
 _REMEDY = (
     "lower optimizer.lr, set train.max_grad_norm, look for broken rows or teacher weights, or allow more by "
-    "faults.skipped_steps; --resume goes on from the last checkpoint, which was saved after a step that was taken"
+    "faults.skipped_steps; --resume goes on from the last checkpoint"
 )
 
 

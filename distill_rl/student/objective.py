@@ -66,7 +66,7 @@ class _Term:
 class Objective(nn.Module):
     """The loss of a student with these settings.
 
-    Teachers' weights are divided by their sum. Cross-entropy comes out of the first teacher's sweep, so that n
+    Teachers' weights are divided by their sum. Cross-entropy comes out of the sweep of the first teacher that is there, so that n
     teachers cost n sweeps; without a teacher it is taken alone.
 
     Args:
@@ -149,6 +149,7 @@ class Objective(nn.Module):
                     f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
                 )
         blend = blend or self.blend()
+        main = next((number for number, target in enumerate(targets) if target is not None), 0)
         terms = [
             self._teacher_term(
                 logits, labels, target, head, rows, crossing, blend.kd * share, ce=ce, denominator=max(num_labels, 1)
@@ -159,15 +160,15 @@ class Objective(nn.Module):
                 shared or (None,),
                 self.crossings or (None,),
                 blend.shares or (0.0,),
-                [blend.ce] + [0.0] * len(targets),
+                [blend.ce if number == main else 0.0 for number in range(max(len(targets), 1))],
             )
         ]
         return ObjectiveOutput(
             loss=_sum(term.loss for term in terms),
             kd=_sum(term.kd * share for term, share in zip(terms, blend.shares or (0.0,))),
-            ce=terms[0].ce,
+            ce=terms[main].ce,
             kd_per_teacher=tuple(term.kd for term in terms)[: len(self.teachers)],
-            teacher_mass=terms[0].teacher_mass,
+            teacher_mass=terms[main].teacher_mass,
         )
 
     def _teacher_term(
@@ -182,8 +183,8 @@ class Objective(nn.Module):
         ce: float,
         denominator: int,
     ) -> _Term:
-        """By whichever loss this teacher takes; `kd` and `ce` are the weights of the two, the latter of the first only."""
-        if target is None and ce == 0 and self.teachers and kd == 0:
+        """By whichever loss this teacher takes; `kd` and `ce` are the weights of the two. Zero for one that was lost."""
+        if target is None and self.teachers:
             nothing = torch.zeros((), device=labels.device)
             return _Term(nothing, nothing, nothing, nothing)
         if crossing is not None and shared is not None and target is not None:

@@ -72,7 +72,7 @@ class Writer:
             self._error = CheckpointError(
                 f"checkpoint {directory}", "must be writable", f"{type(error).__name__}: {error}"
             )
-        if self._world.rank == 0:
+        if self._world.rank == 0 and marker.parent.is_dir():  # else nobody waits any more
             said = None if self._error is None else str(self._error)
             with suppress(OSError):  # a full disk: `wait` tells of it
                 write_json(marker, {"error": said, "files": files})

@@ -183,6 +183,9 @@ class CudaIpcTransport:
             for peer in peers:
                 own.wait_stream(peer)
             opened.finished[index].record(own)  # an event of the own GPU, which no stream of another can record
+            own.synchronize()
+            if not opened.writer_lives():  # then nobody knows what was read
+                raise TransportError(f"slot {index}", "its writer must live until it was read", "a writer that died")
 
     def release(self, slot: Slot) -> None:
         if self._own is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from distill_rl.errors import ConfigError
 
 _ANSWER_S = 3.0
+_PROTOCOL = "ray.core.generated.gcs_service"
 _WITHOUT = "or set RAY_AUTH_MODE=disabled for a cluster that asks for none"
 
 
@@ -34,8 +36,10 @@ def require_entry(gcs: str) -> None:
         gcs: host:port of the cluster's control service.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or, where tokens are in use, that cannot be asked for want of a library.
     """
+    if required():
+        _require_means()
     if _lets_in(gcs, _token() if required() else None) is False:
         known = "give the token that it was started with, as RAY_AUTH_TOKEN_PATH"
         remedy = known if required() else f"{known}, and do not set RAY_AUTH_MODE=disabled"
@@ -65,6 +69,15 @@ def _token() -> str:
     if mode & 0o077:
         raise ConfigError(what, "only you may read the token", f"{path}, mode {mode:04o}", f"chmod 600 {path}")
     return token
+
+
+def _require_means() -> None:
+    try:
+        importlib.import_module("grpc")
+        importlib.import_module(f"{_PROTOCOL}_pb2_grpc")
+    except ImportError as error:
+        rule = "needs grpcio, and a Ray that it fits, to find out whether a cluster asks for a token"
+        raise ConfigError("joining a Ray cluster", rule, str(error), f"pip install grpcio, {_WITHOUT}") from None
 
 
 def _lets_in(gcs: str, token: str | None) -> bool | None:

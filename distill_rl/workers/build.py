@@ -76,7 +76,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
                 pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
-                repair = Repair(config, staff.teachers, calls, connector, pipeline)
+                repair = Repair(config, staff.teachers, staff.student.names, calls, connector, pipeline)
                 student = StudentGroup(staff.student, config, calls, timer, pipeline, repair)
                 yield Crew(pipeline, student, staff.evaluator, calls)
                 if config.observe.timeline:

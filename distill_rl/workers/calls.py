@@ -95,6 +95,7 @@ class Calls:
                 raise self.late(waited_for, what, timeout_s)
             if meanwhile is not None:
                 meanwhile()
+                start += time.monotonic() - now  # what it waited for is not these actors' time
             if self.watch is not None:
                 self.watch.look()
                 if now - reported > self.report_after_s:
@@ -121,8 +122,12 @@ class Calls:
 
     def dead(self) -> list[str]:
         """Names of actors whose process is gone."""
-        asked = {actor.identify.remote(): self.names[key] for key, actor in self.actors.items()}
-        return [asked[ref] for ref, error in self._late_errors(list(asked)).items() if not _rank(error)]
+        return [self.names[actor_id(error)] for error in self._deaths().values() if actor_id(error) in self.names]
+
+    def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
+        """Errors of actors that are dead: who lost an object reports it, and not whoever owned it."""
+        asked = [actor.identify.remote() for actor in self.actors.values()]
+        return {ref: error for ref, error in self._late_errors(asked).items() if not _rank(error)}
 
     def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
         """What to say of actors that are not done after so many seconds."""
@@ -135,11 +140,6 @@ class Calls:
             return {}
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
         return _errors_of(done)
-
-    def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
-        """Errors of actors that are dead: who lost an object reports it, and not whoever owned it."""
-        asked = [actor.identify.remote() for actor in self.actors.values()]
-        return {ref: error for ref, error in self._late_errors(asked).items() if not _rank(error)}
 
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str

@@ -173,10 +173,10 @@ def _private_directory() -> Path:
     The lock in it says that its process lives, so that a later one can sweep up after one that was killed. It
     lies in /tmp whatever TMPDIR says, because Ray's socket paths must stay under 107 bytes.
     """
-    _sweep()
+    sweep("drl-*-*")
     directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    _lock(directory)
+    lock(directory)
     return directory
 
 
@@ -184,8 +184,12 @@ _locks: list[int] = []
 """open for the life of the process"""
 
 
-def _lock(directory: Path) -> None:
-    """Raises: OSError: another process holds it."""
+def lock(directory: Path) -> None:
+    """Says, for the life of this process, that it lives and that the folder is its own.
+
+    Raises:
+        OSError: another process holds it.
+    """
     descriptor = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,13 +199,13 @@ def _lock(directory: Path) -> None:
     _locks.append(descriptor)
 
 
-def _sweep() -> None:
-    """Removes what processes of this user that are gone could not remove themselves."""
-    for directory in Path("/tmp").glob("drl-*-*"):
+def sweep(pattern: str) -> None:
+    """Removes the folders in /tmp, called PREFIX-PID-..., of processes of this user that are gone without removing them."""
+    for directory in Path("/tmp").glob(pattern):
         pid = directory.name.split("-")[1]
         with suppress(OSError):  # somebody else's, or swept by another process just now
             if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.getuid():
-                _lock(directory)
+                lock(directory)
                 shutil.rmtree(directory)
 
 
@@ -222,7 +226,7 @@ def _only_passed_on() -> Iterator[None]:
     for which Ray would throw away the workers that it starts beforehand."""
     whole = dict(os.environ)
     os.environ.clear()
-    os.environ.update(_passed_on(whole) | _FOR_WORKERS)
+    os.environ.update(passed_on(whole) | _FOR_WORKERS)
     try:
         yield
     finally:
@@ -234,11 +238,12 @@ def _only_passed_on() -> Iterator[None]:
 def worker_environment() -> dict[str, str]:
     """What a joined cluster's nodes cannot inherit and must agree on."""
     names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
-    agreed = {name: value for name, value in _passed_on(os.environ).items() if names.fullmatch(name)}
+    agreed = {name: value for name, value in passed_on(os.environ).items() if names.fullmatch(name)}
     return agreed | _FOR_WORKERS
 
 
-def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of an environment, what Ray's processes may see: an allow-list, without what holds a secret."""
     allowed = {name: value for name, value in environment.items() if _PASSED_ON.fullmatch(name)}
     return {name: value for name, value in allowed.items() if not _SECRET.fullmatch(name)}
 

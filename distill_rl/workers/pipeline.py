@@ -47,6 +47,8 @@ class Wave:
     are made, and for a teacher that was lost"""
     learning: Refs = field(default_factory=dict)
     """the student's calls"""
+    learnt: bool = False
+    """whether all of these are known to have ended well"""
 
     @property
     def published(self) -> list[list[ray.ObjectRef]]:
@@ -170,18 +172,23 @@ class Pipeline:
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def teach_again(self, name: str, replica: int) -> None:
-        """Calls a replica that took the place of another on all that is not finished, in the same order and into the
-        same slots of its new ring."""
+        """Calls a replica that took the place of another on all that the student has still to learn, in the same order and
+        into the same slots of its new ring."""
         index = self._index(name)
         for wave in self._open:
-            wave.lessons[index][replica] = self._call(index, replica, wave)
+            if wave.learnt:  # what its first rank published was enough, whatever became of the others
+                leader = next(iter(wave.lessons[index][replica].items()))
+                wave.lessons[index][replica] = dict([leader])
+            else:
+                wave.lessons[index][replica] = self._call(index, replica, wave)
 
     def lose(self, name: str) -> None:
         """Goes on without a teacher: what it was called on counts as taught by the others alone."""
         self.lost.add(name)
         index = self._index(name)
         for wave in self._open:
-            wave.lessons[index] = []
+            if not wave.learnt:
+                wave.lessons[index] = []
             self._ledgers[name].give_back(wave.slots.pop(name, ()))
         self._pump()
 

@@ -29,13 +29,15 @@ import psutil
 
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.files import write_atomic
-from distill_rl.workers.cluster import _passed_on
+from distill_rl.workers.cluster import lock, passed_on, sweep
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _POLL_S = 0.2
 _END_S = 30.0
 _SUBREAPER = 36
 _KEPT_BYTES = 200_000
+FOLDERS = "dr[0-9]*-*-*"
+"""in /tmp: drNUMBER-PID-..., for what Ray's processes of a node write"""
 _STARTED, _SLOW = "Ray runtime started", "timed out during startup"
 """what `ray start` prints"""
 _PORTS = (
@@ -100,7 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = Node.of_job(shared, logs)
     node.say("here")
     code = 0
-    folder = Path(tempfile.mkdtemp(prefix=f"dr{node.number}-", dir="/tmp"))  # sockets in it must stay under 107 bytes
+    sweep(FOLDERS)
+    prefix = f"dr{node.number}-{os.getpid()}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # sockets in it must stay under 107 bytes
+    lock(folder)
     try:
         _serve(node, folder)
     except Stopped:
@@ -205,7 +210,7 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
 def _environment(node: Node) -> dict[str, str]:
     """Nothing of Slurm, no secret; the token as a file."""
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token"), "PYTHONUNBUFFERED": "1"}
-    return _passed_on(os.environ) | own
+    return passed_on(os.environ) | own
 
 
 def own_address(towards: str, interface: str = "") -> str:

@@ -7,15 +7,13 @@ every wave that the student is not done with, in the old order: as the weights a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-
-from ray.exceptions import ActorDiedError, OutOfMemoryError
+from collections.abc import Collection, Sequence
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric
-from distill_rl.workers.calls import Calls, Overdue, actor_id
+from distill_rl.workers.calls import Calls, Overdue
 from distill_rl.workers.connect import Connector
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pipeline import Pipeline, Teachers
@@ -24,8 +22,21 @@ log = logging.getLogger(__name__)
 
 
 class Repair:
-    def __init__(self, config: Config, teachers: Teachers, calls: Calls, connector: Connector, pipeline: Pipeline):
-        self._config, self._teachers, self._calls = config, teachers, calls
+    """
+    Args:
+        student: names of its ranks, whose death nothing here can mend.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        teachers: Teachers,
+        student: Collection[str],
+        calls: Calls,
+        connector: Connector,
+        pipeline: Pipeline,
+    ):
+        self._config, self._teachers, self._student, self._calls = config, teachers, set(student), calls
         self._connector, self._pipeline = connector, pipeline
         self._restarts = 0
         self._dead: set[str] = set()
@@ -45,25 +56,18 @@ class Repair:
         """Looks who is dead; a teacher that overran its deadline counts as dead.
 
         Raises:
-            DistillError: `error`, if no teacher is, or somebody else too.
+            DistillError: `error`, if no teacher is, or a rank of the student is too.
         """
         own = {name for _, group in self._teachers for name in group.names}
         dead = set(self._calls.dead())
         if isinstance(error, Overdue):
             dead |= set(error.actors)
-        if not dead or not dead <= own:
+        if not dead & own or dead & self._student:
             raise error
-        self._dead = dead
+        self._dead = dead & own
         for teacher, group in self._teachers:
             for rank in self._ranks_of_dead_replicas(teacher, group):
                 group.end(rank)  # its peers wait for it in vain, and the student for them
-
-    def is_teachers_death(self, outcome: object) -> bool:
-        """Whether a call of the student failed because an argument was lost with its teacher, before it began."""
-        if not isinstance(outcome, ActorDiedError | OutOfMemoryError):
-            return False
-        own = {name for _, group in self._teachers for name in group.names}
-        return self._calls.names.get(actor_id(outcome), "") in {*own, ""}  # one that was replaced has no name any more
 
     def mend(self, error: DistillError) -> None:
         """Starts what `begin` found dead again.
@@ -94,6 +98,8 @@ class Repair:
             try:
                 self._start(teacher, group, ranks)
             except DistillError as failure:
+                if failure.exit_code == 2 or self._student & set(self._calls.dead()):
+                    raise
                 cause = failure
                 continue
             self._pipeline.teach_again(teacher.name, replica)
@@ -108,7 +114,8 @@ class Repair:
         self._connector.reconnect(teacher, group, ranks[0])
 
     def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
-        left = [each.name for each, _ in self._teachers if each.name not in {*self._pipeline.lost, teacher.name}]
+        gone = {*self._pipeline.lost, teacher.name}
+        left = [each.name for each, _ in self._teachers if each.name not in gone and each.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:
             remedy = "raise faults.teacher_restarts, or mend what kills it; " + self._calls.after_death
             if left:

@@ -126,18 +126,26 @@ class StudentGroup:
         """
         with self._timer.part("recovery"):
             self._repair.begin(error)
-            again = [wave for wave in run.running if not self._ran(run, wave, error)]
+            for wave in run.running:
+                wave.learnt = self._learnt(run, wave, error)
             self._repair.mend(error)
-            for wave in again:
-                self._call(run, wave)
+            for wave in run.running:
+                if not wave.learnt:
+                    self._call(run, wave)
 
-    def _ran(self, run: _Pass, wave: Wave, error: DistillError) -> bool:
+    def _learnt(self, run: _Pass, wave: Wave, error: DistillError) -> bool:
         """Whether the student has done a wave, or not begun it; nothing between the two can be mended."""
-        found = self._calls.outcomes(wave.learning, what=run.what, timeout_s=self._config.ray.step_timeout_s)
-        failed = [outcome for outcome in found.values() if isinstance(outcome, BaseException)]
-        if not all(self._repair.is_teachers_death(outcome) for outcome in failed):
+        published = {ref: "a teacher" for teacher in wave.published for ref in teacher}
+        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, run.what)):
+            return False  # Ray runs no call whose arguments failed
+        outcomes = self._outcomes(wave.learning, run.what)
+        if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise error
-        return not failed and not any(isinstance(outcome, NotRun) for outcome in found.values())
+        return not any(isinstance(outcome, NotRun) for outcome in outcomes)
+
+    def _outcomes(self, calls: Refs, what: str) -> list[Any]:
+        timeout_s = self._config.ray.step_timeout_s
+        return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
         return self._calls.gather(

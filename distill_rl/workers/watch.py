@@ -84,13 +84,11 @@ class Watch:
         self._config, self._processes, self._folder = config, processes, folder
         self._here = NodeWatch()
         self._there: dict[str, Any] = {}
-        self._asked: dict[ray.ObjectRef, list[str]] = {}
+        self._asked: dict[ray.ObjectRef, tuple[str, list[str]]] = {}
         self._states: dict[str, str] = {}
-        self._stopped_since: dict[int, float] = {}
-        """by process id"""
+        self._stopped_since: dict[Process, float] = {}
         self._looked = 0.0
-        self._fates: dict[int, str] = {}
-        """by process id"""
+        self._fates: dict[Process, str] = {}
 
     def look(self) -> None:
         """Takes note of what every worker's process is doing, at most once a second; kills those that stand still."""
@@ -105,10 +103,10 @@ class Watch:
         self._look_elsewhere(others)
         for name, process in list(self._processes.items()):
             if self._states.get(name) != psutil.STATUS_STOPPED:
-                self._stopped_since.pop(process.pid, None)
-            elif now - self._stopped_since.setdefault(process.pid, now) >= self._config.stopped_s:
-                self._fates[process.pid] = f"it was stopped (SIGSTOP) for {self._config.stopped_s:g} s, and killed"
-                log.warning("%s: %s", self.where(name), self._fates[process.pid])
+                self._stopped_since.pop(process, None)
+            elif now - self._stopped_since.setdefault(process, now) >= self._config.stopped_s:
+                self._fates[process] = f"it was stopped (SIGSTOP) for {self._config.stopped_s:g} s, and killed"
+                log.warning("%s: %s", self.where(name), self._fates[process])
                 self._kill(process)
 
     def report(self, names: Collection[str], what: str, seconds: float, limit_s: float) -> None:
@@ -125,7 +123,7 @@ class Watch:
     def fate(self, name: str) -> str:
         """Why the watch killed a worker; empty if it did not."""
         process = self._processes.get(name)
-        return self._fates.get(process.pid, "") if process else ""
+        return self._fates.get(process, "") if process else ""
 
     def last_words(self, name: str, lines: int = 3) -> str:
         """The last lines that a worker printed, on one line."""
@@ -166,14 +164,18 @@ class Watch:
         """Never waits: takes the answers of an earlier look, and asks again."""
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for ref in done:
-            names = self._asked.pop(ref)
-            with suppress(RayError):
+            node, names = self._asked.pop(ref)
+            try:
                 self._states.update(zip(names, ray.get(ref, timeout=0)))
+            except RayError:  # another is sent to that node at the next look
+                self._there.pop(node, None)
+                for name in names:
+                    self._states.pop(name, None)
         if self._asked:
             return
         for node, names in others.items():
             ref = self._on(node).states.remote([self._processes[name] for name in names])
-            self._asked[ref] = names
+            self._asked[ref] = (node, names)
 
     def _on(self, node: str) -> Any:
         if node not in self._there:

@@ -116,7 +116,11 @@ def test_what_workers_did_can_be_seen_side_by_side_and_in_a_table(straight):
 def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     # At depths other than the straight run's, and saved at once as well as beside the training.
-    for steps, depth, beside, resume in ((3, 0, True, []), (5, 2, False, ["--resume"]), (8, 2, True, ["--resume", "auto"])):
+    for steps, depth, beside, resume in (
+        (3, 0, True, []),
+        (5, 2, False, ["--resume"]),
+        (8, 2, True, ["--resume", "auto"]),
+    ):
         how = (f"prefetch.depth={depth}", f"checkpoint.async_save={str(beside).lower()}")
         settings = (f"train.steps={steps}", "aligner.workers=0", *how)
         ended = distill_rl("train", "-c", config, *settings, *resume, cluster=cluster)

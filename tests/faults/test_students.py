@@ -23,7 +23,7 @@ def test_a_rank_that_is_gone_ends_all_with_one_line_and_stacks_and_the_run_can_b
         os.kill(run.actors["student-dp1-tp0"], number)
         assert run.end() == 1, run.text
     (error,) = run.errors
-    for word in ("student-dp1-tp0 on ", "its process died during step ", cause, "--resume"):
+    for word in ("student-dp1-tp0 on ", "its process died during ", cause, "--resume"):
         assert word in error, error
     logs = run.run / "logs" / "latest"
     stack = (logs / "stacks" / "student-dp0-tp0.txt").read_text()

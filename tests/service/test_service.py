@@ -102,13 +102,13 @@ def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(clu
     until(lambda: actors(cluster.address) == "0 8.0", "the cluster to be empty", 30)
 
 
-def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tmp_path):
+def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tmp_path, monkeypatch):
     from ray.job_submission import JobSubmissionClient
 
     config = material.config(tmp_path)
     assert distill_rl("submit", "-c", config, "train.steps=100000", "run.name=by-ray").code == 0
     begun(tmp_path / "runs" / "by-ray", "by-ray")
-    os.environ["RAY_AUTH_MODE"] = "token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     JobSubmissionClient(cluster.url).stop_job("by-ray")
     assert distill_rl("logs", "by-ray", "--follow").code == 85
     assert list((tmp_path / "runs" / "by-ray" / "checkpoints").glob("step-*"))

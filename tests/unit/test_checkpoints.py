@@ -169,6 +169,23 @@ def test_what_cannot_be_trusted_is_refused_before_anything_is_opened(tmp_path):
         checkpoints.read(tmp_path / "step-1")
 
 
+@pytest.mark.parametrize("opened", [".", ".."])
+def test_a_place_where_others_could_exchange_a_checkpoint_is_named_with_the_remedy(tmp_path, opened):
+    store = store_in(tmp_path / "run" / "checkpoints")
+    save(store, 1)
+    save(store, 2)
+    place = (tmp_path / "run" / "checkpoints" / opened).resolve()
+    place.chmod(0o775)
+    with pytest.raises(CheckpointError, match=rf"{place}: must be .*mode 0775.*chmod go-w {place}") as caught:
+        checkpoints.find(store, "auto")
+    assert len(caught.value.problems) == 2, "once, and that none is left"
+    place.chmod(0o1777)
+    assert checkpoints.find(store, "auto").state.train.step == 2
+    place.chmod(0o755)
+    tmp_path.chmod(0o775)  # further up is not ours to judge
+    assert checkpoints.find(store, "auto").state.train.step == 2
+
+
 def test_a_checkpoint_is_closed_to_others_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trust": BASE,
     "checkpoints": BASE | {"config", "trust"},
     "saving": BASE | {"checkpoints"},
-    "rundir": BASE | {"config"},
+    "rundir": BASE | {"config", "trust"},
     "preflight": BASE | {"config", "data", "models", "rundir", "align", "transport", "evals"},
     "job": BASE | {"config", "data", "models", "align"},
     "workers": ENGINES | {"job", "signals", "prefetch", "evals"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tomllib
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import distill_rl
+from tests.helpers.command import until
 
 ROOT = Path(distill_rl.__file__).parents[1]
 SCRIPTS = sorted(
@@ -278,7 +280,17 @@ def test_a_batch_script_is_warned_before_its_time_is_over_and_keeps_one_log(scri
 def test_every_variable_of_the_user_is_documented_at_the_top(script: str) -> None:
     text = (ROOT / "launch" / script).read_text()
     top, _, body = text.partition("\nset -euo pipefail\n")
-    own = {"PATH", "PWD", "PYTHONPATH", "SECONDS", "RANDOM", "BASH_SOURCE", "DISTILL_RL_ATTEMPT", "DISTILL_RL_CHAINED"}
+    own = {
+        "PATH",
+        "PWD",
+        "EUID",
+        "PYTHONPATH",
+        "SECONDS",
+        "RANDOM",
+        "BASH_SOURCE",
+        "DISTILL_RL_ATTEMPT",
+        "DISTILL_RL_CHAINED",
+    }
     used = set(re.findall(r"\$\{?([A-Z][A-Z_]+)\b", body)) - own
     used = {name for name in used if not name.startswith(("SLURM", "OMPI", "PMI"))}
     if script == "slurm.sbatch":
@@ -337,7 +349,8 @@ SCONTROL = """\
 
 def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_command(tmp_path: Path) -> None:
     """Pyxis is not to be had in tests; a stand-in for srun says what it was asked for."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    squeue = "#!/usr/bin/env bash\nprintf '7\\n9\\n'\n"
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", squeue)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURMD_NODENAME": "here"}
@@ -354,6 +367,8 @@ def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_comman
         "CONTAINER_MOUNTS": "/a:/b",
         "CONTAINER_OPTIONS": "--no-container-mount-home",
     }
+    for left in (".ray-7.aaaa", ".ray-8.bbbb", ".ray-9.cccc"):  # of this job, of one that is gone, of one that runs
+        (tmp_path / "run" / left).mkdir(parents=True)
     for more, count in (({}, 0), (image, 2)):
         told = tmp_path / f"told-{count}"
         made |= {"TOLD": os.fspath(told), "PYTHON": "python3"} | more
@@ -364,4 +379,74 @@ def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_comman
         asked = "--container-image=img.sqsh --container-mounts=/a:/b --no-container-mount-home"
         assert sum(asked in step for step in steps) == count
         assert not [step for step in steps if "--container" in step.replace(asked, "")]
-        assert not list((tmp_path / "run").glob(".ray-*"))
+        assert [path.name for path in (tmp_path / "run").glob(".ray-*")] == [".ray-9.cccc"]
+
+
+CLUSTER = """\
+#!/usr/bin/env bash
+# Stands for launch/ray_cluster.sh: says how many requests to stop came, and ends once a file tells it to.
+count=0
+trap 'count=$((count + 1)); echo "$count" >>"$TOLD"' USR1
+: >"$TOLD"
+while [[ ! -e $TOLD.end ]]; do read -rt 0.1 <> <(:); done
+exit 85
+"""
+JOB_CONTROL = """\
+#!/usr/bin/env bash
+case "$*" in
+"show job"*) printf 'JobId=7\\n   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=%s\\n   StdOut=/x/log\\n' "${PREEMPT_TIME:-None}" ;;
+*) echo "$0: $*" >>"$ASKED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "requests", "preempted_at", "variables", "asked"),
+    [
+        (["USR1"], 1, "None", {}, "scontrol: requeue 7"),
+        (["USR1", "TERM"], 1, "None", {}, None),
+        (["USR1", "TERM", "TERM"], 2, "None", {}, None),
+        (["TERM"], 1, "None", {}, None),
+        (["TERM"], 1, "2026-01-01T01:00:00", {}, "scontrol: requeue 7"),
+        (["USR1"], 1, "None", {"REQUEUE": "chain", "SLURM_GPUS_ON_NODE": "8"}, "sbatch: --dependency"),
+        (["USR1"], 1, "None", {"REQUEUE": "chain", "SLURM_GPUS_PER_NODE": "h:8"}, "--gpus-per-node=h:8"),
+    ],
+)
+def test_a_job_hands_on_what_it_is_told_and_goes_on_unless_it_was_cancelled(
+    tmp_path: Path, signals: list[str], requests: int, preempted_at: str, variables: dict[str, str], asked: str | None
+) -> None:
+    told, calls_made = tmp_path / "told", tmp_path / "asked"
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "ray_cluster.sh").write_text(CLUSTER)
+    for name in ("scontrol", "sbatch", "squeue"):
+        (tmp_path / name).write_text(JOB_CONTROL)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to("/bin/true")
+    made = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    made |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(tmp_path), "CONFIG": "x.yaml"}
+    made |= {"RUN_DIR": os.fspath(tmp_path / "run"), "VENV": os.fspath(tmp_path), "TOLD": os.fspath(told)}
+    made |= {"ASKED": os.fspath(calls_made), "PREEMPT_TIME": preempted_at, "SLURM_JOB_ID": "7"}
+    made |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "j"} | variables
+    job = subprocess.Popen(["bash", os.fspath(ROOT / "launch" / "slurm.sbatch")], env=made, stdout=subprocess.DEVNULL)
+    until(told.exists, "the command")
+    for name in signals:
+        job.send_signal(getattr(signal, f"SIG{name}"))
+        until(lambda: told.read_text() and rests(job.pid), f"{name} to be heard")
+    until(lambda: len(told.read_text().split()) == requests, "all requests")
+    (tmp_path / "told.end").touch()
+    assert job.wait(60) == 85
+    assert len(told.read_text().split()) == requests
+    lines = calls_made.read_text().replace(f"{tmp_path}/", "") if calls_made.exists() else ""
+    if asked is None:
+        assert lines == ""
+    else:
+        assert asked in lines
+        assert ("--gpus-per-node" in lines) == ("SLURM_GPUS_PER_NODE" in variables)
+
+
+def rests(pid: int) -> bool:
+    """Whether a process sleeps, and has heard all signals that it got."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.findall(r"^(?:ShdPnd|SigPnd):\s*(\w+)", status, re.MULTILINE)
+    return "\nState:\tS" in status and not any(int(mask, 16) for mask in found)

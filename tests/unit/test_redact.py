@@ -2,6 +2,36 @@ import pytest
 
 from distill_rl.redact import REDACTED, in_text, redact
 
+# No one's: made up in the shapes that providers give them.
+SHAPES = [
+    "sk-ant-api03-Xy9_kQ2-abcDEF0123456789-ghiJKL_mnoPQR456-aA",
+    "sk-proj-abc_DEF-ghi0123456789_jklMNOpqr",
+    "sk-abcdefghijklmnop0123456789ABCDEF",
+    "sk-abc-def_ghi-0123456789abcdef",
+    "github_pat_11ABCDEFG0abcdefghijkl_mnopqrstuvwxyz0123456789",
+    "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+    "glpat-ab-cd_efGH0123456789x",
+    "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
+    "xoxb-123456789012-1234567890123-abcDEFghiJKLmnoPQRstuVWX",
+    "AKIAIOSFODNN7EXAMPLE",
+]
+ORDINARY = [
+    "sk-learn", "scikit-learn-1.5.0", "sk-learn-compatible-estimators-of-all-kinds", "risk-free", "risk-free-investment-strategies-2024",
+    "disk-0123456789abcdefghij", "/data/task-abcdefghijklmnopqrst/hf_small/x.safetensors", "/models/hf_checkpoints/step-120",
+    "98564c4b0f2d4e6a8c1e3f5a7b9d0c2e4f6a8b0d", "AKIAISNOKEY",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", SHAPES)
+def test_what_has_the_shape_of_a_token_is_taken_out_whole(secret):
+    for text in ("{}", "Bearer {}", "key={}, then", '"{}"', "({}).", "https://host/{}/x"):
+        assert in_text(text.format(secret)) == text.format(REDACTED)
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_words_stay(text):
+    assert in_text(text) == text
+
 
 def test_all_that_stands_under_the_name_of_a_secret_is_taken_out_and_column_names_are_not():
     tree = {

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,20 @@ def used(config):
 def test_a_fresh_directory_is_no_problem_and_looking_makes_nothing(config):
     assert rundir.problems(config, clean=False) == []
     assert not rundir.paths_of(config).root.exists()
+
+
+def test_a_run_directory_is_closed_to_other_writers_whatever_the_umask_and_its_parents_are_left(config):
+    root = rundir.paths_of(config).root
+    before = os.umask(0o002)
+    try:
+        used(config)
+        config.checkpoint.resume = "latest"
+        used_again = [root, root / "checkpoints"]
+        with rundir.occupy(config, clean=False):
+            assert [oct(folder.stat().st_mode)[-3:] for folder in used_again] == ["755", "755"]
+        assert root.parent.stat().st_mode & 0o020
+    finally:
+        os.umask(before)
 
 
 def test_a_used_directory_needs_resume_or_clean(config):

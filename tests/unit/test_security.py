@@ -17,7 +17,7 @@ from distill_rl.config.load import load_config, read_config, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
-from distill_rl.workers.cluster import _passed_on
+from distill_rl.workers.cluster import passed_on
 
 PACKAGE = Path(distill_rl.__file__).parent
 NEVER = {
@@ -116,7 +116,7 @@ KEPT = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "RAY_AUTH_TOKEN_PATH", 
 
 
 def test_the_environment_of_actors_is_an_allow_list_without_secrets() -> None:
-    assert set(_passed_on(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
+    assert set(passed_on(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
 
 
 def test_credentials_reach_neither_the_saved_configuration_nor_a_message() -> None:

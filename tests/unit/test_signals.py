@@ -35,6 +35,19 @@ def test_a_request_that_a_scheduler_delivers_twice_at_once_is_one():
             signals.raise_if_interrupted()
 
 
+def test_the_term_of_a_time_limit_does_not_interrupt_the_save_that_its_warning_began():
+    now = [100.0]
+    with Signals(lambda: now[0]) as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now[0] += 60.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.raise_if_interrupted()
+        now[0] += 60.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+
+
 def test_ctrl_c_interrupts_at_the_next_poll_and_is_no_preemption():
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -92,6 +93,21 @@ def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_
     assert paths.config.read_text() == before
     assert load_config(paths.root / "submit.yaml").train.steps == 9
     assert load_config(paths.root / "submit.yaml").checkpoint.resume is None
+
+
+def test_a_secret_and_a_step_to_go_on_from_are_no_part_of_a_batch_script(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    hostile = ["student.model=sk-ant-api03-Xy9_kQ2-abcDEF0123456789-ghiJKL"]
+    shutil.copytree(f"{material.root}/student", tmp_path / hostile[0].partition("=")[2])
+    hostile[0] = f"student.model={tmp_path}/{hostile[0].partition('=')[2]}"
+    assert main(["train", "-c", str(path), "--dry-run", *hostile]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must not hold a secret" in line
+    assert "sk-ant" not in line
+    assert main(["train", "-c", str(path), "--dry-run", "--resume", str(tmp_path / "step-3")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"from the newest checkpoint of its run directory, and from no other; got --resume {tmp_path}/step-3" in line
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from distill_rl.cli import main
-from distill_rl.commands.service import _environment, _require_no_secret, _show, entrypoint
+from distill_rl.commands import service
+from distill_rl.commands.service import _environment, _show, entrypoint, submission_file
+from distill_rl.config.save import require_no_secret
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from tests.unit.test_security import SECRET
@@ -37,15 +40,43 @@ def test_a_configuration_with_a_secret_is_not_handed_on():
     config = Config()
     config.student.model, config.data.path = "s", "https://me:hunter2@host/x"
     with pytest.raises(ConfigError, match="must not hold a secret") as caught:
-        _require_no_secret(config)
+        require_no_secret(config)
     assert "hunter2" not in str(caught.value)
     config.data.path = "https://host/x"
-    _require_no_secret(config)
+    require_no_secret(config)
+
+
+def test_two_who_submit_the_same_run_at_once_do_not_write_the_same_file(tmp_path):
+    config = Config()
+    config.run.dir = str(tmp_path)
+    files = {submission_file(config, "name.2") for _ in range(9)}
+    assert len(files) == 9
+    assert all(file.parent == tmp_path / ".submitted" and file.name.startswith("name.2.") for file in files)
 
 
 def test_what_a_run_printed_cannot_paint_the_terminal(capsys):
     _show("step 1\n\x1b[2Jred\na\tb")
     assert capsys.readouterr().out == "step 1\n\\x1b[2Jred\na       b\n"
+
+
+def test_a_log_is_asked_for_more_seldom_while_nothing_comes_and_shown_once(monkeypatch, capsys):
+    texts = ["a\n", "a\nb", "a\nb\n", *["a\nb\n"] * 9, "a\nb\nc\n", "a\nb\nc\nended     exit code 85\n"]
+    told = {service.runs.NAME: "x", service.runs.RUN: "/runs/x"}
+    asked, pauses = iter(texts), []
+
+    class Cluster:
+        def job(self, submission_id):
+            status = "STOPPED" if len(pauses) == len(texts) - 1 else "RUNNING"
+            return SimpleNamespace(submission_id=submission_id, metadata=told, status=status, start_time=1, end_time=2)
+
+        def logs(self, submission_id):
+            return next(asked)
+
+    monkeypatch.setattr(service.time, "sleep", pauses.append)
+    assert service._follow(Cluster(), service.runs.runs([Cluster().job("x")])["x"]) == 85
+    assert capsys.readouterr().out == "a\nb\nc\nended     exit code 85\n"
+    assert (pauses[0], pauses[2], pauses[-2], pauses[-1]) == (0.5, 0.5, 5.0, 0.5)
+    assert pauses[2:-1] == sorted(pauses[2:-1])
 
 
 @pytest.mark.parametrize("command", ["submit", "status", "logs", "stop"])

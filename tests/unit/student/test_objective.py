@@ -230,3 +230,27 @@ def test_chunks_are_divided_by_their_own_number_and_labels_by_theirs():
     kd = whole.kd.item() / 10  # what the logged mean over labels is made of
     assert kd == pytest.approx(exact[0].item() / 7, rel=1e-5)
     assert whole.loss.item() == pytest.approx(kd + 0.5 * whole.ce.item() / 10, rel=1e-6)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("ce_weight", [0.0, 0.5])
+def test_without_a_lost_teacher_the_loss_is_that_of_the_others_alone(lost, ce_weight):
+    weights = (1.0, 3.0, 2.0)
+    left = [number for number in range(3) if number != lost]
+    config = LossConfig(kd_weight=0.7, ce_weight=ce_weight)
+    found, gradients = [], []
+    for numbers, all_of_them in ((left, False), (range(3), True)):
+        logits, labels, targets = case(3, 3)
+        sent = [target if number in left else None for number, target in enumerate(wire(targets))]
+        objective = Objective(config, teachers_of(*(weights[number] for number in numbers)))
+        blend = objective.blend([math.inf if sent[number] is None else 0.0 for number in numbers])
+        output = objective(logits, labels, [sent[number] for number in numbers], 8, blend=blend)
+        output.loss.backward()
+        gradients.append(logits.grad)
+        found.append((output.loss.item(), output.kd.item(), output.ce.item(), output.teacher_mass.item()))
+        sums = LossSums(len(numbers), logits.device)
+        sums.add(output)
+        told = sums.metrics("train", objective, blend, 8)
+        assert (f"train/kl_loss/t{lost}" in told) == (not all_of_them and lost < 2)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[1])

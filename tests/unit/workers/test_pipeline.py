@@ -202,6 +202,20 @@ def test_a_replica_that_took_anothers_place_is_called_on_all_that_is_open_in_the
         assert [len(teacher) for teacher in wave.published] == [2, 1]
 
 
+def test_a_wave_that_was_learnt_is_not_taught_again_by_a_new_replica():
+    pipeline, (teacher,) = build(config(depth=1, teachers=({"parallel": (1, 2)},)))
+    first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
+    pipeline.settle(first)
+    (wave,) = first.waves
+    leader, _ = wave.lessons[0][0]
+    wave.learnt = True  # the first rank had published when the second died
+    teacher.unread.clear()
+    called = len(teacher.calls)
+    pipeline.teach_again("t0", 0)
+    assert [part for part, _ in teacher.calls[called:]] == [second.waves[0].teachers[0][0]]
+    assert list(wave.teaching) == [leader]
+
+
 def test_a_teacher_that_is_lost_is_called_no_more_and_its_ring_stops_nobody():
     pipeline, teachers = build(config(depth=1, teachers=({"export": "logits"}, {})))
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))

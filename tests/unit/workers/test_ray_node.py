@@ -1,16 +1,20 @@
 """The keeper of a Ray node: which address and ports it takes, and that nothing below it survives."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
 from distill_rl.workers import ray_node
+from distill_rl.workers.cluster import sweep
 from distill_rl.workers.ray_node import Node, own_address, require_free
 from tests.helpers.command import until
 
@@ -64,6 +68,20 @@ def test_a_taken_port_is_named_with_the_setting(tmp_path):
         taken = node(tmp_path, first_port=other.getsockname()[1])
         with pytest.raises(WorkerError, match=f"RAY_PORT: .*{taken.first_port} taken; set another RAY_PORT"):
             require_free(taken)
+
+
+def test_what_a_killed_keeper_left_is_swept_and_what_a_living_one_has_is_not():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = Path(tempfile.mkdtemp(prefix=f"dr0-{ended.pid}-", dir="/tmp"))
+    used = Path(tempfile.mkdtemp(prefix=f"dr0-{os.getpid()}-", dir="/tmp"))
+    try:
+        sweep(ray_node.FOLDERS)
+        assert not left.exists()
+        assert used.exists()
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+        used.rmdir()
 
 
 def test_an_interface_says_the_address_and_one_that_is_not_there_is_named():
