@@ -31,8 +31,9 @@ def hears(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
+    before = set(psutil.Process().children(recursive=True))  # ranks of other tests live as long as the session
     yield tmp_path
-    left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    left = [process.cmdline() for process in set(psutil.Process().children(recursive=True)) - before]
     assert not [each for each in left if any("tracker" in word for word in each)], "no process is left"
 
 
