@@ -63,15 +63,12 @@ def nodes() -> list[Node]:
 @contextmanager
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
-) -> Iterator[Path | None]:
+) -> Iterator[None]:
     """Joins `ray.address`, or starts Ray here for `num_cpus` logical CPUs; ends what it started.
 
     Args:
         target_bytes: of teachers' targets that the object store of a Ray started here must hold at once.
         started: called as soon as Ray runs, before any signal is let through to its handlers.
-
-    Yields:
-        The folder of the workers' logs, where it is on this machine and goes away with the session.
 
     Raises:
         ConfigError: no cluster at the address, or too little room in /dev/shm.
@@ -80,14 +77,14 @@ def ray_session(
     if settings.address is not None:
         with _joined_ray(settings.address):
             started()
-            yield None
+            yield
     else:
-        with _local_ray(settings, num_cpus, _object_store_bytes(target_bytes), started) as logs:
-            yield logs
+        with _local_ray(settings, num_cpus, _object_store_bytes(target_bytes), started):
+            yield
 
 
 @contextmanager
-def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[Path]:
+def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[None]:
     directory = _private_directory() / secrets.token_hex(2)
     if access.required():
         if os.environ.get("RAY_AUTH_TOKEN"):  # Ray's processes get a file instead: environments are easily printed
@@ -117,7 +114,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
-        yield directory / "session_latest" / "logs"
+        yield
     finally:
         family = _with_descendants(roots)
         with _killed_when_asked_to_end(roots):

@@ -69,7 +69,6 @@ class RayLane:
             when_late="raise --deadline, or lower --batch-size",
         )
         self._open = ExitStack()
-        self._ray_logs: Path | None = None
         self._group: WorkerGroup | None = None
         self._names = [f"evaluator-{rank}" for rank in range(shards.count)]
         self._backend: BackendName = "hf"
@@ -124,7 +123,7 @@ class RayLane:
     def _hire(self, tensor_parallel: int) -> WorkerGroup:
         """Actors in seats of their own."""
         settings, count = self._shards.ray, self._shards.count
-        self._ray_logs = self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
+        self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         each = self._gpus_each(gpus, tensor_parallel)
         names = self._names

@@ -93,11 +93,6 @@ class WorkerGroup:
         self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
 
     @property
-    def pids(self) -> dict[int, str]:
-        """Process id → actor name."""
-        return {process.pid: name for process, name in zip(self._processes, self.names)}
-
-    @property
     def processes(self) -> list[tuple[str, Process]]:
         """Those that work now and those that did, by name."""
         return [*zip(self.names, self._processes), *self._former]

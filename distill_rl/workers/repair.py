@@ -39,7 +39,8 @@ class Repair:
         self._config, self._teachers, self._student, self._calls = config, teachers, set(student), calls
         self._connector, self._pipeline = connector, pipeline
         self._restarts = 0
-        self._dead: set[str] = set()
+        self._broken: list[tuple[TeacherConfig, WorkerGroup, range]] = []
+        """replicas with a dead rank, each with its ranks"""
 
     def counts(self) -> dict[str, Metric]:
         """What was mended since the run began; nothing while there is nothing to tell."""
@@ -64,9 +65,14 @@ class Repair:
             dead |= set(error.actors)
         if not dead & own or dead & self._student:
             raise error
-        self._dead = dead & own
-        for teacher, group in self._teachers:
-            for rank in self._ranks_of_dead_replicas(teacher, group):
+        self._broken = [
+            (teacher, group, ranks)
+            for teacher, group in self._teachers
+            for ranks in _replicas(teacher)
+            if dead & {group.names[rank] for rank in ranks}
+        ]
+        for _, group, ranks in self._broken:
+            for rank in ranks:
                 group.end(rank)  # its peers wait for it in vain, and the student for them
 
     def mend(self, error: DistillError) -> None:
@@ -75,21 +81,11 @@ class Repair:
         Raises:
             WorkerError: a teacher is gone for good and `faults.lost_teacher` is `fail`, or it was the last.
         """
-        for teacher, group in self._teachers:
-            tp = teacher.parallel.tp
-            replicas = sorted({rank // tp for rank in self._ranks_of_dead_replicas(teacher, group)})
-            for replica in replicas:
-                if teacher.name not in self._pipeline.lost:
-                    self._renew(teacher, group, replica, error)
+        for teacher, group, ranks in self._broken:
+            if teacher.name not in self._pipeline.lost:
+                self._renew(teacher, group, ranks, error)
 
-    def _ranks_of_dead_replicas(self, teacher: TeacherConfig, group: WorkerGroup) -> list[int]:
-        tp = teacher.parallel.tp
-        dead = {rank // tp for rank, name in enumerate(group.names) if name in self._dead}
-        return [rank for rank in range(len(group.names)) if rank // tp in dead]
-
-    def _renew(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, error: DistillError) -> None:
-        tp = teacher.parallel.tp
-        ranks = range(replica * tp, (replica + 1) * tp)
+    def _renew(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
         cause = error
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
@@ -102,7 +98,7 @@ class Repair:
                     raise
                 cause = failure
                 continue
-            self._pipeline.teach_again(teacher.name, replica)
+            self._pipeline.teach_again(teacher.name, ranks[0] // len(ranks))
             return
         self._give_up(teacher, group, cause)
 
@@ -127,6 +123,12 @@ class Repair:
             self._calls.forget(group.actors[rank])
         self._pipeline.lose(teacher.name)
         say(f"lost      teacher {teacher.name}; going on with {', '.join(left)}, whose weights are scaled up")
+
+
+def _replicas(teacher: TeacherConfig) -> list[range]:
+    """The ranks of each."""
+    dp, tp = teacher.parallel.dp, teacher.parallel.tp
+    return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
 
 
 def _told(error: DistillError) -> str:

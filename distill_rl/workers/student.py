@@ -114,7 +114,10 @@ class StudentWorker(RankWorker):
         return metrics | self._measured() if last else metrics
 
     def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> NotRun | None:
-        """Opens what this rank reads of a wave; what is in the way, if some rank cannot."""
+        """Opens what this rank reads of a wave; what is in the way, if some rank cannot. Nobody is asked where no rank
+        reads anything."""
+        if not targets.published:
+            return None
         problem = "another rank has lost its targets"
         try:
             targets.open(batch.first_row, batch.rows.shape[0], opened)
@@ -218,6 +221,8 @@ class _Targets:
         published: Sequence[Published],
     ):
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
+        self.published = bool(published)
+        """whether any teacher has published something, for whichever rank"""
         self.seconds = 0.0
         self.far_bytes = 0
         """of the slots read that were written on another node"""
