@@ -17,8 +17,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,19 +86,6 @@ class Draft:
 class CheckpointStore:
     def __init__(self, root: Path, *, keep_last: int, keep_best: int):
         self._root, self._keep_last, self._keep_best = root, keep_last, keep_best
-
-    @contextmanager
-    def write(self, state: SavedState) -> Iterator[Path]:
-        """Yields the folder for the student's ranks to fill; commits and prunes when the block ends well.
-
-        An error inside the block leaves the older checkpoints as they are, and nothing of this one.
-        """
-        draft = self.begin(state)
-        try:
-            yield draft.student
-            self.commit(draft)
-        finally:
-            self.drop(draft)
 
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
         """A folder for the student's ranks to fill: `commit` or `drop` it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,9 @@ def _escape(tree: Any) -> Any:
 def decisive(config: Config) -> dict[str, Any]:
     """What decides a run's numbers, as flat `key: value`.
 
-    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; what is done about dead workers; how
-    the work is split (dp, tp, micro-batch: another split changes rounding only); and how long the
-    run is (train.steps, train.epochs), so that a finished run can be extended.
+    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; what is done
+    about dead workers; how the work is split (dp, tp, micro-batch: another split changes rounding only); and how long
+    the run is (train.steps, train.epochs), so that a finished run can be extended.
     """
     tree = asdict(config)
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
@@ -70,17 +71,17 @@ def decisive(config: Config) -> dict[str, Any]:
         del teacher["micro_batch_size"], teacher["attention"], teacher["backend"]
     for key in ("workers", "deadline_s", "fast_ids", "dp"):
         del tree["aligner"][key]
-    return dict(_flat(tree))
+    return dict(flat(tree))
 
 
-def _flat(node: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(node, dict):
-        entries = [(str(key), value) for key, value in node.items()]
-    elif isinstance(node, list):
-        entries = [(str(i), value) for i, value in enumerate(node)]
-    else:
-        return [(path, node)]
-    return [leaf for key, value in entries for leaf in _flat(value, f"{path}.{key}" if path else key)]
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, by path: `teachers.0.model`."""
+    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    if entries is None:
+        yield path, tree
+        return
+    for key, value in entries:
+        yield from flat(value, f"{path}.{key}" if path else str(key))
 
 
 def fingerprint(config: Config) -> str:

@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from distill_rl.config.save import flat
 
 PROJECT = "distill_rl"
 """of W&B and experiment of MLflow, where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says nothing else"""
@@ -133,16 +135,6 @@ def metric_name(name: str) -> str:
     return first + slash + rest.replace("/", ".")
 
 
-def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and lists, as `teachers.0.model`."""
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
-    if entries is None:
-        yield name, tree
-        return
-    for key, value in entries:
-        yield from flat(value, f"{name}.{key}" if name else str(key))
-
-
 def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], say: Say) -> None:
     """Hands every record to the tracker; one that cannot be reached is tried again, one that fails a record goes on."""
     start = json.loads(lines.readline())
@@ -184,11 +176,8 @@ def _one_line(error: Exception) -> str:
 
 
 def main() -> None:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # a scheduler's, for the whole job: stdin says when to end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # A scheduler's, for the whole job; here, the end of stdin says when to end.
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,16 +80,38 @@ class Calls:
             WorkerError: an actor raised, died, or was not done after `timeout_s`.
         """
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
+        for done, pending in self._until_done(names, what, timeout_s, meanwhile):
+            if errors := _errors_of(done):
+                raise self._blame(errors | self._late_errors(pending), names, what)
+        return ray.get(list(names), timeout=timeout_s)
+
+    def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
+        """What became of calls once all have ended: a result, or Ray's error.
+
+        Raises:
+            Overdue: some have not ended after `timeout_s`.
+        """
+        for _ in self._until_done(calls, what, timeout_s):
+            pass
+        errors = _errors_of(list(calls))
+        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=timeout_s) for ref in calls}
+
+    def _until_done(
+        self,
+        names: Mapping[ray.ObjectRef, str],
+        what: str,
+        timeout_s: float,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
+        """At every poll, calls that have ended since the last one, and those that have not."""
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
             self.interrupted()
-            errors = _errors_of(done)
-            if errors:
-                raise self._blame(errors | self._late_errors(pending), names, what)
+            yield done, pending
             if not pending:
-                break
+                return
             now, waited_for = time.monotonic(), {names[ref] or "an actor" for ref in pending}
             if now - start > timeout_s:
                 raise self.late(waited_for, what, timeout_s)
@@ -101,28 +123,10 @@ class Calls:
                 if now - reported > self.report_after_s:
                     reported = now
                     self.watch.report(waited_for, what, now - start, timeout_s)
-        return ray.get(list(names), timeout=timeout_s)
-
-    def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
-        """What became of calls once all have ended: a result, or Ray's error.
-
-        Raises:
-            Overdue: some have not ended after `timeout_s`.
-        """
-        pending, deadline = list(calls), time.monotonic() + timeout_s
-        while pending:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
-            self.interrupted()
-            if pending and time.monotonic() > deadline:
-                raise self.late({calls[ref] for ref in pending}, what, timeout_s)
-            if self.watch is not None:
-                self.watch.look()
-        errors = _errors_of(list(calls))
-        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=timeout_s) for ref in calls}
 
     def dead(self) -> list[str]:
         """Names of actors whose process is gone."""
-        return [self.names[actor_id(error)] for error in self._deaths().values() if actor_id(error) in self.names]
+        return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
         """Errors of actors that are dead: who lost an object reports it, and not whoever owned it."""
@@ -147,7 +151,7 @@ class Calls:
         if all(_rank(error) for error in errors.values()):
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
-        actor = self.names.get(actor_id(error), "") or names.get(ref, "") or "a worker"
+        actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
         return explain(error, actor, what, self.after_death, self.watch)
 
 
@@ -192,7 +196,7 @@ def _rank(error: BaseException) -> int:
     return 0 if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
 
 
-def actor_id(error: BaseException) -> str:
+def _actor_id(error: BaseException) -> str:
     """Whose death an error tells of, in hex; empty if of nobody's."""
     found = getattr(error, "actor_id", None)
     return found if isinstance(found, str) else found.hex() if found is not None else ""

@@ -98,10 +98,12 @@ class Watch:
         if now - self._looked > _LOST_SIGHT_S:
             self._stopped_since.clear()
         self._looked = now
-        own, others = self._by_node(self._processes)
-        self._states.update(zip(own, self._here.states([self._processes[name] for name in own])))
-        self._look_elsewhere(others)
-        for name, process in list(self._processes.items()):
+        processes = dict(self._processes)
+        elsewhere = _by_node(processes)
+        own = elsewhere.pop(_this_node(), {})
+        self._states.update(zip(own, self._here.states(list(own.values()))))
+        self._look_elsewhere(elsewhere)
+        for name, process in processes.items():
             if self._states.get(name) != psutil.STATUS_STOPPED:
                 self._stopped_since.pop(process, None)
             elif now - self._stopped_since.setdefault(process, now) >= self._config.stopped_s:
@@ -128,14 +130,14 @@ class Watch:
     def last_words(self, name: str, lines: int = 3) -> str:
         """The last lines that a worker printed, on one line."""
         process = self._processes.get(name)
-        text = self._ask("tails", [process])[0] if process else ""
+        text = self._ask("tails", {name: process}).get(name, "") if process else ""
         kept = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
         return " | ".join(printable(line)[:200] for line in kept[-lines:])
 
     def dump_stacks(self) -> None:
         """Has every worker that can write its stacks, and keeps them in `stacks/`."""
         processes = dict(self._processes)
-        for name, text in zip(processes, self._ask("stacks", list(processes.values()))):
+        for name, text in self._ask("stacks", processes).items():
             if text:
                 path = self._folder / "stacks" / f"{name.replace('/', '-')}.txt"
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,19 +150,7 @@ class Watch:
             with suppress(Exception):
                 ray.kill(actor)
 
-    def _by_node(self, names: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-        here = ray.get_runtime_context().get_node_id()
-        own: list[str] = []
-        others: dict[str, list[str]] = {}
-        for name in list(names):
-            node = self._processes[name].node_id
-            if node == here:
-                own.append(name)
-            else:
-                others.setdefault(node, []).append(name)
-        return own, others
-
-    def _look_elsewhere(self, others: Mapping[str, list[str]]) -> None:
+    def _look_elsewhere(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
         """Never waits: takes the answers of an earlier look, and asks again."""
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
         for ref in done:
@@ -173,9 +163,9 @@ class Watch:
                     self._states.pop(name, None)
         if self._asked:
             return
-        for node, names in others.items():
-            ref = self._on(node).states.remote([self._processes[name] for name in names])
-            self._asked[ref] = (node, names)
+        for node, processes in nodes.items():
+            ref = self._on(node).states.remote(list(processes.values()))
+            self._asked[ref] = (node, list(processes))
 
     def _on(self, node: str) -> Any:
         if node not in self._there:
@@ -185,18 +175,17 @@ class Watch:
         return self._there[node]
 
     def _kill(self, process: Process) -> None:
-        if process.node_id == ray.get_runtime_context().get_node_id():
+        if process.node_id == _this_node():
             process.kill()
         else:
             self._on(process.node_id).kill.remote(process)
 
-    def _ask(self, method: str, processes: Sequence[Process]) -> list[str]:
-        """A method's answers for processes on any node; empty where a node does not answer."""
-        here = ray.get_runtime_context().get_node_id()
-        answers = [""] * len(processes)
-        for node in dict.fromkeys(process.node_id for process in processes):
-            places = [index for index, process in enumerate(processes) if process.node_id == node]
-            chosen = [processes[index] for index in places]
+    def _ask(self, method: str, processes: Mapping[str, Process]) -> dict[str, str]:
+        """A method's answers for processes on any node, by name; none of a node that does not answer."""
+        here = _this_node()
+        answers: dict[str, str] = {}
+        for node, asked in _by_node(processes).items():
+            chosen = list(asked.values())
             try:
                 if node == here:
                     found = getattr(self._here, method)(chosen)
@@ -204,9 +193,8 @@ class Watch:
                     found = ray.get(getattr(self._on(node), method).remote(chosen), timeout=_ANSWER_WITHIN_S)
             except (RayError, TimeoutError, OSError) as error:
                 log.info("node %s does not tell of its workers: %s", node, type(error).__name__)
-                continue
-            for index, answer in zip(places, found):
-                answers[index] = answer
+            else:
+                answers.update(zip(asked, found))
         return answers
 
 
@@ -218,6 +206,17 @@ def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
             with suppress(OSError):
                 if path.stat().st_size:
                     (folder / f"{name.replace('/', '-')}{path.suffix}").write_bytes(path.read_bytes())
+
+
+def _this_node() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
+    nodes: dict[str, dict[str, Process]] = {}
+    for name, process in processes.items():
+        nodes.setdefault(process.node_id, {})[name] = process
+    return nodes
 
 
 def _state(process: Process) -> str:

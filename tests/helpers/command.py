@@ -50,6 +50,15 @@ def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+def command_lines() -> list[str]:
+    """Of every process of this machine."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
 @contextlib.contextmanager
 def running(*arguments: str | Path, log: Path) -> Iterator[psutil.Popen]:
     """`distill-rl` in a process group of its own, ended by force if the block leaves it alive."""

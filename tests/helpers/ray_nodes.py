@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -60,6 +61,17 @@ def ray_nodes(
                 process.kill()
         psutil.wait_procs(family, timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_use(address: str) -> str:
+    """Named actors, then free logical CPUs of a cluster: `0 8.0`."""
+    code = (
+        "import ray\n"
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')\n"
+        "print(len(ray.util.list_named_actors(all_namespaces=True)), ray.available_resources()['CPU'])"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
+    return asked.stdout.strip()
 
 
 def _dashboard(port: int | None) -> list[str]:

@@ -1,15 +1,12 @@
 """A run on a Ray that somebody else started: it joins, takes its resources, and leaves the cluster as it found it."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import distill_rl, environment, series
+from tests.helpers.command import distill_rl, series
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
-from tests.helpers.ray_nodes import ray_nodes
+from tests.helpers.ray_nodes import in_use, ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
@@ -21,16 +18,6 @@ def cluster(tmp_path, monkeypatch):
         yield address
 
 
-def actors_alive(address: str) -> str:
-    code = (
-        "import ray, sys; from ray.util.state import list_actors\n"
-        f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')\n"
-        "print(len(ray.util.list_named_actors(all_namespaces=True)), ray.available_resources()['CPU'])"
-    )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
-    return asked.stdout.strip()
-
-
 def test_a_run_joins_a_cluster_and_leaves_it_running_and_empty(cluster, tmp_path):
     write_tiny_model(tmp_path / "teacher", hidden=32, seed=1)
     write_tiny_model(tmp_path / "student", hidden=16, seed=2)
@@ -39,7 +26,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running_and_empty(cluster, tmp_path
     ended = distill_rl("train", "-c", config, "train.steps=2", f"ray.address={cluster}")
     assert ended.code == 0, ended.err
     assert len(series(tmp_path / "runs" / "tiny", "train/kl_loss")) == 2
-    assert actors_alive(cluster) == "0 4.0"
+    assert in_use(cluster) == "0 4.0"
     too_large = distill_rl(
         "train", "-c", config, "--clean", f"ray.address={cluster}", "student.parallel.dp=4", "ray.placement_timeout_s=3"
     )

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import leftovers, running, series, temporary, until
+from tests.helpers.command import command_lines, leftovers, running, series, temporary, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.unit.test_security import SECRET
@@ -18,14 +18,6 @@ from tests.unit.test_security import SECRET
 pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
 HIDDEN = [name for name in SECRET if not name.startswith("RAY_")]
-
-
-def commands() -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found.append(" ".join(process.cmdline()))
-    return found
 
 
 def holding(text: str, *folders: Path) -> list[Path]:
@@ -63,7 +55,7 @@ def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_mac
         assert stat.S_IMODE((private / "token").stat().st_mode) == 0o600
         token = (private / "token").read_text()
         assert token == os.environ["RAY_AUTH_TOKEN"]
-        assert not [line for line in commands() if token in line or "hunter2" in line]
+        assert not [line for line in command_lines() if token in line or "hunter2" in line]
         assert holding(token, private, run) == [private / "token"]
         assert not holding("hunter2", private, run)
 

@@ -1,16 +1,14 @@
 """Runs submitted, watched, stopped and resumed by name, on a real cluster."""
 
-import contextlib
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.command import Ended, distill_rl, environment, series, until
+from tests.helpers.command import Ended, command_lines, distill_rl, series, until
+from tests.helpers.ray_nodes import in_use
 
 pytest.importorskip("aiohttp", reason="Ray's dashboard is not installed: bash launch/test.sh service")
 
@@ -26,24 +24,6 @@ def row(name: str) -> list[str]:
 def begun(run: Path, name: str) -> None:
     until(lambda: series(run, "train/loss"), "the first step")
     assert row(name)[1] == "running", distill_rl("logs", name).out
-
-
-def actors(address: str) -> str:
-    code = (
-        "import ray\n"
-        f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')\n"
-        "print(len(ray.util.list_named_actors(all_namespaces=True)), ray.available_resources()['CPU'])"
-    )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
-    return asked.stdout.strip()
-
-
-def commands() -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found.append(" ".join(process.cmdline()))
-    return found
 
 
 def assert_refused(ended: Ended, *words: str) -> None:
@@ -99,7 +79,7 @@ def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(clu
     assert "submission 2" in resumed.out
     assert [step for step, _ in series(runs / "long", "train/loss")] == list(range(1, last + 3))
     assert row("long")[:3] == ["long", "done", f"{last + 2:,}/{last + 2:,}"]
-    until(lambda: actors(cluster.address) == "0 8.0", "the cluster to be empty", 30)
+    until(lambda: in_use(cluster.address) == "0 8.0", "the cluster to be empty", 30)
 
 
 def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tmp_path, monkeypatch):
@@ -141,7 +121,7 @@ def test_the_cluster_is_closed_to_others_and_its_token_shows_nowhere(cluster, tm
     assert_refused(distill_rl("status"), "must be a file that you can read")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert_refused(distill_rl("status"), "must take your token")
-    assert not [line for line in commands() if token in line]
+    assert not [line for line in command_lines() if token in line]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ found = store.newest()
 first = found.state.train.step + 1 if found else 1
 print("saving", flush=True)
 for step in itertools.count(first):
-    with store.write(SavedState(TrainState(step), {}, float(step % 7))) as directory:
-        for name in "abc":
-            (directory / name).write_bytes(f"{step}{name}".encode() * 9000)
+    draft = store.begin(SavedState(TrainState(step), {}, float(step % 7)))
+    for name in "abc":
+        (draft.student / name).write_bytes(f"{step}{name}".encode() * 9000)
+    store.commit(draft)
     print("saved", flush=True)
 """
 

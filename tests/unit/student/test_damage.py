@@ -55,8 +55,9 @@ def saved(engine, tmp_path_factory):
     for step in (1, 2):
         rows = token_rows([[document] for document in random_documents(4, seed=step)], 24)
         engine.train_step(rank_batch(rows, index=step), no_targets)
-        with store.write(SavedState(TrainState(step))) as directory:
-            engine.save(directory, {})
+        draft = store.begin(SavedState(TrainState(step)))
+        engine.save(draft.student, {})
+        store.commit(draft)
         weights.append(whole_parameters(engine.model))
     return root, weights[0]
 
