@@ -17,7 +17,7 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
 from distill_rl.transport.choose import make
 from distill_rl.transport.ring import bytes_needed
-from distill_rl.workers.cluster import ray, ray_session
+from distill_rl.workers.cluster.session import ray, ray_session
 
 LEAST_SHARE, MOST_IPC_FETCH_S = 0.70, 100e-6
 TOP_K, WARM_UP, SLOTS = 64, 5, 2

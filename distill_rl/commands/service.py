@@ -131,8 +131,8 @@ def _service(address: str | None) -> Service:
 
 def _environment(config: Config) -> dict[str, str]:
     """What the run's process gets beside the environment that the cluster was started with."""
-    from distill_rl.workers import access
-    from distill_rl.workers.cluster import worker_environment
+    from distill_rl.workers.cluster import access
+    from distill_rl.workers.cluster.session import worker_environment
 
     patience = max(_LEAST_STOP_S, 2 * int(config.ray.step_timeout_s))
     passed = {name: value for name, value in worker_environment().items() if name != "DISTILL_RL_ATTEMPT"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from distill_rl.errors import ConfigError, WorkerError
-from distill_rl.workers import access
+from distill_rl.workers.cluster import access
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails

@@ -22,7 +22,7 @@ from distill_rl.observe.timing import StepTimer
 from distill_rl.signals import Signals
 from distill_rl.workers.aligner import AlignerWorker
 from distill_rl.workers.calls import Calls
-from distill_rl.workers.cluster import nodes, ray_session
+from distill_rl.workers.cluster.session import nodes, ray_session
 from distill_rl.workers.connect import Connector
 from distill_rl.workers.evaluator import EvalWorker
 from distill_rl.workers.group import WorkerGroup, stop

@@ -19,7 +19,7 @@ from distill_rl.evals.backend import BackendName, Output, Settings
 from distill_rl.evals.lane import Task, chunks
 from distill_rl.evals.suite import Item
 from distill_rl.workers.calls import Calls
-from distill_rl.workers.cluster import ray_session
+from distill_rl.workers.cluster.session import ray_session
 from distill_rl.workers.evaluator import EvalWorker
 from distill_rl.workers.group import WorkerGroup, stop
 from distill_rl.workers.placement import Seat, SeatingPlan, reserve

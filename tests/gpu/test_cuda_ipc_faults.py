@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def ray_cluster():
     """Ends with this module: the tests that need no GPU have one of their own, and a process can be in one only."""
     from distill_rl.config.schema import RayConfig
-    from distill_rl.workers.cluster import ray, ray_session
+    from distill_rl.workers.cluster.session import ray, ray_session
 
     with ray_session(RayConfig(), num_cpus=8):
         yield ray

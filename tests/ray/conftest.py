@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="package")
 def ray_cluster():
     from distill_rl.config.schema import RayConfig
-    from distill_rl.workers.cluster import ray, ray_session
+    from distill_rl.workers.cluster.session import ray, ray_session
 
     before = dict(os.environ)
     with ray_session(RayConfig(), num_cpus=8):

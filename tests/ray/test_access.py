@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster import ray_session
+from distill_rl.workers.cluster.session import ray_session
 
 try:
     with ray_session(RayConfig(address=sys.argv[1]), num_cpus=1):

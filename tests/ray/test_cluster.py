@@ -17,7 +17,7 @@ PROGRAM = """
 import json, os, stat, sys
 import psutil
 from distill_rl.config.schema import RayConfig
-from distill_rl.workers.cluster import ray, ray_session
+from distill_rl.workers.cluster.session import ray, ray_session
 
 with ray_session(RayConfig(), num_cpus=5):
     token = os.environ["RAY_AUTH_TOKEN_PATH"]

@@ -17,7 +17,7 @@ from distill_rl.config.load import load_config, read_config, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
-from distill_rl.workers.cluster import passed_on
+from distill_rl.workers.cluster.session import passed_on
 
 PACKAGE = Path(distill_rl.__file__).parent
 NEVER = {

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
-from distill_rl.workers import ray_node
-from distill_rl.workers.cluster import sweep
-from distill_rl.workers.ray_node import Node, own_address, require_free
+from distill_rl.workers.cluster import ray_node
+from distill_rl.workers.cluster.ray_node import Node, own_address, require_free
+from distill_rl.workers.cluster.session import sweep
 from tests.helpers.command import until
 
 EPHEMERAL = 32768
@@ -93,7 +93,7 @@ def test_an_interface_says_the_address_and_one_that_is_not_there_is_named():
 
 DAEMONS = """\
 import ctypes, os, signal, subprocess, sys, time
-from distill_rl.workers import ray_node
+from distill_rl.workers.cluster import ray_node
 signal.pthread_sigmask(signal.SIG_BLOCK, ray_node._HELD_BACK)
 ctypes.CDLL(None).prctl(ray_node._SUBREAPER, 1, 0, 0, 0)
 script = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nprint(os.getpid(), flush=True)\\nos.close(1)\\ntime.sleep(600)"
@@ -114,7 +114,7 @@ def test_even_a_daemon_that_ignores_requests_to_end_is_ended_with_the_node():
 def test_a_scheduler_s_signal_does_not_end_a_node_and_the_request_of_its_job_does(tmp_path, number):
     """A node that waits for its head; Ray is not started."""
     made = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", "RAY_START_TIMEOUT": "60"}
-    command = [sys.executable, "-m", "distill_rl.workers.ray_node", str(tmp_path), str(tmp_path)]
+    command = [sys.executable, "-m", "distill_rl.workers.cluster.ray_node", str(tmp_path), str(tmp_path)]
     waiting = subprocess.Popen(command, env=made, stderr=subprocess.PIPE)
     try:
         until((tmp_path / "here-n2").exists, "the node")
@@ -129,7 +129,7 @@ def test_a_scheduler_s_signal_does_not_end_a_node_and_the_request_of_its_job_doe
 STARTS = """\
 import pathlib, sys, time
 from distill_rl.errors import WorkerError
-from distill_rl.workers import ray_node
+from distill_rl.workers.cluster import ray_node
 folder = pathlib.Path(sys.argv[1])
 node = ray_node.Node(folder, folder, "n1", 0, 10000, 60.0)
 for _ in range(2):

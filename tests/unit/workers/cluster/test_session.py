@@ -4,7 +4,7 @@ import sys
 
 import psutil
 
-from distill_rl.workers.cluster import _has_pending, _killed_when_asked_to_end
+from distill_rl.workers.cluster.session import _has_pending, _killed_when_asked_to_end
 
 DEAF = "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {15}); print('deaf', flush=True); sys.stdin.read()"
 

@@ -26,7 +26,7 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.signals import held_back
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
-from distill_rl.workers import access
+from distill_rl.workers.cluster import access
 from distill_rl.workers.placement import Node
 
 _PASSED_ON = re.compile(

@@ -1,6 +1,6 @@
 """One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one on every node of a job.
 
-    python -m distill_rl.workers.ray_node SHARED LOGS
+    python -m distill_rl.workers.cluster.ray_node SHARED LOGS
 
 SHARED is a private folder that all nodes see, with the token. What happens is said there by files: `here-NODE`, `address`
 once the head answers, `ready-NODE`, `failed-NODE`. SIGUSR2 or a file `stop` ends the node; nothing else does, because a scheduler
@@ -29,7 +29,7 @@ import psutil
 
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.files import write_atomic
-from distill_rl.workers.cluster import lock, passed_on, sweep
+from distill_rl.workers.cluster.session import lock, passed_on, sweep
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _POLL_S = 0.2

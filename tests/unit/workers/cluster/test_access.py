@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.workers import access
+from distill_rl.workers.cluster import access
 
 
 def test_without_the_means_to_ask_a_cluster_is_not_joined_where_tokens_are_in_use(monkeypatch):
