@@ -4,7 +4,8 @@
 #   bash launch/ray_cluster.sh COMMAND [ARGUMENT...]          inside sbatch or salloc, on the first node
 #
 # {address} in an argument becomes the address of the cluster. The exit code is the command's; 1 where Ray did not start,
-# 85 where a request to stop came before the command was started. SIGUSR1 and SIGTERM reach the command as SIGUSR1.
+# 85 where a request to stop came before the command was started. SIGUSR1 and SIGTERM reach the command as SIGUSR1, and so does a
+# SIGTERM to the steps alone: the grace time of a preemption begins with it.
 #
 #   RUN_DIR              folder that all nodes share; the cluster's token is kept there while it runs      (required)
 #   LOGS                 folder for ray-NODE.log and what Ray's processes wrote                            (RUN_DIR/logs)
@@ -53,15 +54,17 @@ on_all=(srun -u --overlap "${unbound[@]}" --nodes="$nodes_of_job" --ntasks="$nod
     --kill-on-bad-exit=0 --wait=0)
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_all+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
 
-shared= nodes= command= watcher= asked= heard= termed=
+shared= nodes= command= watcher= asked= heard= termed= steps_told=
 pause() { read -rt "$1" <> <(:) || true; } # unlike sleep, a signal is heard at once, and no process is left
 alive() { kill -0 "$1" 2>/dev/null; }
 hand_on() { # to the command only: srun kills its tasks when it is told to end
     asked=yes heard=yes
     [[ -z $command ]] || kill -USR1 "$command" 2>/dev/null || true
 }
-trap hand_on USR1
-trap 'heard=yes; [[ -n $asked && -z $termed ]] || hand_on; termed=yes' TERM # behind a SIGUSR1 it is no second request
+# To the driver a second request is an order to end without saving. What Slurm sends at the end of a time of grace is none.
+trap 'heard=yes; if [[ -n $steps_told ]]; then steps_told=; else hand_on; fi' USR1
+trap 'heard=yes; [[ -n $asked && -z $termed ]] || hand_on; termed=yes' TERM
+trap 'heard=yes; [[ -n $asked ]] || { steps_told=yes; hand_on; }' USR2 # of watch_nodes
 
 wait_for() { # wait_for PID: its exit code, however often a signal interrupts the wait
     local code
@@ -75,7 +78,7 @@ wait_for() { # wait_for PID: its exit code, however often a signal interrupts th
 finish() { # the end of everything, in this order: command, Ray, its files
     local code=$?
     trap - EXIT
-    trap '' USR1 TERM INT
+    trap '' USR1 USR2 TERM INT
     [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
     [[ -z $command ]] || ! alive "$command" || kill -KILL "$command" 2>/dev/null || true
     if [[ -n $nodes ]] && alive "$nodes"; then
@@ -134,7 +137,7 @@ start_nodes() {
     nodes=$!
     local deadline=$((SECONDS + RAY_START_TIMEOUT + 30)) failed
     while [[ -n "$(missing)" ]]; do
-        [[ -z $asked ]] || { say "asked to stop before the command was started"; exit 85; }
+        [[ -z $asked ]] && ! some_step_told || { say "asked to stop before the command was started"; exit 85; }
         failed=("$shared"/failed-*)
         if [[ -e ${failed[0]} ]]; then
             tell_missing "Ray did not start"
@@ -150,8 +153,14 @@ start_nodes() {
     done
 }
 
+some_step_told() { [[ -n "$(compgen -G "$shared/told-*")" ]]; }
+
 watch_nodes() { # a driver whose cluster is gone notices by itself; one that does not is ended
-    while alive "$nodes"; do pause 1; done
+    local told=
+    while alive "$nodes"; do
+        [[ -n $told ]] || ! some_step_told || { told=yes && kill -USR2 $$; }
+        pause 1
+    done
     local deadline=$((SECONDS + 120))
     while ((SECONDS < deadline)); do pause 1; done
     complain "all of Ray is gone, and the command did not end within 120 s: it is killed"

@@ -117,7 +117,6 @@ class Job:
 @pytest.fixture
 def submit(cluster: Slurm, material: Material, tmp_path: Path):
     """submit(overrides..., run=NAME, nodes=2, **variables): a job of launch/slurm.sbatch."""
-    jobs: list[Job] = []
 
     def make(*overrides: str, run: str = "tiny", nodes: int = 2, folder: Path | None = None, **variables: str) -> Job:
         config = material.config(tmp_path)
@@ -128,8 +127,7 @@ def submit(cluster: Slurm, material: Material, tmp_path: Path):
         script = [str(ROOT / "launch" / "slurm.sbatch"), *overrides]
         exports = ",".join(["ALL", *(f"{name}={value}" for name, value in given.items())])
         made = cluster.run(*command, f"--output={output}", f"--export={exports}", *script)
-        jobs.append(Job(cluster, made, directory, output))
-        return jobs[-1]
+        return Job(cluster, made, directory, output)
 
     yield make
     cluster.clear()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import records, series, until
+from tests.helpers.command import distill_rl, records, series, until
+from tests.slurm.conftest import Job
 
 APART = "ray.placement=disaggregated"
 ENDLESS = (APART, "train.steps=100000", "schedule.steps=100000", "checkpoint.every=0")
@@ -54,6 +55,52 @@ def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp
     for metric in METRICS:
         assert series(stopped.run, metric) == series(straight.run, metric) != [], metric
     assert digest(stopped.run / "export") == digest(straight.run / "export")
+
+
+def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, material, tmp_path):
+    config = material.config(tmp_path)
+    made = distill_rl("train", "-c", config, "--dry-run", "--gpus-per-node", "0", *ENDLESS)
+    assert made.code == 0, made.err
+    run = tmp_path / "runs" / "tiny"
+    # Slurm knows whole minutes, and may send the signal up to a minute before it is due.
+    command = [
+        "sbatch",
+        "--parsable",
+        "--time=2",
+        "--signal=B:USR1@10",
+        "--export=ALL,RAY_OBJECT_STORE_BYTES=100000000",
+    ]
+    made = cluster.run(*command, str(run / "submit.sbatch"))
+    job = Job(cluster, made, run, run / f"slurm-{made}.log")
+    try:
+        job.until_it_trains()
+        cluster.start_requeued(job.id)
+        job.assert_nothing_left()
+        assert "stopped and saved; goes on with attempt 2 (requeue)" in job.log
+        saved = len(series(run, "train/loss"))
+        job.until_it_trains(attempt=2)
+        assert [step for step, _ in series(run, "train/loss")][: saved + 1] == list(range(1, saved + 2))
+    finally:
+        cluster.clear()
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "told"), [(90, "goes on with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
+)
+def test_a_job_gives_way_to_a_more_urgent_one_and_goes_on_after_it(submit, cluster, grace_s, told):
+    cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
+    job = submit(*ENDLESS)
+    job.until_it_trains()
+    urgent = cluster.run("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    cluster.start_requeued(job.id)
+    job.assert_nothing_left()
+    assert "stopped and saved; " in job.log
+    assert told in job.log
+    saved = len(series(job.run, "train/loss"))
+    until(lambda: cluster.ended(urgent), "the end of the urgent job", 60)
+    assert cluster.exit_code(urgent) == 0
+    job.until_it_trains(attempt=2)
+    assert series(job.run, "train/loss")[saved][0] == saved + 1, "no step is lost, and none is done twice"
 
 
 def test_a_cancelled_job_is_not_started_again_and_can_be_resumed(submit):

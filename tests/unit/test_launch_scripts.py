@@ -347,12 +347,15 @@ SCONTROL = """\
 """
 
 
+def stand_ins(folder: Path, **programs: str) -> None:
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_command(tmp_path: Path) -> None:
     """Pyxis is not to be had in tests; a stand-in for srun says what it was asked for."""
-    squeue = "#!/usr/bin/env bash\nprintf '7\\n9\\n'\n"
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", squeue)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    stand_ins(tmp_path, srun=SRUN, scontrol=SCONTROL, squeue="#!/usr/bin/env bash\nprintf '7\\n9\\n'\n")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here", "SLURMD_NODENAME": "here"}
     made = os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": os.fspath(tmp_path / "run")}
     show = [
@@ -382,6 +385,34 @@ def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_comman
         assert [path.name for path in (tmp_path / "run").glob(".ray-*")] == [".ray-9.cccc"]
 
 
+def test_the_end_of_a_time_of_grace_is_no_second_request(tmp_path: Path) -> None:
+    """The steps of a preempted job hear of it first, its batch script at the end: the driver may still be saving then."""
+    run, heard = tmp_path / "run", tmp_path / "heard"
+    stand_ins(tmp_path, srun=SRUN, scontrol=SCONTROL, squeue="#!/usr/bin/env bash\n")
+    made = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
+    made |= {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "RUN_DIR": os.fspath(run),
+        "TOLD": os.fspath(tmp_path / "told"),
+    }
+    counting = (
+        f"trap 'echo heard >>{heard}' USR1; : >{heard}; until [[ -e {run}/end ]]; do read -rt 0.1 <> <(:); done; :"
+    )
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), "bash", "-c", counting]
+    with subprocess.Popen(command, env=made | {"SLURMD_NODENAME": "here"}, stdout=subprocess.DEVNULL) as cluster:
+        until(heard.exists, "the command")
+        (shared,) = run.glob(".ray-7.*")
+        (shared / "told-here").touch()
+        until(lambda: heard.read_text().count("heard") == 1, "what the steps were told")
+        cluster.send_signal(signal.SIGUSR1)
+        until(lambda: rests(cluster.pid), "the end of grace to be heard")
+        cluster.send_signal(signal.SIGUSR1)
+        until(lambda: heard.read_text().count("heard") == 2, "a request of somebody's own")
+        (run / "end").touch()
+        assert cluster.wait(60) == 0
+    assert heard.read_text().count("heard") == 2
+
+
 CLUSTER = """\
 #!/usr/bin/env bash
 # Stands for launch/ray_cluster.sh: says how many requests to stop came, and ends once a file tells it to.
@@ -394,48 +425,51 @@ exit 85
 JOB_CONTROL = """\
 #!/usr/bin/env bash
 case "$*" in
-"show job"*) printf 'JobId=7\\n   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=%s\\n   StdOut=/x/log\\n' "${PREEMPT_TIME:-None}" ;;
+"show job"*) printf 'JobId=7\\n   Requeue=1 Restarts=%s BatchFlag=1\\n   PreemptTime=%s\\n   StdOut=/x/log\\n' "$RESTARTS" "$PREEMPT_TIME" ;;
 *) echo "$0: $*" >>"$ASKED" ;;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("signals", "requests", "preempted_at", "variables", "asked"),
+    ("signals", "requests", "job", "variables", "asked"),
     [
-        (["USR1"], 1, "None", {}, "scontrol: requeue 7"),
-        (["USR1", "TERM"], 1, "None", {}, None),
-        (["USR1", "TERM", "TERM"], 2, "None", {}, None),
-        (["TERM"], 1, "None", {}, None),
-        (["TERM"], 1, "2026-01-01T01:00:00", {}, "scontrol: requeue 7"),
-        (["USR1"], 1, "None", {"REQUEUE": "chain", "SLURM_GPUS_ON_NODE": "8"}, "sbatch: --dependency"),
-        (["USR1"], 1, "None", {"REQUEUE": "chain", "SLURM_GPUS_PER_NODE": "h:8"}, "--gpus-per-node=h:8"),
+        (["USR1"], 1, {}, {}, "scontrol: requeue 7"),
+        (["USR1", "TERM"], 1, {}, {}, None),
+        (["USR1", "TERM", "TERM"], 2, {}, {}, None),
+        (["TERM"], 1, {}, {}, None),
+        (["TERM"], 1, {"PREEMPT_TIME": "2026-01-01T01:00:00"}, {}, "scontrol: requeue 7"),
+        (["TERM"], 1, {"RESTARTS": "1"}, {}, None),
+        (["USR1"], 1, {"RESTARTS": "1"}, {"SLURM_RESTART_COUNT": "1"}, "scontrol: requeue 7"),
+        ([], 0, {}, {}, None),
+        ([], 0, {"PREEMPT_TIME": "2026-01-01T01:00:00"}, {}, "scontrol: requeue 7"),
+        (["USR1"], 1, {}, {"REQUEUE": "chain", "SLURM_GPUS_ON_NODE": "8"}, "sbatch: --dependency"),
+        (["USR1"], 1, {}, {"REQUEUE": "chain", "SLURM_GPUS_PER_NODE": "h:8"}, "--gpus-per-node=h:8"),
     ],
 )
 def test_a_job_hands_on_what_it_is_told_and_goes_on_unless_it_was_cancelled(
-    tmp_path: Path, signals: list[str], requests: int, preempted_at: str, variables: dict[str, str], asked: str | None
+    tmp_path: Path, signals: list[str], requests: int, job: dict[str, str], variables: dict[str, str], asked: str | None
 ) -> None:
     told, calls_made = tmp_path / "told", tmp_path / "asked"
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "ray_cluster.sh").write_text(CLUSTER)
-    for name in ("scontrol", "sbatch", "squeue"):
-        (tmp_path / name).write_text(JOB_CONTROL)
-        (tmp_path / name).chmod(0o755)
+    stand_ins(tmp_path, scontrol=JOB_CONTROL, sbatch=JOB_CONTROL, squeue=JOB_CONTROL)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/bin/true")
     made = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     made |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(tmp_path), "CONFIG": "x.yaml"}
     made |= {"RUN_DIR": os.fspath(tmp_path / "run"), "VENV": os.fspath(tmp_path), "TOLD": os.fspath(told)}
-    made |= {"ASKED": os.fspath(calls_made), "PREEMPT_TIME": preempted_at, "SLURM_JOB_ID": "7"}
+    made |= {"ASKED": os.fspath(calls_made), "PREEMPT_TIME": "None", "RESTARTS": "0", "SLURM_JOB_ID": "7"} | job
     made |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "j"} | variables
-    job = subprocess.Popen(["bash", os.fspath(ROOT / "launch" / "slurm.sbatch")], env=made, stdout=subprocess.DEVNULL)
+    script = os.fspath(ROOT / "launch" / "slurm.sbatch")
+    batch = subprocess.Popen(["bash", script], env=made, stdout=subprocess.DEVNULL)
     until(told.exists, "the command")
     for name in signals:
-        job.send_signal(getattr(signal, f"SIG{name}"))
-        until(lambda: told.read_text() and rests(job.pid), f"{name} to be heard")
+        batch.send_signal(getattr(signal, f"SIG{name}"))
+        until(lambda: told.read_text() and rests(batch.pid), f"{name} to be heard")
     until(lambda: len(told.read_text().split()) == requests, "all requests")
     (tmp_path / "told.end").touch()
-    assert job.wait(60) == 85
+    assert batch.wait(60) == 85
     assert len(told.read_text().split()) == requests
     lines = calls_made.read_text().replace(f"{tmp_path}/", "") if calls_made.exists() else ""
     if asked is None:

@@ -3,8 +3,9 @@
     python -m distill_rl.workers.cluster.ray_node SHARED LOGS
 
 SHARED is a private folder that all nodes see, with the token. What happens is said there by files: `here-NODE`, `address`
-once the head answers, `ready-NODE`, `failed-NODE`. SIGUSR2 or a file `stop` ends the node; nothing else does, because a scheduler
-signals every process of a job while the driver still has to save. Ray's processes never hear those signals, and
+once the head answers, `ready-NODE`, `failed-NODE`, and `told-NODE` for a SIGTERM: the steps of a job that is preempted get it when
+its grace time begins, the batch script when that is over. SIGUSR2 or a file `stop` ends the node; nothing else does, because a
+scheduler signals every process of a job while the driver still has to save. Ray's processes never hear those signals, and
 wherever they go they stay below this process, so that at the end all of them, and only they, are killed. (`ray stop` would
 end every Ray of this user on the machine, another job's too.)
 """
@@ -180,7 +181,10 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
 def _asked_to_end(node: Node) -> bool:
     """Waits for a moment."""
     heard = signal.sigtimedwait(_HELD_BACK, _POLL_S)
-    return (heard is not None and heard.si_signo == signal.SIGUSR2) or (node.shared / "stop").exists()
+    number = heard.si_signo if heard else None
+    if number == signal.SIGTERM and node.shared.exists():
+        node.say("told")
+    return number == signal.SIGUSR2 or (node.shared / "stop").exists()
 
 
 def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:

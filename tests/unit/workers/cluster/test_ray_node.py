@@ -121,6 +121,7 @@ def test_a_scheduler_s_signal_does_not_end_a_node_and_the_request_of_its_job_doe
         waiting.send_signal(number)
         (tmp_path / "stop").touch()
         assert waiting.wait(timeout=60) == 0, [path.read_text() for path in tmp_path.glob("failed-*")]
+        assert (tmp_path / "told-n2").exists() == (number == signal.SIGTERM)
     finally:
         waiting.kill()
         waiting.wait()
