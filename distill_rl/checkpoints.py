@@ -1,7 +1,7 @@
 """The checkpoint folder of a run: what is committed, what is valid, what is kept.
 
     checkpoints/step-120/
-        MANIFEST.json      every file's size and sha256; written last
+        MANIFEST.json      every file's size and sha256, versions, fingerprints; written last
         state.json         step, cursor, fingerprints, validation loss
         student/           what the student's ranks wrote (torch.distributed.checkpoint)
 
@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from distill_rl import __version__, trust
@@ -31,7 +32,6 @@ _FORMAT = 1
 _MANIFEST = "MANIFEST.json"
 _REPLACED = ".tmp-old-"
 _DAMAGED = "the checkpoint is damaged; use an older one"
-_SEALED = {"format", "version", "files"}
 _VALID = "needs a valid checkpoint in the run directory"
 _AFRESH = "start afresh with --clean"
 _BLOCK = 4096
@@ -84,8 +84,13 @@ class Draft:
 
 
 class CheckpointStore:
-    def __init__(self, root: Path, *, keep_last: int, keep_best: int):
-        self._root, self._keep_last, self._keep_best = root, keep_last, keep_best
+    """
+    Args:
+        about: said in every manifest, for people.
+    """
+
+    def __init__(self, root: Path, *, keep_last: int, keep_best: int, about: Mapping[str, Any] = MappingProxyType({})):
+        self._root, self._keep_last, self._keep_best, self._about = root, keep_last, keep_best, about
 
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
         """A folder for the student's ranks to fill: `commit` or `drop` it.
@@ -115,7 +120,7 @@ class CheckpointStore:
         draft.marker.unlink(missing_ok=True)
         write_json(draft.folder / "state.json", _to_json(draft.state))
         trust.close_to_others(draft.folder)
-        write_json(draft.folder / _MANIFEST, sealed(_manifest(draft.folder)))
+        write_json(draft.folder / _MANIFEST, sealed({**self._about, **_manifest(draft.folder)}))
         trust.close_to_others(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
@@ -331,13 +336,13 @@ def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest with its own hash, so that it cannot change unseen either."""
-    text = json.dumps({key: manifest[key] for key in _SEALED}, sort_keys=True)
+    text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return {**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
     whole = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
-    older = manifest.keys() == _SEALED  # made before there was a seal
+    older = manifest.keys() == {"format", "version", "files"}  # made before there was a seal
     if not whole or not (older or manifest == sealed(manifest)):
         raise CheckpointError(str(path), f"{_MANIFEST} differs from what was written", remedy=_DAMAGED)
 

@@ -9,11 +9,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 from distill_rl import checkpoints, rundir
 from distill_rl.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.config.derive import suites_every
+from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.job import Job
 from distill_rl.observe.card import model_card
@@ -113,7 +115,7 @@ class Driver:
                 self.evaluate()
                 if self.checkpoint_is_due():
                     self.save()
-                if self.signals.preempted:
+                if self.signals.preempted and not self._skipped:
                     return self.preempt()
         return self.finish()
 
@@ -131,7 +133,8 @@ class Driver:
         return {"faults/skipped_steps": Metric(float(self._skips), "last")} if self._skips else {}
 
     def checkpoint_is_due(self) -> bool:
-        """Not after a step that was skipped, as what made it so may be in the weights already: after the next one taken."""
+        """Not after a step that was skipped, as what made it so may be in the weights already: after the next one taken.
+        A request to stop waits for that one, too."""
         self._owed = self._owed or self.due(self.config.checkpoint.every)
         if self._skipped or not self._owed:
             return False
@@ -169,14 +172,12 @@ class Driver:
 
     def save(self, *, last: bool = False) -> None:
         """A checkpoint of this step; once per step at most. The last one of a run is whole on return."""
-        if self._saved != self.state.step:
+        if self._saved != self.state.step or (last and not self.saver.settled()):
             self.observer.flush()
             score = self.score if self._validated == self.state.step else None
             with self.timer.part("save"):
                 self.saver.save(SavedState(self.state, self.job.fingerprints, score), at_once=last)
             self._saved = self.state.step
-        elif last:
-            self.saver.settle()
 
     def preempt(self) -> int:
         self.save(last=True)
@@ -221,7 +222,13 @@ def evaluations_of(job: Job, crew: Crew, observer: Observer, signals: Signals) -
 
 def checkpoint_store(job: Job) -> CheckpointStore:
     settings = job.config.checkpoint
-    return CheckpointStore(job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best)
+    about = {
+        "libraries": {name: version(name) for name in ("torch", "transformers")},
+        "fingerprints": {"config": fingerprint(job.config), **job.fingerprints},
+    }
+    return CheckpointStore(
+        job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best, about=about
+    )
 
 
 def saver_of(store: CheckpointStore, job: Job, crew: Crew) -> Saver:

@@ -11,7 +11,7 @@ _NAME = re.compile(
 )
 _COLUMN_NAMES = frozenset({"text_key", "messages_key"})
 _IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
-_IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
+_IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|(?<![a-z0-9])sig|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
 # A digit is asked for where the prefix alone could begin ordinary words.
 _BY_SHAPE = re.compile(
     r"(?<![A-Za-z0-9_-])(?:(?:hf_|gh[pousr]_|glpat-|github_pat_|sk-(?:proj|ant|svcacct|admin|or)-|xox[abeoprs]-)[A-Za-z0-9_-]{16,}"

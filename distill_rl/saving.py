@@ -84,18 +84,15 @@ class Saver:
 
         Args:
             at_once: the run has nothing else to do: without a copy, and committed on return; tried also where the save
-                before it failed, whose error is kept for `raise_earlier`.
+                before it failed (`settled`).
 
         Raises:
             WorkerError: it failed, or the save before it did. Older checkpoints are intact.
         """
-        try:
+        if at_once:
+            self.settled()
+        else:
             self.settle()
-        except WorkerError as error:
-            if not at_once:
-                raise
-            log.warning("%s; the last checkpoint is tried all the same", error)
-            self._earlier = error
         what, beside = f"saving step {state.train.step}", self._beside and not at_once
         with _failing(what):
             draft = self._store.begin(state, lambda: self._collective("checkpoint_bytes", what=what)[0])
@@ -113,6 +110,16 @@ class Saver:
                     self._store.drop(draft)
             if beside:
                 self._flight = _Flight(self._store, draft, what, self._deadline_s)
+
+    def settled(self) -> bool:
+        """Waits until what was saved last is committed; whether it is. An error is kept for `raise_earlier`."""
+        try:
+            self.settle()
+        except WorkerError as error:
+            log.warning("%s; the last checkpoint is tried all the same", error)
+            self._earlier = error
+            return False
+        return True
 
     def raise_earlier(self) -> None:
         """
@@ -140,9 +147,14 @@ class Saver:
                     explained = self._store.explain(flight.draft, error)
                     flight.end()
                     raise explained from error
+            deadline = time.monotonic() + 2 * self._deadline_s + _SEEN_S  # to write, to be seen, to hash and flush
             while flight.busy:
                 flight.join(_POLL_S)
                 self._interrupted()
+                if time.monotonic() > deadline:
+                    self._flight = None  # its thread is stuck in the file system, and nobody can wait for it
+                    rule = f"must be written and committed within twice ray.step_timeout_s={self._deadline_s:g} s"
+                    raise CheckpointError("the checkpoint", rule, "not done", "look at the storage of checkpoints/")
             self._flight = None
             if flight.error is not None:
                 raise flight.error
@@ -185,12 +197,12 @@ class _Flight:
                 asked = now
                 if _holds(dead):
                     return
-        self._thread.join()
+        self._thread.join(self._deadline_s)
 
     def end(self) -> None:
         """Drops what is not written, and ends the thread."""
         self._cancelled.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE_S)
 
     def _work(self) -> None:
         try:

@@ -34,11 +34,18 @@ if [[ $# -eq 0 ]]; then
 fi
 source "$root/launch/environment.sh"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+unset RAY_AUTH_TOKEN # the job has a token of its own, and Ray would take the user's instead
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"
 # Two jobs on one node should not meet: a hundred ports by the id of the job, below those that the kernel gives out (from 32768).
 # Ids that differ by a multiple of 60 give the same: the second job is refused, and needs a RAY_PORT of its own.
 export RAY_PORT="${RAY_PORT:-$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 60 * 100))}"
+for name in RAY_START_TIMEOUT RAY_PORT; do
+    if [[ ! ${!name} =~ ^[0-9]+$ ]]; then
+        complain "$name must be a whole number; got ${!name}"
+        exit 2
+    fi
+done
 logs="${LOGS:-$RUN_DIR/logs}"
 nodes_of_job="$SLURM_JOB_NUM_NODES"
 
@@ -113,7 +120,18 @@ require_shared() { # every node must see what this one writes
                 exit 1
             fi
             read -rt 1 <> <(:) || true
-        done' canary "$shared" "$text" || return 1
+        done' canary "$shared" "$text" &
+    local looking=$! deadline=$((SECONDS + RAY_START_TIMEOUT))
+    while alive "$looking"; do
+        if [[ -n $asked ]] || ((SECONDS >= deadline)); then
+            kill -KILL "$looking" 2>/dev/null || true
+            [[ -z $asked ]] || { say "asked to stop before the command was started"; exit 85; }
+            complain "the nodes did not answer within $RAY_START_TIMEOUT s (RAY_START_TIMEOUT)"
+            return 1
+        fi
+        pause 0.2
+    done
+    wait_for "$looking"
 }
 
 missing() { # the nodes that have not said that they are ready

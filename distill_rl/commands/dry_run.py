@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -17,6 +17,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.files import write_atomic
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather
+from distill_rl.transport.choose import require_crossing
 
 ROOT = Path(__file__).parents[2]
 """the repository: the batch script is a file of it"""
@@ -51,10 +52,11 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
                 )
             )
         )
+    if checked.config is not None:
+        problems += _unfit(checked.config, gpus_per_node)
     if checked.config is None or problems:
         raise ConfigError.many(problems)
     config = checked.config
-    require_no_secret(config)
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
         raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")
@@ -74,9 +76,20 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     return 0
 
 
+def _unfit(config: Config, gpus_per_node: int) -> Iterator[str]:
+    """What is wrong with a run for nodes like these alone, one line each."""
+    apart = config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1
+    crossing = [lambda: require_crossing(config.transport)] if apart else []
+    for require in (lambda: require_no_secret(config), *crossing):
+        try:
+            require()
+        except ConfigError as error:
+            yield str(error)
+
+
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     """(nodes, GPUs of each) that hold the run: colocated workers share a GPU rank by rank, disaggregated ones have one each."""
-    if not gpus_per_node:
+    if gpus_per_node < 1:
         return 1, 0
     ranks = compute_groups(config)
     needed = sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)

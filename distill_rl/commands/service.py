@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from distill_rl.config.load import save_config
 from distill_rl.config.paths import absolute
 from distill_rl.config.save import require_no_secret
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.rundir import paths_of
@@ -40,29 +41,34 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
     setup_console()
     checked = gather(path, [*overrides, "ray.address=auto"], clean=False)
     problems = [*checked.problems, *checked.unreachable]
+    if checked.config is not None:
+        told = {line.partition(":")[0] for line in problems}
+        problems += [line for line in _unfit(checked.config) if line.partition(":")[0] not in told]
     if checked.config is None or problems:
         raise ConfigError.many(problems)
     config = absolute(checked.config)
-    runs.require_usable(config.run.name)
-    require_no_secret(config)
     service = _service(address)
     chosen, attempt = runs.next_submission(service.jobs(), config.run.name)
     file = submission_file(config, chosen)
     save_config(config, file)
     interpreter = python or sys.executable
     steps = {} if checked.facts.total_steps is None else {runs.STEPS: str(checked.facts.total_steps)}
-    service.submit(
-        entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)]),
-        chosen,
-        runtime_env={"env_vars": _environment(config)},
-        metadata={
-            runs.NAME: config.run.name,
-            runs.RUN: str(paths_of(config).root),
-            runs.ATTEMPT: str(attempt),
-            runs.PYTHON: interpreter,
-            **steps,
-        },
-    )
+    try:
+        service.submit(
+            entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)]),
+            chosen,
+            runtime_env={"env_vars": _environment(config)},
+            metadata={
+                runs.NAME: config.run.name,
+                runs.RUN: str(paths_of(config).root),
+                runs.ATTEMPT: str(attempt),
+                runs.PYTHON: interpreter,
+                **steps,
+            },
+        )
+    except DistillError:
+        _withdraw(service, file)
+        raise
     name = config.run.name
     say(f"submitted {name}, submission {attempt}, to {service.address}")
     say(f"watch     distill-rl status {name}; distill-rl logs {name} --follow; distill-rl stop {name}")
@@ -121,6 +127,23 @@ def submission_file(config: Config, submission_id: str) -> Path:
     """Where the configuration of a submission goes: never where another one's is. Of two that are submitted at the same
     moment the cluster takes one, and that one must not find the file of the other."""
     return Path(config.run.dir) / ".submitted" / f"{submission_id}.{token_hex(4)}.yaml"
+
+
+def _unfit(config: Config) -> Iterator[str]:
+    """What is wrong with a run for a cluster alone, one line each."""
+    for require in (lambda: runs.require_usable(config.run.name), lambda: require_no_secret(config)):
+        try:
+            require()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _withdraw(service: Service, file: Path) -> None:
+    """Removes the configuration of a submission that failed, but where a job of the cluster needs it or nobody can tell:
+    the answer to a request may be lost when it was granted."""
+    with suppress(DistillError):
+        if not any(file.name in job.entrypoint for job in service.jobs()):
+            file.unlink(missing_ok=True)
 
 
 def _service(address: str | None) -> Service:

@@ -121,7 +121,21 @@ class TrackerSink:
         """Gives the child what time it has for the rest, then ends it with everything that it started."""
         self._ending.set()
         deadline = time.monotonic() + (self._close_s if self._ready.is_set() else min(self._close_s, UNREACHED_S))
-        family = _family(self._child.pid) if self._child.poll() is None else []
+        if self._child.poll() is None:
+            self._end(deadline)
+        else:
+            with suppress(queue.Full):  # nobody takes anything out any more
+                self._waiting.put_nowait(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        if self.missing:
+            log.warning(
+                "%s did not get %d of %d records; metrics.jsonl has them all", self._name, self.missing, self._offered
+            )
+
+    def _end(self, deadline: float) -> None:
+        """Waits for the child until `deadline`, of `time.monotonic()`, then kills what is left of it."""
+        family = _family(self._child.pid)
         try:
             self._waiting.put(None, timeout=max(0.0, deadline - time.monotonic()))
             self._child.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -131,12 +145,6 @@ class TrackerSink:
         finally:
             _kill(family)
             self._child.wait()
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-        if self.missing:
-            log.warning(
-                "%s did not get %d of %d records; metrics.jsonl has them all", self._name, self.missing, self._offered
-            )
 
     def _feed(self) -> None:
         """The only writer to the child; stuck where the child is, until that is killed."""

@@ -43,6 +43,17 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
     return _named(name)
 
 
+def require_crossing(name: str) -> None:
+    """For teachers on other nodes than the student's.
+
+    Raises:
+        ConfigError: the transport that was asked for works inside one node.
+    """
+    if name in ("shared_memory", "cuda_ipc"):
+        where = "ray.placement=disaggregated, which puts teachers and student on nodes of their own"
+        raise ConfigError("transport", f"{name} works inside one node", where, _REMEDY)
+
+
 def expected(name: str, *, gpus: int) -> Choice:
     """What `choose` will say as far as is known before a process of the run is there.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
     here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(config)) + here + bool(config.evaluate.suites)
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
-        cluster = ray.cluster_resources()
+        cluster, own_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
         plan = seat(config, num_aligners, gpus=gpus, nodes=nodes())
@@ -90,18 +90,19 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 keep_logs((each for group in staff.groups for each in group.processes), job.paths.logs)
                 raise
             finally:
-                pids = [process.pid for group in staff.groups for _, process in group.processes]
+                ended = [process for group in staff.groups for _, process in group.processes]
                 for group in staff.groups:
                     group.kill()
                 calls.watch.close()
-                _sweep(pids)
+                _sweep(process.pid for process in ended if process.node_id == own_node)
 
 
 def _sweep(pids: Iterable[int]) -> None:
     """Removes the counters that torch keeps in shared memory for each GPU buffer it has shared; a killed process leaves them."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            file.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else's
+                file.unlink()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,12 @@ class Calls:
                     reported = now
                     self.watch.report(waited_for, what, now - start, timeout_s)
 
+    def look(self) -> None:
+        """For who waits in a way of its own: hears signals, and looks at the processes."""
+        self.interrupted()
+        if self.watch is not None:
+            self.watch.look()
+
     def dead(self) -> list[str]:
         """Names of actors whose process is gone."""
         return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
+from distill_rl.transport.choose import require_crossing
 
 _POLL_S = 0.25
 
@@ -88,7 +89,8 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
         gpus: in the cluster.
 
     Raises:
-        ConfigError: the guests of one GPU leave nothing of it to the ranks.
+        ConfigError: the guests of one GPU leave nothing of it to the ranks, or the transport that is asked for does not
+            reach from node to node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
     apart = config.ray.placement == "disaggregated"
@@ -120,6 +122,8 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
         bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
         seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
     own = _nodes_apart(bundles[:ranks], len(student), nodes) if apart else None
+    if own:
+        require_crossing(config.transport)
     pinned = (*own, *[None] * (len(bundles) - ranks)) if own else ()
     return SeatingPlan(tuple(bundles), seats, pinned)
 

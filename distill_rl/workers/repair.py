@@ -7,6 +7,7 @@ every wave that the student is not done with, in the old order: as the weights a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 
 from distill_rl.config.schema import Config, TeacherConfig
@@ -17,6 +18,9 @@ from distill_rl.workers.calls import Calls, Overdue
 from distill_rl.workers.connect import Connector
 from distill_rl.workers.group import WorkerGroup
 from distill_rl.workers.pipeline import Pipeline, Teachers
+
+_KNOWN_WITHIN_S = 6.0
+"""A lost node's actors count as dead only some seconds after others have failed for want of them."""
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +63,13 @@ class Repair:
         Raises:
             DistillError: `error`, if no teacher is, or a rank of the student is too.
         """
+        if error.exit_code == 2:
+            raise error
         own = {name for _, group in self._teachers for name in group.names}
-        dead = set(self._calls.dead())
-        if isinstance(error, Overdue):
-            dead |= set(error.actors)
+        overdue = set(error.actors) if isinstance(error, Overdue) else set()
+        deadline = time.monotonic() + _KNOWN_WITHIN_S
+        while not (dead := set(self._calls.dead()) | overdue) and time.monotonic() < deadline:
+            self._calls.look()
         if not dead & own or dead & self._student:
             raise error
         self._broken = [

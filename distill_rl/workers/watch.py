@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -72,6 +72,14 @@ class NodeWatch:
         return [next((text for path in reversed(process.logs) if (text := _tail(path))), "") for process in processes]
 
 
+class _Question(NamedTuple):
+    """What a node was asked and has not answered."""
+
+    answer: ray.ObjectRef
+    names: list[str]
+    asked: float
+
+
 class Watch:
     """The driver's view of all nodes.
 
@@ -84,7 +92,8 @@ class Watch:
         self._config, self._processes, self._folder = config, processes, folder
         self._here = NodeWatch()
         self._there: dict[str, Any] = {}
-        self._asked: dict[ray.ObjectRef, tuple[str, list[str]]] = {}
+        self._sent = 0
+        self._asked: dict[str, _Question] = {}
         self._states: dict[str, str] = {}
         self._stopped_since: dict[Process, float] = {}
         self._looked = 0.0
@@ -147,30 +156,32 @@ class Watch:
 
     def close(self) -> None:
         for actor in self._there.values():
-            with suppress(Exception):
-                ray.kill(actor)
+            _end(actor)
 
     def _look_elsewhere(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
-        """Never waits: takes the answers of an earlier look, and asks again."""
-        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
-        for ref in done:
-            node, names = self._asked.pop(ref)
+        """Never waits: takes the answers of an earlier look, and asks again, each node for itself."""
+        for node, (ref, names, asked) in list(self._asked.items()):
+            done, _ = ray.wait([ref], timeout=0, fetch_local=False)
+            if not done and time.monotonic() - asked < _ANSWER_WITHIN_S:
+                continue
+            del self._asked[node]
             try:
                 self._states.update(zip(names, ray.get(ref, timeout=0)))
-            except RayError:  # another is sent to that node at the next look
-                self._there.pop(node, None)
+            except RayError:  # what was seen there before says nothing of now, and another watch is sent
                 for name in names:
                     self._states.pop(name, None)
-        if self._asked:
-            return
+                _end(self._there.pop(node, None))
         for node, processes in nodes.items():
-            ref = self._on(node).states.remote(list(processes.values()))
-            self._asked[ref] = (node, list(processes))
+            if node not in self._asked:
+                ref = self._on(node).states.remote(list(processes.values()))
+                self._asked[node] = _Question(ref, list(processes), time.monotonic())
 
     def _on(self, node: str) -> Any:
         if node not in self._there:
+            self._sent += 1  # a name is free again only some time after its actor's death
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "name": f"watch-{node[:8]}", "scheduling_strategy": strategy, "max_restarts": 0}
+            name = f"watch-{node[:8]}-{self._sent}"
+            options = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "max_restarts": 0}
             self._there[node] = ray.remote(NodeWatch).options(**options).remote()
         return self._there[node]
 
@@ -206,6 +217,11 @@ def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
             with suppress(OSError):
                 if path.stat().st_size:
                     (folder / f"{name.replace('/', '-')}{path.suffix}").write_bytes(path.read_bytes())
+
+
+def _end(actor: Any) -> None:
+    with suppress(Exception):
+        ray.kill(actor)
 
 
 def _this_node() -> str:

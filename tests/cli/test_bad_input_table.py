@@ -323,10 +323,10 @@ def _corrupt(step: Path) -> None:
 )
 def test_a_checkpoint_that_cannot_be_gone_on_from(place, refused, tmp_path, harm, words):
     folder = tmp_path / "runs" / "mine" / "checkpoints"
-    with CheckpointStore(folder, keep_last=2, keep_best=0).write(
-        SavedState(TrainState(3), {"data": "d" * 64}, None)
-    ) as student:
-        (student / "shard").write_bytes(b"weights")
+    store = CheckpointStore(folder, keep_last=2, keep_best=0)
+    draft = store.begin(SavedState(TrainState(3), {"data": "d" * 64}, None))
+    (draft.student / "shard").write_bytes(b"weights")
+    store.commit(draft)
     harm(folder / "step-3")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     resume = ("run.name=mine", "--resume", str(folder / "step-3"))

@@ -45,6 +45,10 @@ class Disturbed:
     def steps(self) -> int:
         return len(series(self.run, "train/loss"))
 
+    def wait_for_checkpoint(self) -> None:
+        saved = self.run / "checkpoints"
+        until(lambda: list(saved.glob("step-*")) or self.process.poll() is not None, "a checkpoint", RESTART_S)
+
     def look_again(self) -> None:
         """Learns the actors' processes anew, while the driver stands still."""
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -1,12 +1,13 @@
 """A teacher that says NaN (R13): of one token, and of all."""
 
 import json
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.command import distill_rl, series
+from tests.helpers.command import distill_rl, running, series, until
 from tests.helpers.models import write_tiny_model
 
 
@@ -74,3 +75,14 @@ def test_a_teacher_that_says_nothing_but_nan_ends_the_run_on_the_last_good_check
         assert word in error, error
     assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so none is worth keeping"
     assert [value for _, value in series(run, "train/loss")] == [None, None], "both skipped steps are told"
+
+
+def test_a_request_to_stop_between_skipped_steps_saves_nothing_of_them(material, poisoned_teacher, tmp_path):
+    config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
+    endless = ("train.steps=100000", "checkpoint.every=1", "faults.skipped_steps=400", poisoned_teacher(slice(None)))
+    with running("train", "-c", config, *endless, log=log) as process:
+        until(lambda: "skipped   step " in log.read_text() or process.poll() is not None, "a skipped step")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=240) == 1, log.read_text()
+    assert "after 400 steps skipped in a row" in log.read_text()
+    assert not list((run / "checkpoints").glob("step-*"))

@@ -1,4 +1,4 @@
-"""Five hundred steps (R24): memory, shared memory and open files stay as they were."""
+"""Five hundred steps (R24): memory, shared memory and open files stay as they were, of our processes and of Ray's."""
 
 import statistics
 from pathlib import Path
@@ -10,10 +10,25 @@ from tests.helpers.command import shared_memory, until
 STEPS, SETTLED = 500, 100
 MEMORY_GROWTH = 1.05
 """of a process's resident memory between step 100 and 500: allocators settle within a few percent"""
+SHARED_GROWTH = 1.01
+"""of its shared part, where a memfd shows that has no name in /dev/shm: slots are allotted once, and so what moves are
+pages of libraries that the kernel drops and reads again"""
+RAY = {"raylet": MEMORY_GROWTH, "gcs_server": 1.1}
+"""The GCS remembers the last 100,000 calls (RAY_task_events_max_num_task_in_gcs), about 2 KiB each. This test ends long
+before: 2.5 MiB between the medians of its halves, which is 5 %."""
 
 
-def _measure(processes: dict[str, psutil.Process]) -> dict[str, tuple[int, int]]:
-    return {name: (process.memory_info().rss, process.num_fds()) for name, process in processes.items()}
+def _measure(processes: dict[str, psutil.Process]) -> dict[str, tuple[int, int, int]]:
+    """(resident, shared, open files) of each: bytes, bytes, number."""
+    found = {}
+    for name, process in processes.items():
+        memory = process.memory_info()
+        found[name] = (memory.rss, memory.shared, process.num_fds())
+    return found
+
+
+def _of_ray(driver: psutil.Process) -> dict[str, psutil.Process]:
+    return {process.name(): process for process in driver.children(recursive=True) if process.name() in RAY}
 
 
 def test_nothing_grows_over_five_hundred_steps(disturb):
@@ -24,7 +39,9 @@ def test_nothing_grows_over_five_hundred_steps(disturb):
     with disturb(*settings) as run:
         watched = {name: psutil.Process(pid) for name, pid in run.actors.items()}
         watched["driver"] = psutil.Process(run.process.pid)
-        seen: dict[str, list[tuple[int, int]]] = {name: [] for name in watched}
+        watched |= _of_ray(watched["driver"])
+        assert RAY.keys() <= watched.keys()
+        seen: dict[str, list[tuple[int, int, int]]] = {name: [] for name in watched}
         segments: list[int] = []
         at = SETTLED
         while at < STEPS:
@@ -38,7 +55,8 @@ def test_nothing_grows_over_five_hundred_steps(disturb):
     half = len(segments) // 2
     assert statistics.median(segments[half:]) <= statistics.median(segments[:half]), "shared memory"
     for name, numbers in seen.items():
-        for index, (what, factor) in enumerate((("memory", MEMORY_GROWTH), ("open files", 1.0))):
+        limits = {"memory": RAY.get(name, MEMORY_GROWTH), "shared memory": SHARED_GROWTH, "open files": 1.0}
+        for index, (what, factor) in enumerate(limits.items()):
             early, late = (statistics.median(each[index] for each in part) for part in (numbers[:half], numbers[half:]))
             assert late <= early * factor, f"{what} of {name}: {early} at first, {late} later"
     assert len(list((run.run / "checkpoints").iterdir())) == 1

@@ -20,6 +20,7 @@ def test_a_rank_that_is_gone_ends_all_with_one_line_and_stacks_and_the_run_can_b
 ):
     expected = undisturbed(*LENGTH)
     with disturb(*LENGTH, *CHECKPOINTS) as run:
+        run.wait_for_checkpoint()
         os.kill(run.actors["student-dp1-tp0"], number)
         assert run.end() == 1, run.text
     (error,) = run.errors

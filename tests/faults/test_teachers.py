@@ -71,6 +71,7 @@ def test_without_a_budget_a_dead_teacher_ends_the_run_which_can_be_resumed(distu
     settings = (*LENGTH, "faults.teacher_restarts=0", "checkpoint.every=1")
     expected = undisturbed(*LENGTH)
     with disturb(*settings) as run:
+        run.wait_for_checkpoint()
         run.kill_busy("big/dp0-tp0")
         assert run.end() == 1, run.text
         (error,) = run.errors

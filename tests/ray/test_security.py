@@ -45,6 +45,7 @@ def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_mac
         monkeypatch.setenv(name, "hunter2-in-the-environment")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_urlsafe(32))  # Ray's processes must get it as a file
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a run without ray.address starts a Ray of its own
     config, log = Material(tmp_path).config(tmp_path), tmp_path / "log"
     with running("train", "-c", config, "train.steps=100000", "checkpoint.every=1", log=log) as process:
         run = tmp_path / "runs" / "tiny"

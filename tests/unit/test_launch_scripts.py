@@ -361,7 +361,7 @@ def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_comman
     show = [
         "bash",
         "-c",
-        'echo "at $1 $RAY_AUTH_MODE ${SLURM_JOB_ID:-no} $(stat -c %a "$RAY_AUTH_TOKEN_PATH")"; exit 9',
+        'echo "at $1 $RAY_AUTH_MODE ${RAY_AUTH_TOKEN:-unset} ${SLURM_JOB_ID:-no} $(stat -c %a "$RAY_AUTH_TOKEN_PATH")"; exit 9',
         "x",
     ]
     command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), *show, "{address}"]
@@ -374,15 +374,44 @@ def test_containers_are_asked_for_only_when_one_is_set_and_hold_nodes_and_comman
         (tmp_path / "run" / left).mkdir(parents=True)
     for more, count in (({}, 0), (image, 2)):
         told = tmp_path / f"told-{count}"
-        made |= {"TOLD": os.fspath(told), "PYTHON": "python3"} | more
+        made |= {"TOLD": os.fspath(told), "PYTHON": "python3", "RAY_AUTH_TOKEN": "of-the-user"} | more
         done = subprocess.run(command, capture_output=True, text=True, env=made, timeout=60)
         assert done.returncode == 9, done.stderr
-        assert "at 10.0.0.1:10000 token no 600" in done.stdout
+        assert "at 10.0.0.1:10000 token unset no 600" in done.stdout
         steps = told.read_text().splitlines()
         asked = "--container-image=img.sqsh --container-mounts=/a:/b --no-container-mount-home"
         assert sum(asked in step for step in steps) == count
         assert not [step for step in steps if "--container" in step.replace(asked, "")]
         assert [path.name for path in (tmp_path / "run").glob(".ray-*")] == [".ray-9.cccc"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RAY_PORT": "many"}, "RAY_PORT must be a whole number; got many"),
+        ({"RAY_START_TIMEOUT": "5 min"}, "RAY_START_TIMEOUT must be a whole number; got 5 min"),
+    ],
+)
+def test_a_number_that_is_none_is_one_line(variables: dict[str, str], told: str, tmp_path: Path) -> None:
+    stand_ins(tmp_path, scontrol=SCONTROL)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), "true"]
+    made = os.environ | job | {"RUN_DIR": os.fspath(tmp_path / "run")} | variables
+    done = subprocess.run(command, capture_output=True, text=True, env=made, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == (2, [f"ray_cluster: error: {told}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_that_never_answer_are_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+    silent = "#!/usr/bin/env bash\nwhile true; do read -rt 1 <> <(:); done\n"
+    stand_ins(tmp_path, scontrol=SCONTROL, srun=silent, squeue="#!/usr/bin/env bash\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), "true"]
+    made = os.environ | job | {"RUN_DIR": os.fspath(tmp_path / "run"), "RAY_START_TIMEOUT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=made, timeout=60)
+    assert done.returncode == 1
+    assert "ray_cluster: error: the nodes did not answer within 1 s (RAY_START_TIMEOUT)" in done.stderr
+    assert not list((tmp_path / "run").glob(".ray-*"))
 
 
 def test_the_end_of_a_time_of_grace_is_no_second_request(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -97,6 +98,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         with held_back(), _only_passed_on():
             try:
                 ray.init(
+                    address="local",  # whatever RAY_ADDRESS says
                     num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
                     object_store_memory=store,
                     include_dashboard=settings.dashboard,
@@ -201,9 +203,12 @@ def sweep(pattern: str) -> None:
     for directory in Path("/tmp").glob(pattern):
         pid = directory.name.split("-")[1]
         with suppress(OSError):  # somebody else's, or swept by another process just now
-            if pid.isdigit() and not psutil.pid_exists(int(pid)) and directory.stat().st_uid == os.getuid():
+            found = directory.lstat()
+            own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if own and pid.isdigit() and not psutil.pid_exists(int(pid)):
                 lock(directory)
                 shutil.rmtree(directory)
+                os.close(_locks.pop())
 
 
 @cache
@@ -246,11 +251,21 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_store_bytes(target_bytes: int) -> int:
-    """As much as the targets in flight need, as far as /dev/shm has it; beyond that Ray spills to disk."""
+    """As much as the targets in flight need, as far as /dev/shm has it; beyond that Ray spills to disk.
+
+    Raises:
+        ConfigError: the disk has no room for the rest either.
+    """
     free = object_store_room()
     wanted = _SPARE_OBJECT_STORE + target_bytes
     if wanted > 0.8 * free:
         log.warning("targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20)
+        spilled, room = wanted - int(0.8 * free), shutil.disk_usage("/tmp").free
+        if spilled > room:
+            rule = f"what Ray spills to /tmp needs {spilled} bytes: /dev/shm has {free} for targets of {target_bytes}"
+            raise ConfigError(
+                "/tmp", rule, f"{room} bytes free", "free some space, or lower prefetch.depth or loss.top_k"
+            )
     return max(LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 

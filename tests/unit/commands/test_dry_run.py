@@ -13,21 +13,7 @@ from distill_rl.cli import main
 from distill_rl.commands.dry_run import ROOT, layout
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from tests.cli.conftest import Material
 from tests.helpers.command import environment
-from tests.helpers.corpus import write_corpus
-from tests.helpers.models import write_tiny_model
-from tests.helpers.tokenizers import tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory) -> Material:
-    root = tmp_path_factory.mktemp("material")
-    write_tiny_model(root / "teacher", hidden=32, seed=1)
-    write_tiny_model(root / "foreign", hidden=32, seed=4, tokenizer=tiny_tokenizer(600, seed=7))
-    write_tiny_model(root / "student", hidden=16, seed=2)
-    write_corpus(root / "corpus.jsonl", rows=80, seed=5)
-    return Material(root)
 
 
 def options(script: str) -> dict[str, str]:
@@ -81,6 +67,16 @@ def test_everything_that_is_wrong_is_told_and_nothing_is_written(material, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("per_node", "code"), [("1", 2), ("2", 0)])
+def test_a_transport_of_one_node_is_no_way_between_the_nodes_of_a_job(material, tmp_path, capsys, per_node, code):
+    asked = ["ray.placement=disaggregated", "transport=shared_memory"]
+    path = material.config(tmp_path)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", per_node, *asked]) == code
+    errors = capsys.readouterr().err.splitlines()
+    assert [line for line in errors if "transport: shared_memory works inside one node" in line] == errors
+    assert bool(errors) == bool(code)
+
+
 def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_path, capsys):
     path = material.config(tmp_path)
     config = load_config(path)
@@ -104,6 +100,8 @@ def test_a_secret_and_a_step_to_go_on_from_are_no_part_of_a_batch_script(materia
     (line,) = capsys.readouterr().err.splitlines()
     assert "must not hold a secret" in line
     assert "sk-ant" not in line
+    assert main(["train", "-c", str(path), "--dry-run", *hostile, "train.steps=-1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2, "it is told with the rest"
     assert main(["train", "-c", str(path), "--dry-run", "--resume", str(tmp_path / "step-3")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"from the newest checkpoint of its run directory, and from no other; got --resume {tmp_path}/step-3" in line

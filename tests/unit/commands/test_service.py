@@ -10,7 +10,7 @@ from distill_rl.commands import service
 from distill_rl.commands.service import _environment, _show, entrypoint, submission_file
 from distill_rl.config.save import require_no_secret
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, WorkerError
 from tests.unit.test_security import SECRET
 
 
@@ -52,6 +52,56 @@ def test_two_who_submit_the_same_run_at_once_do_not_write_the_same_file(tmp_path
     files = {submission_file(config, "name.2") for _ in range(9)}
     assert len(files) == 9
     assert all(file.parent == tmp_path / ".submitted" and file.name.startswith("name.2.") for file in files)
+
+
+def test_what_only_a_cluster_asks_of_a_run_is_told_with_all_the_rest(tmp_path, capsys):
+    path = tmp_path / "x.yaml"
+    path.write_text("{train: {steps: -1}, data: {path: 'https://me:hunter2@host/x'}}")
+    assert main(["submit", "-c", str(path), "run.name=a b", "--address", "http://127.0.0.1:1"]) == 2
+    err = capsys.readouterr().err
+    for words in ("train.steps: ", "run.name: of a submitted run", "must not hold a secret", "student.model: "):
+        assert err.count(words) == 1, err
+    assert "hunter2" not in err
+    assert main(["submit", "-c", str(path), "run.name=a/b", "--address", "http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.count("run.name: ") == 1
+
+
+class Refusing:
+    """A cluster that answers a submission with `error`: it has another job of this name, or `takes` it all the same, or
+    never `answers` again."""
+
+    def __init__(self, error: Exception, *, takes: bool = False, answers: bool = True):
+        self.error, self.takes, self.answers = error, takes, answers
+        self.taken = []
+
+    def jobs(self):
+        if self.taken and not self.answers:
+            raise self.error
+        return self.taken
+
+    def submit(self, entrypoint, submission_id, **details):
+        if not self.takes:
+            entrypoint = "exec another"
+        self.taken.append(SimpleNamespace(submission_id=submission_id, entrypoint=entrypoint, metadata={}))
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("cluster", "files"),
+    [
+        (Refusing(ConfigError("job tiny", "was submitted by somebody else just now")), 0),
+        (Refusing(WorkerError("the Ray cluster", "must do what it is asked"), takes=True), 1),
+        (Refusing(ConfigError("--address", "no Ray dashboard answers there"), answers=False), 1),
+    ],
+    ids=["refused", "taken, but the answer was lost", "nobody can tell"],
+)
+def test_a_submission_that_is_refused_leaves_no_file_but_one_that_a_job_may_need(
+    material, tmp_path, monkeypatch, capsys, cluster, files
+):
+    monkeypatch.setattr(service, "_service", lambda address: cluster)
+    assert main(["submit", "-c", str(material.config(tmp_path))]) == cluster.error.exit_code
+    assert str(cluster.error) in capsys.readouterr().err
+    assert len(list((tmp_path / "runs" / ".submitted").iterdir())) == files
 
 
 def test_what_a_run_printed_cannot_paint_the_terminal(capsys):

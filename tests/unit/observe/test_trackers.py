@@ -6,6 +6,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,12 @@ def test_a_child_that_dies_at_once_is_said_and_stops_nothing(folder: Path, hears
         "socket", [sys.executable, "-c", "1 / 0"], {}, log_file=folder / "socket.log", size=2, close_s=1.0
     )
     until(lambda: "has ended" in hears.text, "the end is noticed")
-    for step in range(5):
+    tracker.write(1, {})
+    until(lambda: "socket_feed" not in {thread.name for thread in threading.enumerate()}, "nobody takes records")
+    for step in range(2, 6):  # more than the queue holds
         tracker.write(step, {})
     tracker.close()
+    assert "did not end in time" not in hears.text, "nothing is waited for"
     assert tracker.missing == 5
     assert "ZeroDivisionError" in (folder / "socket.log").read_text()
 

@@ -104,6 +104,17 @@ def test_disaggregated_ranks_have_a_gpu_each():
     assert plan.nodes == ()
 
 
+@pytest.mark.parametrize("name", ["cuda_ipc", "shared_memory"])
+def test_a_transport_of_one_node_is_refused_where_teachers_and_student_have_nodes_of_their_own(name):
+    made = apart(student=(1, 1), teachers=((1, 1),))
+    made.transport = name
+    with pytest.raises(
+        ConfigError, match=rf"transport: {name} works inside one node; got ray\.placement=disaggregated"
+    ):
+        seat(made, gpus=2, nodes=[node("a", CPU=8, GPU=1), node("b", CPU=8, GPU=1)])
+    assert seat(made, gpus=2, nodes=[node("a", CPU=8, GPU=2)]).nodes == ()
+
+
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [

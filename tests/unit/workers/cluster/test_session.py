@@ -1,10 +1,16 @@
+import os
 import signal
 import subprocess
 import sys
+from collections import namedtuple
+from pathlib import Path
 
 import psutil
+import pytest
 
-from distill_rl.workers.cluster.session import _has_pending, _killed_when_asked_to_end
+from distill_rl.errors import ConfigError
+from distill_rl.workers.cluster import session
+from distill_rl.workers.cluster.session import _has_pending, _killed_when_asked_to_end, _object_store_bytes
 
 DEAF = "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {15}); print('deaf', flush=True); sys.stdin.read()"
 
@@ -36,3 +42,32 @@ def test_a_process_that_is_gone_has_nothing_pending():
     process.kill()
     process.wait()
     assert not _has_pending(process.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_targets_that_fit_neither_into_shared_memory_nor_onto_the_disk_are_refused(monkeypatch, spare):
+    """What the operating system says of the room is the only thing made up."""
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(session, "object_store_room", lambda: 10 << 30)
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: usage((500 if spare else 5) << 30))
+    if spare:
+        assert _object_store_bytes(100 << 30) == 8 << 30
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"/tmp: .* for targets of {100 << 30}; got {5 << 30} bytes free; free some"
+        ):
+            _object_store_bytes(100 << 30)
+
+
+def test_a_link_in_the_place_of_a_folder_is_not_followed_when_the_dead_are_swept(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    link = Path("/tmp") / f"drl-{gone.pid}-{os.getpid()}"
+    (tmp_path / "mine").mkdir()
+    link.symlink_to(tmp_path / "mine")
+    try:
+        session.sweep(link.name)
+        assert not list((tmp_path / "mine").iterdir())
+        assert link.is_symlink()
+    finally:
+        link.unlink(missing_ok=True)

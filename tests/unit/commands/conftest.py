@@ -1,0 +1,1 @@
+from tests.cli.conftest import material  # noqa: F401  (the fixture)
