@@ -21,6 +21,8 @@ from distill_rl.workers.pipeline import Pipeline, Teachers
 
 _KNOWN_WITHIN_S = 6.0
 """A lost node's actors count as dead only some seconds after others have failed for want of them."""
+_ASK_S = 0.5
+"""between two questions who is dead"""
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +65,14 @@ class Repair:
         Raises:
             DistillError: `error`, if no teacher is, or a rank of the student is too.
         """
-        if error.exit_code == 2:
-            raise error
         own = {name for _, group in self._teachers for name in group.names}
+        if error.exit_code == 2 or not own:
+            raise error
         overdue = set(error.actors) if isinstance(error, Overdue) else set()
         deadline = time.monotonic() + _KNOWN_WITHIN_S
-        while not (dead := set(self._calls.dead()) | overdue) and time.monotonic() < deadline:
+        while not (dead := set(self._calls.dead()) | overdue) & (own | self._student) and time.monotonic() < deadline:
             self._calls.look()
+            time.sleep(_ASK_S)
         if not dead & own or dead & self._student:
             raise error
         self._broken = [
