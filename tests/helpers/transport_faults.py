@@ -81,7 +81,7 @@ class Killed:
             writer, reader = stage_of(sides).pair(ring)
             address = tmp_path / f"socket-{turn}"
             writer.start("pour", str(address), ring.num_slots, WORDS)
-            until(address.exists, "a writer that listens")
+            until(Path(f"{address}-listens").exists, "a writer that listens")
             reader.start("drink", str(address))
             until(Path(f"{address}-met").exists, "a reader that reads")
             time.sleep(draw.uniform(0.0, 0.1))  # the point itself, not a wait for it

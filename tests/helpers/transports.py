@@ -136,16 +136,18 @@ class Side:
 
     def pour(self, number: int, address: str, slots: int, size: int) -> Slot:
         """Publishes as fast as a reader in `drink` lets it, until the reader is gone; what it wrote last."""
-        with Listener(address) as listener, listener.accept() as reader:
-            for turn in itertools.count():
-                slot, tensors = Slot(turn % slots, 2 * turn + 2), {"x": torch.full((size,), turn)}
-                handle = self._transports[number].publish(slot, tensors, Layout(0, 1, size))
-                try:
-                    reader.send(handle)
-                    if turn >= slots - 1:
-                        reader.recv()
-                except (EOFError, OSError):
-                    return slot
+        with Listener(address) as listener:
+            Path(f"{address}-listens").touch()  # the socket's file is there before anybody listens
+            with listener.accept() as reader:
+                for turn in itertools.count():
+                    slot, tensors = Slot(turn % slots, 2 * turn + 2), {"x": torch.full((size,), turn)}
+                    handle = self._transports[number].publish(slot, tensors, Layout(0, 1, size))
+                    try:
+                        reader.send(handle)
+                        if turn >= slots - 1:
+                            reader.recv()
+                    except (EOFError, OSError):
+                        return slot
         raise AssertionError("unreachable")
 
     def drink(self, number: int, address: str) -> tuple[int, list[int]]:
