@@ -15,7 +15,7 @@ because most of them are born in another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class DistillError(Exception):
@@ -71,6 +71,17 @@ def _rebuild(cls: type[DistillError], args: tuple, state: dict) -> DistillError:
 
 class ConfigError(DistillError):
     exit_code = 2
+
+
+def problems_of(*checks: Callable[[], object]) -> list[str]:
+    """The lines of the ConfigErrors that checks raise, each asked whatever the others say."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found += error.problems
+    return found
 
 
 class DataError(DistillError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -13,7 +13,7 @@ from distill_rl import rundir
 from distill_rl.config.derive import compute_groups
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DistillError, problems_of
 from distill_rl.files import write_atomic
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather
@@ -76,15 +76,11 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     return 0
 
 
-def _unfit(config: Config, gpus_per_node: int) -> Iterator[str]:
+def _unfit(config: Config, gpus_per_node: int) -> list[str]:
     """What is wrong with a run for nodes like these alone, one line each."""
     apart = config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1
     crossing = [lambda: require_crossing(config.transport)] if apart else []
-    for require in (lambda: require_no_secret(config), *crossing):
-        try:
-            require()
-        except ConfigError as error:
-            yield str(error)
+    return problems_of(lambda: require_no_secret(config), *crossing)
 
 
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:

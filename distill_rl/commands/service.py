@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -15,7 +15,7 @@ from distill_rl.config.load import save_config
 from distill_rl.config.paths import absolute
 from distill_rl.config.save import require_no_secret
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DistillError, problems_of
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.rundir import paths_of
@@ -129,13 +129,9 @@ def submission_file(config: Config, submission_id: str) -> Path:
     return Path(config.run.dir) / ".submitted" / f"{submission_id}.{token_hex(4)}.yaml"
 
 
-def _unfit(config: Config) -> Iterator[str]:
+def _unfit(config: Config) -> list[str]:
     """What is wrong with a run for a cluster alone, one line each."""
-    for require in (lambda: runs.require_usable(config.run.name), lambda: require_no_secret(config)):
-        try:
-            require()
-        except ConfigError as error:
-            yield str(error)
+    return problems_of(lambda: runs.require_usable(config.run.name), lambda: require_no_secret(config))
 
 
 def _withdraw(service: Service, file: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from distill_rl.config.derive import suites_every, total_steps
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
+from distill_rl.errors import problems_of
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.evaluation import suite_problems
@@ -138,10 +138,7 @@ def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     if config.ray.address is None and not gpus and config.aligner.dp.backend == "cuda" and not _simulated_cuda():
         yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
     if config.ray.address is None:
-        try:
-            expected(config.transport, gpus=gpus)
-        except ConfigError as error:
-            yield str(error)
+        yield from problems_of(lambda: expected(config.transport, gpus=gpus))
     if not gpus or config.ray.address is not None:
         return  # on CPUs any number of processes may share the cores; a cluster answers at placement
     groups = [("student", config.student.parallel)]

@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from distill_rl import errors
-from distill_rl.errors import ConfigError, DistillError, WorkerError
+from distill_rl.errors import ConfigError, DistillError, WorkerError, problems_of
 
 TREE = {
     "ConfigError": 2,
@@ -39,6 +39,19 @@ def test_every_error_survives_pickling_with_its_attributes(kind):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert (str(copy), copy.value, copy.__notes__) == (str(error), [1], ["a note"])
+
+
+def test_checks_are_all_asked_and_only_bad_input_is_collected():
+    def refuse(*lines):
+        raise ConfigError.many(lines)
+
+    def fail():
+        raise WorkerError("no input")
+
+    found = problems_of(lambda: refuse("first: bad"), lambda: None, lambda: refuse("second: worse", "third"))
+    assert found == ["first: bad", "second: worse", "third"]
+    with pytest.raises(WorkerError, match="no input"):
+        problems_of(fail)
 
 
 def test_an_error_of_many_problems_keeps_each_of_them_through_pickling():
