@@ -469,6 +469,7 @@ esac
         (["TERM"], 1, {}, {}, None),
         (["TERM"], 1, {"PREEMPT_TIME": "2026-01-01T01:00:00"}, {}, "scontrol: requeue 7"),
         (["TERM"], 1, {"RESTARTS": "1"}, {}, None),
+        (["USR1"], 1, {"RESTARTS": "1"}, {}, None),
         (["USR1"], 1, {"RESTARTS": "1"}, {"SLURM_RESTART_COUNT": "1"}, "scontrol: requeue 7"),
         ([], 0, {}, {}, None),
         ([], 0, {"PREEMPT_TIME": "2026-01-01T01:00:00"}, {}, "scontrol: requeue 7"),
