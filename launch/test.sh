@@ -4,6 +4,7 @@
 #   bash launch/test.sh                       everything that runs anywhere; the last line is pytest's
 #   bash launch/test.sh -k packing -x         arguments go to pytest
 #   bash launch/test.sh tests/unit            and so do paths
+#   bash launch/test.sh oldest                the default suite with the oldest supported packages, in .venv-oldest
 #   bash launch/test.sh gpu                   what needs a CUDA device
 #   bash launch/test.sh vllm                  what needs vLLM, in an environment of its own, .venv-vllm
 #   bash launch/test.sh faults                real processes killed, stopped and starved, and what is promised then
@@ -15,7 +16,11 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
-if [[ ${1:-} == gpu ]]; then
+if [[ ${1:-} == oldest ]]; then
+    shift
+    source "$DISTILL_RL_ROOT/launch/setup-oldest.sh"
+    PYTHON=$PYTHON_OLDEST # and on to the default suite
+elif [[ ${1:-} == gpu ]]; then
     shift
     exec "$PYTHON" -m pytest tests/gpu "$@"
 elif [[ ${1:-} == vllm ]]; then
@@ -41,7 +46,7 @@ elif [[ ${1:-} == service || ${1:-} == monitoring ]]; then
     [[ $lane == service ]] || source "$DISTILL_RL_ROOT/launch/setup-prometheus.sh"
     exec "$PYTHON_OPS" -m pytest "tests/$lane" "$@"
 elif [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
-    echo "test: error: unknown lane $1; the lanes are: gpu, vllm, faults, slurm, service, monitoring. Without one, the default suite runs" >&2
+    echo "test: error: unknown lane $1; the lanes are: oldest, gpu, vllm, faults, slurm, service, monitoring. Without one, the default suite runs" >&2
     exit 2
 fi
 if [[ $# -eq 0 ]]; then

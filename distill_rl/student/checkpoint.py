@@ -99,7 +99,9 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     directory, what = Path(directory), f"checkpoint {directory}"
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
     writer = dcp.FileSystemWriter(directory)
-    metadata = _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
+    _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
+    # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
+    metadata = dcp.FileSystemReader(directory).read_metadata()
     return sorted({STATE_FILE, ".metadata", *(info.relative_path for info in metadata.storage_data.values())})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers.models import FAMILIES, write_tiny_model
@@ -56,6 +57,8 @@ def write_model(path: Path, name: str, **settings: Any) -> Path:
     import transformers
     from transformers import AutoModelForCausalLM
 
+    if name == "recurrent-gemma" and transformers.__version__ < "5.19":
+        pytest.skip("this release of transformers cannot run recurrent-gemma without an attention layer")
     class_name, own = _CONFIGS[name]
     config = getattr(transformers, class_name)(**{**_SIZES, **own, **settings})
     with torch.random.fork_rng(devices=[]), torch.no_grad():

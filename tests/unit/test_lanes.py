@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 def test_every_folder_of_tests_is_run_by_the_default_suite_or_by_a_lane():
     default = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"])
     script = (ROOT / "launch" / "test.sh").read_text()
-    lanes = {f"tests/{name}" for name in re.search(r"the lanes are: ([\w, ]+)\.", script)[1].split(", ")}
+    names = set(re.search(r"the lanes are: ([\w, ]+)\.", script)[1].split(", "))
+    lanes = {f"tests/{name}" for name in names - {"oldest"}}  # the default suite once more, with other packages
     folders = {
         f"tests/{file.parent.name}"
         for file in (ROOT / "tests").glob("*/**/test_*.py")

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -94,7 +95,9 @@ def test_ci_calls_the_test_script_and_nothing_else() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-@pytest.mark.parametrize("file", ["constraints.txt", "constraints-ops.txt", "constraints-vllm.txt"])
+@pytest.mark.parametrize(
+    "file", ["constraints.txt", "constraints-oldest.txt", "constraints-ops.txt", "constraints-vllm.txt"]
+)
 def test_constraints_are_exact_versions_only(file: str) -> None:
     lines = (ROOT / "launch" / file).read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
@@ -119,19 +122,36 @@ def test_the_environment_for_operations_holds_the_very_versions_of_the_other_and
         assert pins[requirement.name] in requirement.specifier
 
 
+OLDEST = Path(sys.prefix).name == ".venv-oldest"
+"""Whether the tests run with the oldest supported packages (`launch/test.sh oldest`)."""
+
+
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    pins = pinned("constraints.txt")
+    file, setup = ("constraints-oldest.txt", "setup-oldest.sh") if OLDEST else ("constraints.txt", "setup.sh")
+    pins = pinned(file)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
-        assert name in pins, f"{name} is not in launch/constraints.txt"
+        assert name in pins, f"{name} is not in launch/{file}"
         assert pins[name] in requirement.specifier
         installed = version(name).partition("+")[0]
-        assert installed == pins[name], f"the environment has {name} {installed}: run launch/setup.sh"
+        assert installed == pins[name], f"the environment has {name} {installed}: run launch/{setup}"
+
+
+def test_the_oldest_set_is_the_lower_end_of_every_range() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    pins = pinned("constraints-oldest.txt")
+    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        requirement = Requirement(text)
+        (lowest,) = [each.version for each in requirement.specifier if each.operator == ">="]
+        assert Version(pins[canonicalize_name(requirement.name)]) == Version(lowest), text
 
 
 def test_the_first_set_up_installs_with_the_constraints_and_the_second_does_nothing(clone: Path) -> None:
@@ -205,7 +225,7 @@ def test_the_test_script_runs_pytest_in_the_repository_with_the_arguments_given(
 def test_an_unknown_lane_is_named(clone: Path) -> None:
     done = launch(clone, "test.sh", "nonsense")
     assert done.returncode == 2
-    assert "unknown lane nonsense; the lanes are: gpu, vllm," in done.stderr
+    assert "unknown lane nonsense; the lanes are: oldest, gpu, vllm," in done.stderr
     assert calls(clone) == []
 
 

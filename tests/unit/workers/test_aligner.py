@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 @pytest.mark.parametrize("teacher", ["student", "foreign"])
 def test_an_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
     """There may be many on a machine; with torch each would take twice the time to start, and 200 MB more."""
+    if version("transformers") < "5.19":
+        pytest.skip("this release of transformers imports torch with its tokenizers")
     tiny_tokenizer().save_pretrained(tmp_path / "student")
     tiny_tokenizer(600, seed=7).save_pretrained(tmp_path / "foreign")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "student"), str(tmp_path / teacher)]
