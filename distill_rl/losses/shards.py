@@ -74,12 +74,32 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
         if tp_group is not None:
             raise ValueError(f"tp_group: a DTensor brings its own group, leave it out when {name} is one")
         shard = _dtensor_shard(tensor, dim, name)
-        return tensor.to_local(), shard
+        return _OwnPart.apply(tensor), shard
     size = tensor.shape[dim]
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return tensor, VocabularyShard(0, size, size)
     ranks, rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
     return tensor, VocabularyShard(rank * size, size, ranks * size, tp_group)
+
+
+class _OwnPart(torch.autograd.Function):
+    """This rank's part of a DTensor: `to_local` whose gradient is a DTensor of the very same placements and strides.
+
+    torch before 2.12 takes the strides of that gradient from shards of equal size. Where they are uneven a leaf then gets
+    a copy of its gradient, and the copy is replicated.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        ctx.shape, ctx.stride = tensor.shape, tensor.stride()
+        return tensor.to_local().view_as(tensor.to_local())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> DTensor:
+        return DTensor.from_local(
+            gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
 
 
 def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
