@@ -19,6 +19,7 @@ Shapes: R rows, S positions, T = R·S, H query heads, K key-value heads, E featu
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -174,7 +175,7 @@ def per_document(
     """
     bounds = starts.tolist()
     parts = []
-    for start, stop in zip(bounds, bounds[1:]):
+    for start, stop in itertools.pairwise(bounds):
         q, k, v = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
         if softcap is None and (window is None or window >= stop - start):
             options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
