@@ -121,7 +121,15 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
         ) from error
     # A cache makes packed documents see each other; see families.logits.
     model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            # It looks for padding, and so waits for the GPU in every forward; padding here needs no mask.
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     return model
+
+
+def _no_warning(*inputs: object) -> None:
+    pass
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ def attend(
         each.transpose(1, 2).to(value.dtype).reshape(rows * width, each.shape[1], size).contiguous()
         for each in (query, key, value)
     )
-    kernel = _KERNELS[package] if query.is_cuda else per_document
+    kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
     out = kernel(
         query,
         key,
