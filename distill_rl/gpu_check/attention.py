@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from distill_rl.models import families, varlen
 from distill_rl.models.attention import VARLEN, installed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Relative L2 error against fp64 that a kernel may have: sums of some thousand terms of fp32, and five roundings of
@@ -107,7 +110,7 @@ def _kernel(
     weight = torch.randn(rows, width, heads, size, generator=draw).to(device, dtype)
     module = nn.Module()
     module.num_key_value_groups = heads // groups  # type: ignore[assignment]
-    found = {}
+    found: dict[str, float] = {}
     for kind in ("packed", "whole rows"):
         if kind == "whole rows" and window is not None:
             continue
@@ -206,7 +209,7 @@ def _paths(
     config = getattr(transformers, name)(**(_GPT2_SIZES if family == "gpt2" else _SIZES), **own)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _build(config, implementation)
+        model: Any = _build(config, implementation)
     for parameter in model.parameters():  # rotary frequencies stay in fp32, as in a model that is loaded
         parameter.data = parameter.data.to(dtype)
     model.to(device).train()
@@ -225,7 +228,7 @@ def _paths(
     return {"logits": torch.cat(pieces), "gradient": gradient}
 
 
-def _build(config: Any, implementation: str) -> nn.Module:
+def _build(config: Any, implementation: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     varlen.register()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 VARLEN = {"flash_attn": "documents_fa", "torch": "documents_torch"}
 """Package that brings the variable-length kernels → the name under which transformers knows this package's attention
 with them, the preferred one first. Names that contain `flash` or `sdpa` mean something to transformers."""
+ON_CPU = "the variable-length kernels run on GPUs only"
 LARGEST_HEAD = 256
 """Features per head that the kernels are compiled for."""
 
@@ -48,7 +49,7 @@ def choose(
         dtype: that the model computes in: fp32, bf16 or fp16.
         packing: rows may hold several documents.
         training: the model is trained, so that its attention dropout counts.
-        no_kernel: why the device has no variable-length kernels, `CPU` for a CPU; None where it has.
+        no_kernel: why the device has no variable-length kernels, `ON_CPU` for a CPU; None where it has.
 
     Raises:
         ConfigError: `varlen` is asked for and cannot be had.
@@ -61,10 +62,11 @@ def choose(
     package = next((name for name in VARLEN if blocked[name] is None), None)
     if asked == "varlen":
         if package is None:
-            raise ConfigError("attention", f"must be possible here: {blocked['torch']}", "varlen", "set attention=auto")
+            key = "student.attention" if training else "teachers[].attention"
+            raise ConfigError(key, str(blocked["torch"]), "varlen", "set it to auto")
         return Choice(VARLEN[package], f"variable-length kernels of {package}, as configured")
     plain = _without_kernels(hf_config)
-    if no_kernel == "CPU":
+    if no_kernel == ON_CPU:
         return plain
     if not family_of(hf_config).proven:
         return Choice(plain.implementation, f"{plain.why}; the family is not proven to hand on where documents end")

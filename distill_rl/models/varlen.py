@@ -22,21 +22,24 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill_rl.models.attention import VARLEN, softcap_of, window_of
+from distill_rl.models.attention import ON_CPU, VARLEN, softcap_of, window_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _TILE = 128
 """Queries that a block of a kernel works on; bounds that are multiples of it make few different programs."""
+_GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 takes fewer key-value heads than queries without being told, later versions ask to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +220,12 @@ def _torch_kernel(
     """FlashAttention 2 as torch brings it: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
     if softcap is not None or dropout:
         raise ValueError("torch's variable-length attention has neither a soft cap nor dropout")
-    from torch.nn.attention.varlen import varlen_attn
-
     # A query sees itself and `left` positions before it. (-1, 0) is how torch asks for plain causal attention.
     left = -1 if window is None else window - 1
-    return varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **_grouped_heads()
-    )
-
-
-@lru_cache(maxsize=1)
-def _grouped_heads() -> dict[str, bool]:
-    """torch 2.11 takes fewer key-value heads than queries without being told, later versions ask to be."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **_GROUPED_HEADS}
+    out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    assert isinstance(out, Tensor)  # nothing else is asked for
+    return out
 
 
 def _package_kernel(
@@ -266,7 +260,7 @@ _KERNELS: dict[str, Callable[..., Tensor]] = {"flash_attn": _package_kernel, "to
 def no_kernel(device: torch.device) -> str | None:
     """Why variable-length kernels do not run on a device; None where they do."""
     if device.type != "cuda":
-        return "CPU" if device.type == "cpu" else f"there are no kernels for {device.type}"
+        return ON_CPU if device.type == "cpu" else f"there are no variable-length kernels for {device.type}"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention"
     major, minor = torch.cuda.get_device_capability(device)

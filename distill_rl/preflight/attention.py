@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distill_rl.config.facts import CPU_WIDTH_MULTIPLE, GPU_WIDTH_MULTIPLE, row_width, running_teachers
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.models.attention import VARLEN, installed, obstacles
 from distill_rl.models.families import family_of
 from distill_rl.preflight.opened import line, who
@@ -18,7 +18,7 @@ def attention_problems(config: Config, models: Sequence[tuple[str, Any]], *, gpu
         models: key of the student and of each running teacher, with its transformers config (None: not readable).
         gpus: visible on this machine; what a cluster has is not known before it is joined.
     """
-    settings = [config.student, *running_teachers(config)]
+    settings: list[StudentConfig | TeacherConfig] = [config.student, *running_teachers(config)]
     for (key, hf_config), model in zip(models, settings):
         asked, remedy = model.attention, f"set {key}.attention=auto"
         if asked not in ("varlen", "flash_attention_2"):
