@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
-from distill_rl import preflight
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.models import attention as models_attention
 from distill_rl.preflight import attention
 from distill_rl.preflight.attention import attention_problems, width_problems
 
@@ -26,7 +26,7 @@ def problems(
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     there: set[str] = set()
-    for module in (attention, preflight.attention, __import__("distill_rl.models.attention", fromlist=["x"])):
+    for module in (attention, models_attention):
         monkeypatch.setattr(module, "installed", lambda name: name in there)
     return there
 
