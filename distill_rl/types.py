@@ -63,9 +63,9 @@ class DocumentBatch:
 class TokenRows:
     """Token rows for one model; all arrays are [R, S].
 
-    A position restart (`position_ids == 0`) begins a new document, and the padding after the last
-    document of a row counts as a document of its own. Attention never crosses such a restart, so
-    packed and padded rows need no mask and take one path through the model.
+    A position restart (`position_ids == 0`) begins a new document, and attention never crosses it. The padding at
+    the end of a row continues the last document and its positions: attention is causal, so that no token sees it, and
+    its labels are ignored. A row that only fills the batch up is one document of padding.
     """
 
     input_ids: np.ndarray

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, lcm
 
-from distill_rl.config.facts import Facts, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, row_width, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -37,7 +37,7 @@ class TeacherSizes:
     """kept per token: loss.top_k, or the whole vocabulary where that is smaller; of hidden states their width"""
     bytes_per_token: int
     bytes_per_slot: int
-    """targets of one full micro-batch of rows as long as data.max_length"""
+    """targets of one full micro-batch of the widest rows"""
     ring_bytes: int
     """all slots of one teacher rank"""
     slots: int
@@ -169,7 +169,7 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, number:
         entries = min(config.loss.top_k, ids or config.loss.top_k)
         # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
         per_token = entries * (4 + _wire_size(teacher, facts)) + 8
-    slot = rows * config.data.max_length * per_token
+    slot = rows * row_width(config.data.max_length, on_gpu=facts.gpus > 0) * per_token
     slots = ring_plan(config).slots[teacher.name]
     return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, slots * slot, slots)
 

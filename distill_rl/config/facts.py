@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from distill_rl.config.schema import Config, TeacherConfig
 
+GPU_WIDTH_MULTIPLE = 128
+"""Rows for GPUs are as wide as a multiple of this: whole tiles for attention kernels, and few widths to plan for. At
+S % 128 == 64 cuDNN's backward gives NaN gradients on H100 and H200 (pytorch#196678)."""
+CPU_WIDTH_MULTIPLE = 8
+"""Rows for CPUs, where every position more costs time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -62,3 +68,12 @@ def running_teachers(config: Config) -> list[TeacherConfig]:
 def teacher_rows(config: Config, teacher: TeacherConfig) -> int:
     """Rows per forward of a teacher's rank."""
     return config.train.micro_batch_size if teacher.micro_batch_size is None else teacher.micro_batch_size
+
+
+def row_width(longest: int, *, on_gpu: bool) -> int:
+    """Positions of rows of which the longest holds this many tokens; what is left over is padding.
+
+    So the widest row of a run is `row_width(config.data.max_length)`, which may be more than `data.max_length`.
+    """
+    multiple = GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE
+    return -(-max(longest, 1) // multiple) * multiple

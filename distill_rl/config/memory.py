@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -92,7 +92,7 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
     """Of one student process. A CPU keeps the layers in the fp32 that it works in."""
-    total, tokens = 0, config.train.micro_batch_size * config.data.max_length
+    total, tokens = 0, config.train.micro_batch_size * row_width(config.data.max_length, on_gpu=on_gpu)
     for number, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
         if teacher.export != "hidden" or model is None:
             continue
@@ -111,7 +111,7 @@ def student_memory(
     dp, tp = config.student.parallel.dp, config.student.parallel.tp
     item = ITEM_SIZE[config.student.dtype]
     shard = ceil(model.parameters / (dp * tp))
-    tokens = config.train.micro_batch_size * config.data.max_length
+    tokens = config.train.micro_batch_size * row_width(config.data.max_length, on_gpu=on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
     tables = embedding if model.tied else 2 * embedding
     layer = (model.parameters - tables) // max(model.num_layers, 1)
@@ -151,7 +151,7 @@ def teacher_memory(
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
     rows = teacher_rows(config, teacher)
-    tokens = rows * config.data.max_length
+    tokens = rows * row_width(config.data.max_length, on_gpu=on_gpu)
     columns = ceil(model.vocabulary_columns / tp)
     chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
     return WorkerMemory(

@@ -17,6 +17,7 @@ from omegaconf import MISSING
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher with another tokenizer than the student's."""
 TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "uld", "alm", "strict"]
+Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
 @dataclass
@@ -50,8 +51,8 @@ class StudentConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward instead of keeping its activations."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Attention = "auto"
+    """auto: on GPUs without masks, packed rows by variable-length kernels (of flash_attn if it is installed, else of torch) where the model allows; otherwise sdpa, or eager for a model that caps attention scores. varlen: these kernels, or an error. The others: implementations of transformers."""
     compile: bool = False
     """torch.compile each decoder layer."""
 
@@ -77,8 +78,8 @@ class TeacherConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: Optional[int] = None
     """Rows per forward; null: train.micro_batch_size."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Attention = "auto"
+    """auto: on GPUs without masks, packed rows by variable-length kernels (of flash_attn if it is installed, else of torch) where the model allows; otherwise sdpa, or eager for a model that caps attention scores. varlen: these kernels, or an error. The others: implementations of transformers."""
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the teacher."""
     export: Literal["topk", "hidden", "logits"] = "topk"
@@ -112,7 +113,7 @@ class DataConfig:
     loss_on: Literal["all", "assistant"] = "all"
     """Train on all tokens, or on the assistant turns of a chat only."""
     max_length: int = 1024
-    """Positions per row; a longer document is cut and counted."""
+    """Tokens per row; a longer document is cut and counted. Rows are then padded to a multiple of 128 positions for GPUs, of 8 for CPUs."""
     packing: bool = True
     """Put several documents into one row (first fit); attention never crosses from one to another. With a teacher of another tokenizer rows are padded instead."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import teacher_rows
+from distill_rl.config.facts import row_width, teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
@@ -26,9 +26,6 @@ from distill_rl.types import (
     RankBatch,
     TokenRows,
 )
-
-_ROW_MULTIPLE = 8
-"""Rows are as long as a multiple of this, which matrix multiplications on tensor cores ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +145,20 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What a batch must fit: the student's and the teachers' division, row length, packing, padding id."""
+    """What a batch must fit: the student's and the teachers' division, row length, packing, padding id, device."""
 
     student: Share
     teachers: tuple[Share, ...]
     max_length: int
+    """tokens that a row holds at most"""
     packing: bool
     pad_id: int
     waves: int = 1
     """parts of a batch that are taught and trained on in turn, where its targets do not all fit into the teachers' rings"""
     rows_per_wave: int | None = None
     """a multiple of `row_multiple`; None: all rows are one wave"""
+    on_gpu: bool = False
+    """the rows go to GPUs, which decides how wide they are (`row_width`)"""
 
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, crossing: bool = False) -> BatchPlan:
@@ -174,6 +174,10 @@ class BatchPlan:
             rows_per_wave=rings.rows_per_wave if rings.waves > 1 else None,
         )
 
+    def for_device(self, *, on_gpu: bool) -> BatchPlan:
+        """The same for rows that go to GPUs, or to CPUs: what the cluster has, which an aligner cannot see."""
+        return replace(self, on_gpu=on_gpu)
+
     @property
     def row_multiple(self) -> int:
         """Smallest number of rows that student and teachers can all divide evenly."""
@@ -181,7 +185,7 @@ class BatchPlan:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The id to fill rows with. Padding is never learnt and never attended to, so any valid id does."""
+    """The id to fill rows with. Padding is never learnt and comes after every token that is, so any valid id does."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(candidate for candidate in candidates if candidate is not None)
 
@@ -238,8 +242,10 @@ def describe(
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
     """Documents → rows [R, S]: several to a row when packing (first fit), else one.
 
-    S is the longest row rounded up to a multiple of 8, at most `plan.max_length`; R a multiple of
-    `plan.row_multiple`. What no document fills is padding: a document of its own with positions from 0, no labels.
+    S is `row_width` of the longest row; R a multiple of `plan.row_multiple`. What no document fills is padding
+    without labels. At the end of a row it continues the last document, positions too: nothing before it sees it, and
+    a row of one document is one to the model as well, which needs no mask for it. A row without a document is padding
+    from position 0.
 
     Args:
         pad_id: where it is not that of the plan, which is the student's.
@@ -247,22 +253,22 @@ def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = No
     lengths = [len(document.input_ids) for document in encoded]
     members = first_fit(lengths, plan.max_length) if plan.packing else [[number] for number in range(len(encoded))]
     longest = max((sum(lengths[number] for number in row) for row in members), default=0)
-    length = min(-(-max(longest, 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE, plan.max_length)
+    length = row_width(longest, on_gpu=plan.on_gpu)
     shape = (-(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple, length)
     input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
     position_ids = np.tile(np.arange(length, dtype=np.int32), (shape[0], 1))
     for row, documents in enumerate(members):
         start = 0
-        for document in (encoded[number] for number in documents):
+        # One without a token must not begin the document that the padding continues.
+        for document in (encoded[number] for number in documents if len(encoded[number].input_ids)):
             stop = start + len(document.input_ids)
             input_ids[row, start:stop] = document.input_ids
-            position_ids[row, start:stop] = np.arange(stop - start)
+            position_ids[row, start:] = np.arange(length - start)
             if stop - start > 1:
                 shifted = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
                 labels[row, start : stop - 1] = shifted
             start = stop
-        position_ids[row, start:] = np.arange(length - start)
     return TokenRows(input_ids, labels, position_ids)
 
 

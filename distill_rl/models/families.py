@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from distill_rl.models.varlen import Documents
+
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but it sees only this
 rank's heads, so that its gradient is the sum over the ranks."""
@@ -69,13 +71,14 @@ class Family:
 
     `layer_plan` says how the modules of a decoder layer are split over tensor-parallel ranks, `outer_plan` those
     around the layers; without the former the family runs on one rank per model only. `proven` is true where this
-    package's tests cover packing and the head.
+    package's tests cover packing and the head. `learned_positions`: a table has a row per position.
     """
 
     name: str
     layer_plan: Mapping[str, str] = field(default_factory=dict)
     outer_plan: Mapping[str, str] = field(default_factory=lambda: _LLAMA_OUTER)
     proven: bool = False
+    learned_positions: bool = False
 
 
 _FAMILIES = {
@@ -85,7 +88,7 @@ _FAMILIES = {
         Family("mistral", _LLAMA_LAYER, proven=True),
         Family("qwen2", _LLAMA_LAYER, proven=True),
         Family("qwen3", _QWEN3_LAYER, proven=True),
-        Family("gpt2", _GPT2_LAYER, _GPT2_OUTER, proven=True),
+        Family("gpt2", _GPT2_LAYER, _GPT2_OUTER, proven=True, learned_positions=True),
         Family("phi3", _PHI3_LAYER, proven=True),
         Family("gemma2", proven=True),
         Family("granite", proven=True),
@@ -132,7 +135,9 @@ def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, in
     return {**attention, "intermediate features": intermediate}
 
 
-def logits(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+def logits(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None
+) -> Tensor:
     """The whole forward pass, the one that a sharded student must use.
 
     No mask goes in: attention is causal, and a restart of `position_ids` begins a new document that sees nothing
@@ -141,22 +146,21 @@ def logits(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> T
     Args:
         input_ids: integers [R, S].
         position_ids: integers [R, S], from 0 in every document.
+        documents: of these positions. None: they are read from the device where the model asks for them, which
+            waits for it.
 
     Returns:
         [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
     """
-    rows = input_ids.shape
-    out = model(**_inputs(model, input_ids, position_ids)).logits
-    return out if out.shape[:2] == rows else out.view(*rows, out.shape[-1])
+    return model(**_inputs(model, input_ids, position_ids, documents)).logits
 
 
-def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:
     """Everything before the head: hidden states [R, S, H], on every tensor-parallel rank in full.
 
     For models without FSDP (a teacher): a sharded model must be entered through its root.
     """
-    hidden = model.base_model(**_inputs(model, input_ids, position_ids)).last_hidden_state
-    return hidden.view(*input_ids.shape, hidden.shape[-1])
+    return model.base_model(**_inputs(model, input_ids, position_ids, documents)).last_hidden_state
 
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -189,8 +193,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inside]
 
 
-def _inputs(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
-    if model.config._attn_implementation.startswith("flash"):
-        # transformers finds the documents of a packed sequence only in a batch of one row.
-        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-    return {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+def _inputs(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
+) -> dict[str, Any]:
+    from distill_rl.models.varlen import Documents, needs_documents, reads_documents
+
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+    if not reads_documents(model.config):
+        return inputs  # transformers finds the documents by their positions, and makes a mask of them
+    if documents is None:
+        documents = Documents.of(position_ids.cpu().numpy(), position_ids.device)
+    if needs_documents(model.config, input_ids.shape[1], one_per_row=documents.one_per_row):
+        inputs |= documents.arguments()
+    return inputs

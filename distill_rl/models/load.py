@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import families, varlen
+from distill_rl.models.attention import choose
 from distill_rl.models.hub import read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
 from distill_rl.models.probe import probe
 from distill_rl.models.weights import WeightFiles, read_weights
@@ -38,7 +39,7 @@ def load_model(
     *,
     role: Literal["student", "teacher"],
     dtype: str | torch.dtype,
-    attention: str = "sdpa",
+    attention: str = "auto",
     activation_checkpointing: bool = False,
     compile: bool = False,
     revision: str | None = None,
@@ -53,7 +54,7 @@ def load_model(
 
     Args:
         path: folder with config.json and safetensors, or a name on the hub.
-        attention: transformers' attention implementation.
+        attention: the setting of this name, or an attention implementation as transformers calls it.
         packing: rows hold several documents; a family not proven to keep them apart is then tried out.
 
     Raises:
@@ -66,7 +67,17 @@ def load_model(
     config = read_config(folder)
     family = families.family_of(config)
     files = WeightFiles(folder)
-    model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=attention)
+    chosen = choose(
+        attention,
+        config,
+        dtype="fp32" if compute_dtype is torch.float32 else str(compute_dtype).removeprefix("torch."),
+        packing=packing,
+        training=student,
+        no_kernel=varlen.no_kernel(world.device),
+    )
+    if world.rank == 0:
+        log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
+    model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=chosen.implementation)
     parallelize(
         model,
         world.mesh,
@@ -95,6 +106,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
     """
     from transformers import AutoModelForCausalLM
 
+    varlen.register()
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -109,7 +121,15 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
         ) from error
     # A cache makes packed documents see each other; see families.logits.
     model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            # It looks for padding, and so waits for the GPU in every forward; padding here needs no mask.
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     return model
+
+
+def _no_warning(*inputs: object) -> None:
+    pass
 
 
 @torch.no_grad()

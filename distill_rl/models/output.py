@@ -29,7 +29,7 @@ class OutputLayer:
 
 
 def read_output_layer(
-    path: str | Path, rows: slice | None = None, *, dtype: str, attention: str = "sdpa", revision: str | None = None
+    path: str | Path, rows: slice | None = None, *, dtype: str, revision: str | None = None
 ) -> OutputLayer:
     """Rows of a model's output layer (the input embedding's where the two are tied), on the CPU; no more is read.
 
@@ -37,7 +37,6 @@ def read_output_layer(
         path: folder with config.json and safetensors, or a name on the hub.
         rows: which columns of the logits; what lies beyond the last one is left out. None: all.
         dtype: that the model computes in (fp32, bf16 or fp16); weights are rounded to it as they are in the model.
-        attention: as for `load_model`; decides nothing here but must be there.
 
     Raises:
         ConfigError: as `load_model` does, or the model has no output layer of its own.
@@ -45,7 +44,7 @@ def read_output_layer(
     folder = resolve(path, revision, weights=True)
     config = read_config(folder)
     files = WeightFiles(folder)
-    model = skeleton(config, dtype=DTYPES[dtype], attention=attention)
+    model = skeleton(config, dtype=DTYPES[dtype], attention="eager")
     tie_again(model)
     layer = model.get_output_embeddings()
     if layer is None:

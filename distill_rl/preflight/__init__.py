@@ -16,10 +16,11 @@ from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import problems_of
 from distill_rl.models.facts import visible_gpus
+from distill_rl.preflight.attention import attention_problems, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.evaluation import suite_problems
 from distill_rl.preflight.extras import extra_problems
-from distill_rl.preflight.opened import Opened, attempt, line, open_model, who
+from distill_rl.preflight.opened import Opened, attempt, line, open_model
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.choose import expected
 from distill_rl.transport.room import object_store_room
@@ -85,7 +86,8 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
         open_model(f"teachers.{index}", teacher, problems, unreachable)
         for index, teacher in enumerate(running_teachers(config))
     ]
-    problems += _fit_problems(config, [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))])
+    models = [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))]
+    problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += projection_problems(config, student, teachers)
     facts = data_facts(config, student, teachers, problems, unreachable, download)
@@ -103,6 +105,7 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
     )
     problems += suite_problems(config, student)
     problems += extra_problems(config)
+    problems += attention_problems(config, [(key, model.config) for key, model in models], gpus=facts.gpus)
     problems += _gpu_problems(config, facts.gpus)
     problems += _space_problems(config, facts)
     if config.ray.address is None:
@@ -119,10 +122,7 @@ def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[
     for key, model in models:
         if model.config is None:
             continue
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and config.data.max_length > positions:
-            rule = f"must not exceed the {positions} positions of {who(key, config)}"
-            yield line("data.max_length", rule, config.data.max_length, f"use {positions} or less")
+        yield from width_problems(config, key, model.config, gpus=visible_gpus())
         if parallel[key].tp > 0:
             for text in tensor_parallel_problems(model.config, parallel[key].tp):
                 yield f"{key}.parallel.tp: {text}"

@@ -27,6 +27,7 @@ from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
+from distill_rl.models.varlen import Documents
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.vocabulary import mask_padded_columns
@@ -319,7 +320,9 @@ class StudentEngine:
 
     def _logits(self, rows: TokenRows) -> Tensor:
         device = self.world.device
-        logits = families.logits(self.model, to_device(rows.input_ids, device), to_device(rows.position_ids, device))
+        documents = Documents.of(rows.position_ids, device)
+        ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
+        logits = families.logits(self.model, ids, positions, documents)
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:

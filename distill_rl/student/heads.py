@@ -86,9 +86,7 @@ def open_heads(
 
 
 def _open(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
-    layer = read_output_layer(
-        teacher.model, rows, dtype=teacher.dtype, attention=teacher.attention, revision=teacher.revision
-    )
+    layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
     weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start
     missing = 0 if rows is None else rows.stop - rows.start - len(weight)
     weight = pad(weight, (0, 0, 0, missing))  # both models know the same tokens; their tables may be padded differently

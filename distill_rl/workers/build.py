@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
         plan = seat(config, num_aligners, gpus=gpus, nodes=nodes())
+        job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.watch = Watch(config.faults, calls.processes, job.paths.logs)
         with reserve(
@@ -176,7 +177,7 @@ def _target_bytes(job: Job) -> int:
     next is there; 0 where they are sure to go another way."""
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
-    facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies)
+    facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies, gpus=visible_gpus())
     derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
     return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)

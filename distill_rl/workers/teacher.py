@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from distill_rl.config.facts import row_width
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
@@ -64,7 +65,8 @@ class TeacherWorker(RankWorker):
     ) -> list[Offer]:
         """Makes this rank's ring, in place of one that it had; an offer for each of the student ranks that read it."""
         self.close_others(())
-        positions = self._engine.micro_batch_size * self._config.data.max_length
+        width = row_width(self._config.data.max_length, on_gpu=self._world.device.type == "cuda")
+        positions = self._engine.micro_batch_size * width
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)
         return [self._ring.offer(reader) for reader in readers]

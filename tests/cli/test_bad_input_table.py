@@ -96,7 +96,10 @@ def settings(place: Place) -> Ended:
 
 def models_and_files(place: Place) -> Ended:
     folders = ("twin", "stranger", "short", "nowhere", "pickled", "coded", "slow")
-    special = {"twin": {"loss": "same"}, "stranger": {"export": "hidden"}}
+    special = {
+        "twin": {"loss": "same", "attention": "flash_attention_2"},
+        "stranger": {"export": "hidden", "attention": "varlen"},
+    }
     teachers = [{"name": name, "model": f"{place.root}/{name}", **special.get(name, {})} for name in folders]
     config = place.config("models", student={"model": f"{place.root}/short"}, teachers=teachers)
     return distill_rl(
@@ -159,6 +162,9 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "top_k over the vocabulary": ("loss.top_k", "320 ids of the student's tokenizer", "1000", "use 320 or less"),
         "CUDA IPC without GPUs": ("transport", "cuda_ipc", "GPU", "transport="),
         "a GPU asked, none visible": ("aligner.dp.backend", "none is visible", "cuda", "numba"),
+        "flash attention without its package": ("teachers.0.attention", "flash_attn", "not installed", "pip install"),
+        "flash attention without a GPU": ("teachers.0.attention", "needs a GPU", "flash_attention_2", "attention=auto"),
+        "variable lengths without a GPU": ("teachers.1.attention", "needs a GPU", "varlen", "attention=auto"),
         "output cannot be written": ("/proc/runs", "must be writable", "choose another run.dir"),
         "an evaluation without answers": (
             "evaluate.suites",

@@ -37,23 +37,22 @@ def random_documents(count: int, *, seed: int = 0, vocabulary: int = 320, longes
 
 
 def token_rows(rows_of_documents: Sequence[Sequence[np.ndarray]], width: int, pad_id: int = 7) -> TokenRows:
-    """Rows of one or several documents, each learnt in full; the rest of a row is padding, a document of its own.
+    """Rows of one or several documents, each learnt in full; the rest of a row is padding that continues the last one.
 
     The padding is an ordinary token: the models' own padding token has no embedding, which makes all logits equal.
     """
     shape = (len(rows_of_documents), width)
     ids = np.full(shape, pad_id, np.int32)
     labels = np.full(shape, IGNORE_INDEX, np.int32)
-    positions = np.zeros(shape, np.int32)
+    positions = np.tile(np.arange(width, dtype=np.int32), (shape[0], 1))
     for row, documents in enumerate(rows_of_documents):
         start = 0
         for document in documents:
             stop = start + len(document)
             ids[row, start:stop] = document
             labels[row, start : stop - 1] = document[1:]
-            positions[row, start:stop] = np.arange(len(document))
+            positions[row, start:] = np.arange(width - start)
             start = stop
-        positions[row, start:] = np.arange(width - start)
     return TokenRows(ids, labels, positions)
 
 

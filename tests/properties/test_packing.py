@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distill_rl.config.facts import row_width
 from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
 from distill_rl.data.packing import first_fit
 from distill_rl.types import IGNORE_INDEX, TokenRows
@@ -34,11 +35,12 @@ def documents(draw: st.DrawFn) -> list[Encoded]:
 @st.composite
 def plans(draw: st.DrawFn, packing: bool | None = None) -> BatchPlan:
     packs = draw(st.booleans()) if packing is None else packing
-    return BatchPlan(draw(shares), tuple(draw(st.lists(shares, max_size=2))), MAX_LENGTH, packs, PAD)
+    others = tuple(draw(st.lists(shares, max_size=2)))
+    return BatchPlan(draw(shares), others, MAX_LENGTH, packs, PAD).for_device(on_gpu=draw(st.booleans()))
 
 
 def segments(rows: TokenRows) -> list[tuple[list[int], list[int], list[int]]]:
-    """The documents of the rows by position restarts: ids, labels, positions; padding among them."""
+    """The documents of the rows by position restarts: ids, labels, positions; with the padding that continues them."""
     found = []
     for ids, labels, positions in zip(rows.input_ids, rows.labels, rows.position_ids):
         starts = [*np.flatnonzero(positions == 0), len(positions)]
@@ -80,24 +82,31 @@ def test_every_document_appears_once_and_intact_and_no_label_crosses(encoded, pl
     for document in encoded:
         if not len(document.input_ids):
             continue
-        ids, labels, positions = by_first[int(document.input_ids[0])]
+        size = len(document.input_ids)
+        ids, labels, positions = (each[:size] for each in by_first[int(document.input_ids[0])])
         assert ids == document.input_ids.tolist()
-        assert positions == list(range(len(ids)))
+        assert positions == list(range(size))
         targets = zip(ids[1:], document.label_mask[1:])
         assert labels == [target if wanted else IGNORE_INDEX for target, wanted in targets] + [IGNORE_INDEX]
 
 
 @given(documents(), plans())
 @settings(max_examples=100, deadline=None)
-def test_padding_is_documents_of_its_own_without_labels(encoded, plan):
+def test_padding_continues_the_last_document_of_its_row_without_labels(encoded, plan):
     rows = lay_out(encoded, plan)
     assert rows.shape[0] % plan.row_multiple == 0
-    assert rows.shape[1] <= MAX_LENGTH
+    assert rows.shape[1] == row_width(
+        max((np.flatnonzero(ids != PAD).max(initial=-1) + 1 for ids in rows.input_ids), default=0), on_gpu=plan.on_gpu
+    )
     for ids, labels, positions in segments(rows):
         assert positions == list(range(len(ids)))
-        if ids[0] == PAD:
-            assert set(ids) == {PAD}
-            assert set(labels) == {IGNORE_INDEX}
+        real = np.count_nonzero(np.asarray(ids) != PAD)
+        assert set(ids[real:]) <= {PAD}
+        assert set(labels[max(real - 1, 0) :]) == {IGNORE_INDEX}
+    starts = (rows.position_ids == 0).sum(axis=1)
+    held = [len({int(document.input_ids[0]) for document in encoded if len(document.input_ids)} & set(ids.tolist()))
+            for ids in rows.input_ids]  # fmt: skip
+    assert starts.tolist() == [max(count, 1) for count in held]
 
 
 @given(documents(), plans(packing=True), plans(packing=False))

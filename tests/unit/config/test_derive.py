@@ -49,6 +49,15 @@ def test_a_slot_holds_ids_log_probs_rest_and_label_of_a_full_micro_batch(load):
     assert teacher.ring_bytes == 4 * 2 * teacher.bytes_per_slot
 
 
+def test_slots_and_activations_hold_the_widest_rows_of_the_device(load):
+    config = load("data.max_length=1000")
+    for gpus, width in ((0, 1000), (1, 1024)):
+        derived = sizes(config, Facts(student=MODEL, teachers=(MODEL,), gpus=gpus))
+        assert derived.teachers[0].bytes_per_slot == 2 * width * 104
+        assert derived.memory[0].logits == 2 * width * MODEL.vocabulary_columns * 3 * 4
+    assert sizes(load("data.max_length=1001"), Facts()).teachers[0].bytes_per_slot == 2 * 1008 * 104
+
+
 def test_hidden_states_travel_in_the_teacher_s_dtype_and_their_output_layer_lies_in_the_student(load):
     teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
     for name, item in (("fp32", 4), ("bf16", 2)):

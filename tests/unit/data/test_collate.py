@@ -119,22 +119,48 @@ class TestLayOut:
             [6, 7, ignored, ignored, ignored, ignored, ignored, ignored],
             [8, 8, 8, 8, 8, 8, ignored, ignored],
         ]
-        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 0]]
+        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]]
         assert {array.dtype for array in (rows.input_ids, rows.labels, rows.position_ids)} == {np.dtype(np.int32)}
 
     def test_padded_rows_by_hand(self):
         rows = lay_out([encoded([5, 6, 7]), encoded([9, 10])], plan(packing=False))
         assert rows.input_ids.tolist() == [[5, 6, 7] + [PAD] * 5, [9, 10] + [PAD] * 6]
         assert rows.labels.tolist() == [[6, 7] + [IGNORE_INDEX] * 6, [10] + [IGNORE_INDEX] * 7]
-        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5]]
+        assert rows.position_ids.tolist() == [list(range(8))] * 2
 
     @pytest.mark.parametrize(
-        ("longest", "limit", "expected"), [(1, 64, 8), (8, 64, 8), (9, 64, 16), (13, 13, 13), (10, 13, 13)]
+        ("longest", "limit", "on_cpu", "on_gpu"),
+        [
+            (1, 64, 8, 128),
+            (8, 64, 8, 128),
+            (9, 64, 16, 128),
+            (13, 13, 16, 128),
+            (129, 192, 136, 256),
+            (256, 256, 256, 256),
+        ],
     )
     @pytest.mark.parametrize("packing", [True, False])
-    def test_row_length_is_a_multiple_of_8_and_never_above_the_limit(self, longest, limit, expected, packing):
-        rows = lay_out([encoded([5] * longest)], plan(packing=packing, max_length=limit))
-        assert rows.shape == (1, expected)
+    def test_rows_are_as_wide_as_a_multiple_for_the_device(self, longest, limit, on_cpu, on_gpu, packing):
+        layout = plan(packing=packing, max_length=limit)
+        documents = [encoded([5] * longest)]
+        assert lay_out(documents, layout).shape == (1, on_cpu)
+        assert lay_out(documents, layout.for_device(on_gpu=True)).shape == (1, on_gpu)
+        assert layout.for_device(on_gpu=False) == layout
+
+    def test_the_device_never_decides_which_documents_share_a_row(self):
+        layout = plan(max_length=13)
+        documents = [encoded([5 + size] * size) for size in (7, 7, 6, 6, 13, 3)]
+        narrow, wide = (lay_out(documents, layout.for_device(on_gpu=gpu)) for gpu in (False, True))
+        assert (narrow.shape, wide.shape) == ((4, 16), (4, 128))
+        for name in ("input_ids", "labels", "position_ids"):
+            assert np.array_equal(getattr(narrow, name), getattr(wide, name)[:, :16])
+        assert (wide.labels[:, 16:] == IGNORE_INDEX).all()
+
+    def test_an_empty_document_begins_none_that_the_padding_continues(self):
+        rows = lay_out([encoded([5, 6, 7]), encoded([]), encoded([9])], plan(max_length=8))
+        assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+        rows = lay_out([encoded([5, 6, 7]), encoded([])], plan(max_length=8))
+        assert rows.position_ids.tolist() == [list(range(8))]
 
     def test_documents_without_tokens_or_labels_are_kept_and_teach_nothing(self):
         rows = lay_out([encoded([]), encoded([5]), encoded([6, 7], [True, False])], plan(packing=False))

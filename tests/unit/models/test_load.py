@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import families, varlen
+from distill_rl.models.attention import VARLEN
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
 from tests.helpers.zoo import write_model
@@ -42,14 +43,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", VARLEN["torch"]])
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gpt2", "gemma2", "granite", "cohere"]
 )
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, name: str, attention: str) -> None:
     path = write_model(tmp_path, name)
-    wanted = one_by_one(plain_model(path, attn_implementation=attention))
+    # The soft cap of Gemma 2, which sdpa leaves out
+    wanted = one_by_one(plain_model(path, attn_implementation="sdpa" if attention == "sdpa" else "eager"))
     student = load_model(path, world, role="student", dtype="fp32", attention=attention)
     teacher = load_model(path, world, role="teacher", dtype="fp32", attention=attention)
     found = {
@@ -150,27 +152,37 @@ def test_a_family_with_merged_experts_says_which_tensors_are_missing(tmp_path: P
 
 
 @torch.no_grad()
-def test_flash_attention_gets_all_rows_as_one(tmp_path: Path, world: World) -> None:
-    """It finds documents in a batch of one row only; here under its name, on a CPU, with the arithmetic of sdpa."""
+def test_transformers_flash_attention_is_told_where_documents_begin(tmp_path: Path, world: World) -> None:
+    """By the arguments that it has for this; here under its name, on a CPU, with the twin's arithmetic."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import flash_attention_mask
 
-    shapes = []
+    told = []
 
     def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(query.shape))
-        return sdpa_attention_forward(module, query, *args, **kwargs)
+        told.append((kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]))
+        return varlen.attend(module, query, *args, package="torch", **kwargs)
 
     AttentionInterface.register("flash_on_cpu", attend)
-    AttentionMaskInterface.register("flash_on_cpu", sdpa_mask)
+    AttentionMaskInterface.register("flash_on_cpu", flash_attention_mask)
     path = write_model(tmp_path, "llama")
     wanted = one_by_one(plain_model(path))
     teacher = load_model(path, world, role="teacher", dtype="fp32")
     teacher.config._attn_implementation = "flash_on_cpu"
     found = families.logits(teacher, *packed())
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
-    hidden = families.body(teacher, *packed())
-    assert hidden.shape[:2] == (2, 12)
-    torch.testing.assert_close(families.head(teacher, hidden), wanted, rtol=0, atol=5e-6)
-    assert set(shapes) == {(1, 4, 24, 8)}
+    torch.testing.assert_close(families.head(teacher, families.body(teacher, *packed())), wanted, rtol=0, atol=5e-6)
+    assert told == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
+
+
+def test_what_was_chosen_is_said_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_model(tmp_path, "llama")
+    with caplog.at_level("INFO", logger="distill_rl.models.load"):
+        load_model(path, world, role="student", dtype="fp32")
+    lines = [line for line in caplog.messages if "attention" in line]
+    assert lines == [f"{path}: attention of the student is sdpa (sdpa)"]
+
+
+def test_variable_length_attention_is_refused_on_a_cpu(tmp_path: Path, world: World) -> None:
+    with pytest.raises(ConfigError, match=r"student\.attention: .* on GPUs only; got varlen; set it to auto"):
+        load_model(write_model(tmp_path, "llama"), world, role="student", dtype="bf16", attention="varlen")

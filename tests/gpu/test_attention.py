@@ -1,0 +1,15 @@
+"""All ways through attention on a CUDA device: values, gradients, and no wait for the device."""
+
+import pytest
+import torch
+
+from distill_rl.gpu_check.attention import check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tiny", [True, False], ids=["tiny", "real sizes"])
+def test_all_paths_agree(tiny):
+    found = check(torch.device("cuda"), tiny)
+    assert any("packed" in name for name in found)
+    assert any("whole rows" in name for name in found)
