@@ -185,10 +185,10 @@ _ENTRIES = 2**14
 
 
 def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Entries in the order of rows, distinct."""
-    return torch.sparse_coo_tensor(
-        torch.stack([rows, columns]), values, size, is_coalesced=True, check_invariants=False
-    )
+    """Entries in the order of rows, distinct: taken as coalesced without a look, which would wait for a GPU."""
+    # torch 2.11 warns of `check_invariants=False` as it does of no word at all; of the context it does not.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size, is_coalesced=True)
 
 
 class LearnableProjection(nn.Module):
