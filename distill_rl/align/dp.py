@@ -78,15 +78,16 @@ Solver = Callable[[list[Problem]], list[tuple[np.ndarray, np.ndarray, int]]]
 
 
 def load_backend(name: str) -> Solver:
-    """The solver of a backend, imported now; for "cuda", ValueError where there is neither a device nor a simulator."""
+    """The solver of a backend, imported now; for "cuda", ValueError where it cannot run (`dp_device`)."""
     if name == "numpy":
         from distill_rl.align.dp_numpy import solve
     elif name == "numba":
         from distill_rl.align.dp_numba import solve
     elif name == "cuda":
-        from distill_rl.align.dp_cuda import require_device, solve
+        from distill_rl.align.dp_device import require_cuda
 
-        require_device()
+        require_cuda()
+        from distill_rl.align.dp_cuda import solve
     else:
         raise ValueError(f"the backend of the dynamic programme must be one of {', '.join(BACKENDS)}; it is {name!r}")
     return solve

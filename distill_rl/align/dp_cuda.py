@@ -1,8 +1,9 @@
 """The dynamic programme on a CUDA device: one block per window, a thread per cell of an anti-diagonal.
 
 Cells of one anti-diagonal d = i + j depend only on the five before it, so a block walks through d with its threads in
-step and keeps six diagonals of scores. For many windows at a time: one alone is faster on the CPU. Runs in Numba's
-simulator too (`NUMBA_ENABLE_CUDASIM=1` before numba is imported), slowly.
+step and keeps six diagonals of scores. For many windows at a time: one alone is faster on the CPU. On a GPU `numba.cuda` is
+the package numba-cuda (`dp_device` says what is missing). Runs in Numba's simulator too, with or without that
+package (`NUMBA_ENABLE_CUDASIM=1` before numba is imported), slowly.
 """
 
 from __future__ import annotations
@@ -92,14 +93,6 @@ def _align(  # type: ignore[no-untyped-def]
         )
 
 
-def require_device() -> None:
-    """ValueError where Numba has neither a CUDA device nor its simulator."""
-    if not cuda.is_available():
-        raise ValueError(
-            "aligner.dp.backend: cuda needs a CUDA device that Numba can use, and it finds none here; set it to numba"
-        )
-
-
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """(row marks, column marks, how many) of each; see `trace_back`."""
     return [result for group in _groups(problems) for result in _launch(group)]
@@ -135,8 +128,8 @@ def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]
     row_marks, column_marks = (cuda.device_array(int(ends[-1]), np.int32) for ends in (rows, columns))
     counts = cuda.device_array(len(problems), np.int32)
     with warnings.catch_warnings():
-        # A small batch leaves most of the device idle, which is known here.
-        warnings.simplefilter("ignore", numba.NumbaPerformanceWarning)
+        # A small batch leaves most of the device idle, which is known here. By message: numba-cuda has a class of its own.
+        warnings.filterwarnings("ignore", message="Grid size .* low occupancy")
         _align[len(problems), threads](
             *(joined(name) for name in ("row_ids", "column_ids", "row_joins", "column_joins", "low", "high")),
             offsets, *(cuda.to_device(ends) for ends in (rows, columns, cells)), lanes,

@@ -36,7 +36,7 @@ class Comparison:
         return paired, sorted_, counted
 
     def slope(self, log_q: Tensor, log_p: Tensor, counted: Tensor) -> Tensor:
-        """∂D/∂log q, [n, Vl + 1]"""
+        """∂D/∂log q, [n, width]"""
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         slope = torch.zeros_like(log_q)
         slope[:, self.columns] = self.divergence.slope(p, q).add_(q.prob, alpha=self.divergence.balance)
@@ -107,7 +107,7 @@ class DistributionRows(RealisedRows):
         self.divergence.clamp_min_(0)
 
     def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """log Q [n chunks, Vl + 1], ρ [n rows, Vl + 1] (None: 1 everywhere), and log q, which lies in `out`."""
+        """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, which lies in `out`."""
         log_q = torch.sub(u, self.lse[rows, None], out=out)
         if self.task.chain:
             return log_q + self.after[group, None], None, log_q

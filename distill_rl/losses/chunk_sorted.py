@@ -23,7 +23,7 @@ class SortedL1:
     def compare(self, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         """The sum [n], the same on every rank, and [n, m] int32: which of this rank's columns count, and on which side.
 
-        log_q: [n, Vl + 1], log-probabilities of this rank's columns. p: [n, any], those of the teacher.
+        log_q: [n, width], log-probabilities of this rank's columns. p: [n, any], those of the teacher.
         """
         own = self._own(log_q).exp()
         values, places = own.sort(dim=1, descending=True, stable=True)
@@ -45,7 +45,7 @@ class SortedL1:
         return difference.abs().sum(1), sides.to(torch.int32) * (places + 1).to(torch.int32)
 
     def add_slope(self, slope: Tensor, log_q: Tensor, counted: Tensor) -> None:
-        """Add ∂/∂log q of the sum, [n, Vl + 1]."""
+        """Add ∂/∂log q of the sum, [n, width]."""
         places = counted.abs().long() - 1
         columns = places.clamp_min(0) if self.columns is None else self.columns[places.clamp_min(0)]
         if columns.shape[1]:

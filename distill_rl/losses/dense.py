@@ -18,7 +18,7 @@ class TeacherChunks(Protocol):
     """Where the teacher's logits come from, a chunk of rows at a time."""
 
     def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        """This rank's columns of these rows times `scale`, [n, Vl + 1], in a buffer of `scratch`, not to be changed."""
+        """This rank's columns of these rows times `scale`, [n, width], in a buffer of `scratch`, not to be changed."""
 
     def select(self, kept: Tensor) -> TeacherChunks:
         """Of the rows with these numbers only."""

@@ -16,7 +16,7 @@ class Head:
         self._wide = None if weight.is_cuda else weight.to(accumulator(weight.dtype))
 
     def load(self, name: str, hidden: Tensor, scratch: Scratch, scale: float) -> Tensor:
-        """Logits times `scale` in the buffer of that name, [n, Vl + 1]."""
+        """Logits times `scale` in the buffer of that name, [n, width]."""
         buffer = scratch.buffer(name, hidden.shape[0])
         self.logits(hidden, buffer[:, : scratch.columns])
         return scratch.finish(buffer, scale)
@@ -45,10 +45,12 @@ class Head:
         return multiply(gradient, self.weight if self._wide is None else self._wide, self.weight.dtype)
 
     def _product(self, hidden: Tensor, out: Tensor) -> None:
-        if self._wide is None:
-            out.copy_(multiply(hidden, self.weight.T, self.weight.dtype))
-        else:
+        if self._wide is not None:
             torch.mm(hidden.to(self._wide.dtype), self._wide.T, out=out)
+        elif self.weight.dtype == out.dtype:
+            torch.mm(hidden.to(out.dtype), self.weight.T, out=out)
+        else:  # bf16 or fp16 on a GPU: summed in fp32 and written as that
+            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out_dtype=out.dtype, out=out)
 
 
 def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:

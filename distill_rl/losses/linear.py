@@ -100,17 +100,18 @@ class _Gradients:
         gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
         if cap_slope is not None:
             gradient.mul_(cap_slope)
-        gradient = gradient[:, : scratch.columns]
+        gradient, chunk = gradient[:, : scratch.columns], self.inputs[0][rows]
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0))
+        if gradient.is_cuda and chunk.dtype == head.weight.dtype:
+            gradient = gradient.to(chunk.dtype)  # rounded once for both products
         if self.hidden is not None:
             self.hidden[rows] = head.hidden_gradient(gradient)
         if self.weight is not None:
-            chunk = self.inputs[0][rows]
             if self.weight.is_cuda:
                 self.weight.add_(multiply(gradient.T, chunk, chunk.dtype))
             else:
                 self.weight.addmm_(gradient.T, chunk.to(self.weight.dtype))
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0))
 
     def finish(self) -> tuple[Tensor | None, ...]:
         if self.hidden is not None:

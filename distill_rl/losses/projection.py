@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from distill_rl.losses.chunks import segment_sum
 from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import padded_width
 
 RELAXED_WEIGHT = 0.6
 """A relaxed match is an entry of W of at least this weight (NeMo-RL #2245)."""
@@ -128,7 +129,7 @@ class Bridge:
 class ColumnProduct:
     """Products with this rank's rows of W and some of its columns; the other columns are summed into one, the rest.
 
-    x stands for numbers per row of logits and local student column, [n, Vl + 1] with the dummy column.
+    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`sweep.Scratch`).
     """
 
     def __init__(self, bridge: Bridge, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
@@ -146,14 +147,15 @@ class ColumnProduct:
         weights = bridge.values.detach()[self._entries].to(dtype)
         rows, slots, kept = self._rows[self._kept], self._slots[self._kept], weights[self._kept]
         self.width = columns.shape[0]
-        size = shard.size + 1, self.width
+        student_width = padded_width(shard.size)
+        size = student_width, self.width
         self._matrix = _sparse(rows, slots, kept, size)
         order = slots.sort(stable=True).indices
         self._transposed = _sparse(slots[order], rows[order], kept[order], size[::-1])
         lengths = bridge.indptr.diff()[shard.offset : shard.offset + shard.size]
         outside = segment_sum(torch.where(self._slots < 0, weights, 0), lengths)
-        self.rest = torch.cat([torch.where(lengths == 0, 1, outside), weights.new_zeros(1)])
-        """[Vl + 1], the part of each row of W outside the columns; 1 where a row is empty"""
+        self.rest = torch.cat([torch.where(lengths == 0, 1, outside), weights.new_zeros(student_width - shard.size)])
+        """[width], the part of each row of W outside the columns; 1 where a row is empty"""
         self._gradient = weights.new_zeros(weights.shape[0])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,7 @@ class ColumnProduct:
         return torch.sparse.mm(self._transposed, x.T).T, x @ self.rest
 
     def project_back(self, y: Tensor, rest: Tensor) -> Tensor:
-        """[n, m] and [n] → y · Wᵀ, [n, Vl + 1]"""
+        """[n, m] and [n] → y · Wᵀ, [n, width]"""
         return torch.sparse.mm(self._matrix, y.T).T.addcmul(rest[:, None], self.rest)
 
     def learn(self, x: Tensor, y: Tensor, rest: Tensor) -> None:
@@ -183,10 +185,10 @@ _ENTRIES = 2**14
 
 
 def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Entries in the order of rows, distinct."""
-    return torch.sparse_coo_tensor(
-        torch.stack([rows, columns]), values, size, is_coalesced=True, check_invariants=False
-    )
+    """Entries in the order of rows, distinct: taken as coalesced without a look, which would wait for a GPU."""
+    # torch 2.11 warns of `check_invariants=False` as it does of no word at all; of the context it does not.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size, is_coalesced=True)
 
 
 class LearnableProjection(nn.Module):

@@ -84,39 +84,52 @@ def row_sum(x: Tensor) -> Tensor:
     return x.sum(1) if x.shape[0] != 1 else x.expand(2, -1).sum(1)[:1]
 
 
-class Scratch:
-    """Chunk-sized buffers, used again for every chunk. Each has one column more than the shard: the dummy column.
+_ROW_MULTIPLE = 32
+"""Elements; 128 bytes of fp32, a line of a GPU's cache. At least 16 bytes is what its matrix products want of every row."""
 
-    Ids that another rank holds point to it, so that gathering from it yields the floor, scattering to it harms nothing,
-    and an empty shard is no special case.
+
+def padded_width(columns: int) -> int:
+    """Columns of a chunk's buffer: those of the shard, at least one dummy column, and more of those up to a multiple of 32."""
+    return -(-(columns + 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+class Scratch:
+    """Chunk-sized buffers, used again for every chunk, each followed by dummy columns: [rows, width].
+
+    Ids that another rank holds point to the first dummy column, `columns`, so that gathering from it yields the floor,
+    scattering to it harms nothing, and an empty shard is no special case.
+
+    The other dummy columns let every row begin at a multiple of 128 bytes, so that a GPU's matrix products read and
+    write `buffer[:, :columns]` in place. They are part of the buffer rather than a gap between its rows: torch
+    vectorises an elementwise CUDA kernel only if its tensors are contiguous. They stay at the floor, which adds exactly
+    0 to a row's sums, as a masked column does.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
         self.columns = columns
-        self._shape, self._dtype, self._device = (rows, columns + 1), dtype, device
+        self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
         self.held: dict[str, slice] = {}
         """which rows a buffer holds, for those who would rather not fill it again"""
 
     def buffer(self, name: str, rows: int) -> Tensor:
-        """[rows, columns + 1], with whatever was left in it."""
+        """[rows, width], contiguous, with whatever was left in it."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
     def load(self, name: str, logits: Tensor, scale: float) -> Tensor:
-        """The logits [n, columns] times `scale`, with the floor for −inf and in the dummy column."""
+        """The logits [n, columns] times `scale`, with the floor for −inf and in the dummy columns."""
         buffer = self.buffer(name, logits.shape[0])
         buffer[:, : self.columns].copy_(logits)
         return self.finish(buffer, scale)
 
     def finish(self, buffer: Tensor, scale: float) -> Tensor:
         """What `load` does after copying, for a buffer that was filled otherwise."""
-        buffer[:, self.columns] = 0
         if scale != 1:
             buffer.mul_(scale)
         buffer.clamp_(min=floor_of(buffer.dtype))
-        buffer[:, self.columns] = floor_of(buffer.dtype)
+        buffer[:, self.columns :] = floor_of(buffer.dtype)
         return buffer
 
 
@@ -187,7 +200,7 @@ Sweep = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
 class RowFunction(Protocol):
     """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
 
-    u stands for a loaded chunk, [n, Vl + 1]. Collecting leaves it as it was, `gradient` may overwrite it.
+    u stands for a loaded chunk, [n, width] (see `Scratch`). Collecting leaves it as it was, `gradient` may overwrite it.
     """
 
     @property
@@ -202,7 +215,7 @@ class RowFunction(Protocol):
         """The [N] values, differentiable and not. The object lets go of them: they will refer to it."""
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, Vl + 1]."""
+        """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, width]."""
 
 
 class LearningFunction(RowFunction, Protocol):

@@ -230,9 +230,10 @@ def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
 
 
 def visible_gpus() -> int:
-    """GPUs that this process may use; 0 without asking torch where the machine has no NVIDIA device."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0
+    """GPUs that torch can use in this process: honours CUDA_VISIBLE_DEVICES and MIG, and counts none for a CPU build.
+
+    Asks NVML, or the CUDA driver where NVML cannot tell; neither makes a context on a GPU.
+    """
     import torch
 
     return torch.cuda.device_count()

@@ -135,8 +135,8 @@ def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[
 def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     """Colocated workers share GPUs rank by rank, and the largest group says how many are needed; disaggregated ones
     need one each."""
-    if config.ray.address is None and not gpus and config.aligner.dp.backend == "cuda" and not _simulated_cuda():
-        yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+    if config.ray.address is None and config.aligner.dp.backend == "cuda":
+        yield from _dp_problems(gpus)
     if config.ray.address is None:
         yield from problems_of(lambda: expected(config.transport, gpus=gpus))
     if not gpus or config.ray.address is not None:
@@ -156,9 +156,15 @@ def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
             yield line(f"{key}.parallel", rule, None, remedy)
 
 
-def _simulated_cuda() -> bool:
-    """Numba's simulator stands in for a GPU, for tests."""
-    return os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+def _dp_problems(gpus: int) -> Iterator[str]:
+    """What the aligners' CUDA kernel lacks here; nothing in Numba's simulator, which stands in for a GPU in tests."""
+    from distill_rl.align.dp_device import missing_for_cuda
+
+    missing = missing_for_cuda()
+    if missing and not gpus:
+        yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+    elif missing:
+        yield line("aligner.dp.backend", missing.rule, "cuda", missing.remedy)
 
 
 def _space_problems(config: Config, facts: Facts) -> Iterator[str]:

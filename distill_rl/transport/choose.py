@@ -112,7 +112,7 @@ def make(
     if name == "cuda_ipc":
         from distill_rl.transport.cuda_ipc import CudaIpcTransport
 
-        return CudaIpcTransport(ring, source=source, node_id=node_id, device=device)
+        return CudaIpcTransport(ring, source=source, node_id=node_id, device=device, deadline_s=deadline_s)
     raise ConfigError("transport", f"must be one of auto, {', '.join(NAMES)}", name)
 
 

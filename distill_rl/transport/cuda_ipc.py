@@ -2,8 +2,12 @@
 
 Words and rules are those of `shared_memory`; they speak of what the CPU has submitted. That the copy is done before it
 is read, and the reading before the next copy, is for two events per slot and reader, recorded on the streams: the
-writer's `written`, each reader's `finished`. Nobody waits on the CPU. Where the slots lie on a peer, a reader's kernels on
-them run on the peer's stream of the reader's process: both that and the stream of its own GPU keep to the events.
+writer's `written`, each reader's `finished`. Where the slots lie on a peer, a reader's kernels on them run on the peer's
+stream of the reader's process: both that and the stream of its own GPU keep to the events.
+
+A writer never waits on the CPU. A reader does, at both ends of its block, for as long as the writer lives and not
+beyond a deadline (`gpu_wait`): before, so that it never queues kernels behind a copy which a dead writer's GPU will not
+make; after, so that it knows the writer to have lived until its kernels were done.
 
 A ring is one allocation, exported once per reader and imported once. Torch counts the importers of each export in a
 word of its own that starts at one, so an export for two readers, or imported twice, would be freed too early.
@@ -12,7 +16,6 @@ word of its own that starts at one, so an export for two readers, or imported tw
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
+from distill_rl.transport.gpu_wait import ALIVE, has_ended, wait_for
 from distill_rl.transport.place import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
     ALIGNMENT,
@@ -84,10 +88,9 @@ class _Open:
         """Of the reader's own GPU, then of the writer's if that is another: where kernels on the views run."""
         return [torch.cuda.current_stream(device) for device in dict.fromkeys((own, self.buffer.device))]
 
-    def writer_lives(self) -> bool:
-        poll = select.poll()
-        poll.register(self.process, select.POLLIN)
-        return not poll.poll(0)
+    def require_writer(self, slot: str, rule: str) -> None:
+        if has_ended(self.process):
+            raise TransportError(slot, rule, "a writer that died")
 
     def close(self) -> None:
         self.control.close()
@@ -102,6 +105,7 @@ class CudaIpcTransport:
         source: the ring's name.
         node_id: of this process; readers elsewhere are refused.
         device: the GPU of this process's model. Fetched views lie on the writer's.
+        deadline_s: how long a fetch may wait for the GPU, before its block and after it.
 
     Raises:
         TransportError: there is no GPU, or its allocator's memory cannot be shared.
@@ -116,8 +120,10 @@ class CudaIpcTransport:
         source: str = "",
         node_id: str = "",
         device: torch.device | str = "cuda",
+        deadline_s: float,
     ):
         _check_device(torch.device(device))
+        self._deadline_s = deadline_s
         self._device, self._source, self._node_id = _with_index(torch.device(device)), source, node_id
         self._uuid = gpu_uuid(_index(self._device))
         self._opened: dict[str, _Open] = {}
@@ -172,20 +178,20 @@ class CudaIpcTransport:
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
         opened, index = find_ring(self._opened, handle), handle.slot.index
-        if not opened.writer_lives():  # the driver may give its memory to others at any time
-            raise TransportError(f"slot {index}", "its writer must live while it is read", "a writer that died")
+        slot = f"slot {index}"
+        opened.require_writer(slot, ALIVE)  # the driver may give a dead one's memory to others at any time
         with opened.reader.reading(handle):
+            self._wait_for(opened.written[index], opened, f"{slot} is written")
             for stream in opened.streams(self._device):
-                stream.wait_event(opened.written[index])
+                stream.wait_event(opened.written[index])  # done by now; the streams must still see what it wrote
             with unwritten(_views(opened.buffer, opened.ring, index, handle.tensors), handle.slot) as views:
                 yield views
             own, *peers = opened.streams(self._device)
             for peer in peers:
                 own.wait_stream(peer)
             opened.finished[index].record(own)  # an event of the own GPU, which no stream of another can record
-            own.synchronize()
-            if not opened.writer_lives():  # then nobody knows what was read
-                raise TransportError(f"slot {index}", "its writer must live until it was read", "a writer that died")
+            self._wait_for(opened.finished[index], opened, f"{slot} is read")
+            opened.require_writer(slot, "its writer must live until it was read")  # else nobody knows what was read
 
     def release(self, slot: Slot) -> None:
         if self._own is not None:
@@ -200,6 +206,9 @@ class CudaIpcTransport:
             self._own.control.close()
             self._own = None
         torch.cuda.ipc_collect()
+
+    def _wait_for(self, event: torch.cuda.Event, opened: _Open, what: str) -> None:
+        wait_for(event, opened.process, deadline_s=self._deadline_s, what=what)
 
     def _writing_side(self) -> _Own:
         if self._own is None:

@@ -11,6 +11,7 @@ import ray
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
+from distill_rl.errors import ConfigError
 from distill_rl.types import DocumentBatch
 from distill_rl.workers.gauges import Gauges
 from distill_rl.workers.rank import Process, identify
@@ -36,6 +37,8 @@ class AlignerWorker:
     def start(self) -> None:
         if ray.is_initialized() and ray.get_gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
+        if any(self._crossing) and self._config.aligner.dp.backend == "cuda":
+            _require_cuda()
         from distill_rl.data.collate import Tokenization
         from distill_rl.data.pairing import BatchBuilder, Partner
         from distill_rl.models.hub import tokenizer_of
@@ -67,3 +70,11 @@ class AlignerWorker:
         from distill_rl.types import Cursor
 
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
+
+
+def _require_cuda() -> None:
+    """On the node that runs this aligner, which may be another one than that where the run was checked."""
+    from distill_rl.align.dp_device import missing_for_cuda
+
+    if missing := missing_for_cuda():
+        raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)

@@ -117,4 +117,4 @@ def test_expandable_segments_are_refused_and_the_variable_is_named(monkeypatch):
     from distill_rl.transport.cuda_ipc import CudaIpcTransport
 
     with pytest.raises(TransportError, match="PYTORCH_CUDA_ALLOC_CONF turns expandable segments on"):
-        CudaIpcTransport(Ring(1, ROOM))
+        CudaIpcTransport(Ring(1, ROOM), deadline_s=1)

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from distill_rl.config.load import load_config
 from distill_rl.preflight import gather, inspect, visible_gpus
@@ -280,9 +281,24 @@ def test_gpus_asked_are_compared_with_the_visible_ones(problems, monkeypatch):
     assert problems("student.parallel.dp=4", "ray.address=auto") == []
 
 
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
-def test_without_a_device_no_gpu_is_visible():
+def test_gpus_are_those_that_torch_counts(monkeypatch):
+    assert visible_gpus() == torch.cuda.device_count()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == 0
+
+
+def test_a_cuda_kernel_that_numba_cannot_compile_is_refused(problems, monkeypatch):
+    from distill_rl import preflight
+    from distill_rl.align.dp_device import missing_for_cuda
+
+    if missing_for_cuda() is None:
+        pytest.skip("Numba has a usable CUDA target here")
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 1)
+    asked = ("aligner.dp.backend=cuda", "aligner.num_gpus=0.1")
+    line = only(problems(*asked))
+    assert line.startswith("aligner.dp.backend: needs "), line
+    assert line.endswith("set aligner.dp.backend=numba"), line
+    assert problems(*asked, "ray.address=auto") == []
 
 
 def test_learning_the_assistant_needs_messages(problems, material):

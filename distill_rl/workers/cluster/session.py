@@ -25,6 +25,7 @@ import ray
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
+from distill_rl.models.facts import visible_gpus
 from distill_rl.signals import held_back
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
 from distill_rl.workers.cluster import access
@@ -100,6 +101,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
                     num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
+                    num_gpus=visible_gpus(),  # as `check` counts them; Ray would count some that torch cannot use
                     object_store_memory=store,
                     include_dashboard=settings.dashboard,
                     dashboard_host="127.0.0.1",

@@ -61,12 +61,24 @@ def test_the_kernel_gives_numpys_answers_in_one_launch_or_several() -> None:
     assert sum(map(int, apart.split())) == launches[2] >= 10
 
 
-def test_without_a_device_the_backend_is_refused_in_one_line() -> None:
+def test_where_numba_has_no_cuda_target_the_backend_is_refused() -> None:
     done = run(NO_DEVICE, NUMBA_ENABLE_CUDASIM="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ValueError: aligner.dp.backend: cuda needs a CUDA device")
-    assert last.endswith("set it to numba")
+    assert last.startswith("ValueError: aligner.dp.backend: cuda needs ")
+    assert last.endswith("set aligner.dp.backend=numba")
+
+
+def test_a_numba_cuda_without_its_bindings_is_named() -> None:
+    """As numba-cuda raises on import where the CUDA bindings are missing."""
+    program = (
+        "import sys; sys.modules['numba.cuda'] = None\n"
+        "from distill_rl.align.dp_device import missing_for_cuda\n"
+        "print(*missing_for_cuda(), sep='|')"
+    )
+    rule, remedy = run(program).stdout.strip().split("|")
+    assert rule.startswith("needs numba-cuda, which cannot be imported here (")
+    assert remedy.startswith("pip install 'distill_rl[gpu]'")
 
 
 @pytest.mark.parametrize(("backend", "module"), [("numpy", "numpy"), ("numba", "numba")])

@@ -22,6 +22,7 @@ from distill_rl.losses import (
 )
 from distill_rl.losses.projection import ColumnProduct
 from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import padded_width
 from tests.helpers import chunks as helpers
 from tests.helpers.chunks import Documents, assert_gradient, assert_sums, documents, oracle
 
@@ -246,7 +247,7 @@ def test_a_product_with_some_columns_is_that_of_the_dense_matrix() -> None:
     rest = dense.sum(1) - dense[:, columns].sum(1) + (dense.sum(1) == 0)
     shard = VocabularyShard(20, 25, 53)
     product = ColumnProduct(bridge, shard, columns, torch.float64)
-    x = torch.randn(4, 26, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, padded_width(25), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     projected, remainder = product.project(x)
     torch.testing.assert_close(projected, x[:, :25] @ dense[20:45, columns])
     torch.testing.assert_close(remainder, x[:, :25] @ rest[20:45])

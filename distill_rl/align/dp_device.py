@@ -1,0 +1,53 @@
+"""Whether Numba can compile and run CUDA kernels here, and if not, why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Missing(NamedTuple):
+    """What the CUDA backend lacks on this machine."""
+
+    rule: str
+    remedy: str
+
+
+_INSTALL = "pip install 'distill_rl[gpu]', or set aligner.dp.backend=numba"
+
+
+def missing_for_cuda() -> Missing | None:
+    """None where the backend can run: on a GPU, or in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`).
+
+    Kernels are compiled by NVVM, which PyTorch's wheels do not bring: the package numba-cuda does, and takes the place
+    of Numba's own `numba.cuda`. Initialises the CUDA driver, but makes no context on any GPU.
+    """
+    try:
+        import numba
+        from numba import cuda
+    except ImportError as error:
+        return Missing(f"needs numba-cuda, which cannot be imported here ({_first_line(error)})", _INSTALL)
+    if numba.config.ENABLE_CUDASIM or cuda.is_available():
+        return None
+    from numba.cuda.cudadrv import nvvm
+
+    if not nvvm.is_available():
+        own = getattr(cuda, "implementation", "") != "NVIDIA"
+        why = "numba-cuda, which brings it, is not installed" if own else "numba-cuda is installed without it"
+        return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
+    rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
+    return Missing(rule, "set aligner.dp.backend=numba")
+
+
+def require_cuda() -> None:
+    """
+    Raises:
+        ValueError: the CUDA backend cannot run here.
+    """
+    if missing := missing_for_cuda():
+        raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
+
+
+def _first_line(error: object) -> str:
+    """The first line that says something; the driver's errors begin with an empty one."""
+    lines = [line.strip(" :") for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.startswith("Error at driver init")), "unknown")
