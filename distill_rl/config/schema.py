@@ -35,6 +35,8 @@ class ParallelConfig:
     """Data-parallel size: FSDP2 shards for the student, replicas for a teacher."""
     tp: int = 1
     """Tensor-parallel size."""
+    replicas: int = 1
+    """Student only: keep so many copies of its parameters, each sharded over dp / replicas neighbouring ranks (hybrid sharding); with one copy per node only gradients travel between nodes. 1: one copy, sharded over all of dp."""
 
 
 @dataclass
@@ -54,6 +56,8 @@ class StudentConfig:
     """Attention implementation of transformers."""
     compile: bool = False
     """torch.compile each decoder layer."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients are reduced over data-parallel ranks: once per step, which keeps a whole fp32 gradient on every rank (4 bytes per parameter / tp), or after every micro-batch, which keeps shards only; auto: once per step where that gradient takes at most 16 GiB."""
 
 
 @dataclass
