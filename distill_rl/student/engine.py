@@ -26,7 +26,7 @@ from distill_rl.config.schema import Config
 from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
-from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.load import load_model
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.fsdp import GradientReduction, reshard
@@ -348,5 +348,7 @@ class StudentEngine:
 
 def _on_device(target: Target, device: torch.device) -> Target:
     values = {each.name: getattr(target, each.name) for each in fields(target)}
-    moved: dict[str, Any] = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
+    moved: dict[str, Any] = {
+        name: tensor_to_device(each, device) for name, each in values.items() if isinstance(each, Tensor)
+    }
     return replace(target, **moved)

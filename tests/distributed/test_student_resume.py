@@ -29,9 +29,10 @@ pytestmark = pytest.mark.ranks
 VOCABULARY, WIDTH, STEPS = 320, 24, 8
 
 
-def world_of(dp: int, tp: int, name: str) -> World:
+def world_of(dp: int, tp: int, name: str, replicas: int = 1) -> World:
     """A fresh process group among the ranks of the call."""
-    return open_world(rank=ranks.rank(), dp=dp, tp=tp, store=torch.distributed.PrefixStore(name, ranks.store()))
+    store = torch.distributed.PrefixStore(name, ranks.store())
+    return open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=store)
 
 
 def run_steps(engine: StudentEngine, teacher: Path, first: int, last: int) -> list[float]:
@@ -64,16 +65,16 @@ def whole_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
 
 
 def straight_and_resumed(
-    dp: int, tp: int, student: Path, teacher: Path, folder: Path, beside: bool = True
+    dp: int, tp: int, student: Path, teacher: Path, folder: Path, beside: bool = True, replicas: int = 1
 ) -> list[tuple]:
     """8 steps in one go, then 3 + 2 + 3 with a new process group and engine each time, saved beside or at once."""
-    world = world_of(dp, tp, "straight")
+    world = world_of(dp, tp, "straight", replicas)
     engine = engine_on(world, student, teacher)
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
     close_world(world)
     losses: list[float] = []
     for first, last in ((0, 3), (3, 5), (5, 8)):
-        world = world_of(dp, tp, f"resumed-{first}")
+        world = world_of(dp, tp, f"resumed-{first}", replicas)
         engine = engine_on(world, student, teacher)
         if first:
             torch.manual_seed(999)
@@ -89,9 +90,11 @@ def straight_and_resumed(
     return outcomes
 
 
-def resharded(dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path) -> tuple[dict, dict]:
+def resharded(
+    dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path, replicas: int = 1
+) -> tuple[dict, dict]:
     """Loads `source` on another mesh, saves it again as it is, and takes three steps more."""
-    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     engine = engine_on(world, student, teacher)
     extra = engine.load(source)
     loaded = whole_state(engine)
@@ -116,12 +119,13 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "beside"),
-    [(1, 1, True), (2, 1, True), (2, 1, False), (1, 2, True), (2, 2, True)],
+    ("dp", "tp", "replicas", "beside"),
+    [(1, 1, 1, True), (2, 1, 1, True), (2, 1, 1, False), (1, 2, 1, True), (2, 2, 1, True), (4, 1, 2, True)],
     ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
 )
-def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int, beside: bool):
-    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, dp, tp, *folders, tmp_path, beside, group=False):
+def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool):
+    arguments = (dp, tp, *folders, tmp_path, beside, replicas)
+    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, *arguments, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
         assert losses == resumed_losses
         assert len(losses) in (0, 3 * STEPS)
@@ -137,6 +141,18 @@ def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
     assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
     for state in (ended, ended_again):
         for name, tensor in state.items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straight, tmp_path):
+    checkpoint, wanted = straight
+    loaded = None
+    for number, (dp, tp, replicas) in enumerate([(4, 1, 2), (2, 2, 2), (2, 1, 1), (2, 1, 2)]):
+        target = tmp_path / str(number)
+        now, ended = ranks.run_ranks(dp * tp, resharded, dp, tp, *folders, checkpoint, target, replicas)[0]
+        loaded, checkpoint = loaded or now, target
+        assert all(torch.equal(tensor, now[name]) for name, tensor in loaded.items())
+        for name, tensor in ended.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
