@@ -56,6 +56,8 @@ class StudentConfig:
     """Attention implementation of transformers."""
     compile: bool = False
     """torch.compile each decoder layer."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of the norms, the rotary embedding and the MLP: transformers' own, or those of liger-kernel (needs the `liger` extra, a GPU and parallel.tp 1; llama, mistral, qwen2, qwen3)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
     """When gradients are reduced over data-parallel ranks: once per step, which keeps a whole fp32 gradient on every rank (4 bytes per parameter / tp), or after every micro-batch, which keeps shards only; auto: once per step where that gradient takes at most 16 GiB."""
 

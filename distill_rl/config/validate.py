@@ -93,6 +93,7 @@ def problems(config: Config) -> list[str]:
         *_names(config),
         *_length(config),
         *_replicas(config),
+        *_kernels(config),
         *_batch(config),
         *_rings(config),
         *_losses(config),
@@ -224,6 +225,13 @@ def _replicas(config: Config) -> Iterator[str]:
         if value > 1:
             rule = "is for the student's parameters; the dp ranks of a teacher are replicas already"
             yield _line(key, rule, value, "leave it at 1")
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    student = config.student
+    if student.kernels == "liger" and student.parallel.tp > 1:
+        rule = f"liger works on whole layers; student.parallel.tp is {student.parallel.tp}"
+        yield _line("student.kernels", rule, None, "set student.kernels=torch, or student.parallel.tp=1")
 
 
 def _rings(config: Config) -> Iterator[str]:

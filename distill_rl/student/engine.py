@@ -27,6 +27,7 @@ from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
+from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.fsdp import GradientReduction, reshard
@@ -89,6 +90,8 @@ class StudentEngine:
             revision=student.revision,
             packing=config.data.packing,
         )
+        if student.kernels == "liger":
+            use_liger(self.model)
         self.crossings = tuple(crossings)
         bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
         heads = open_heads(
