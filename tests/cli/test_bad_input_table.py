@@ -141,7 +141,12 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "missing value": ("student.model:", "missing value", "set it in the file or add student.model="),
         "wrong type": ("train.epochs", "a number", "many"),
         "batch does not divide": ("train.global_batch_size", "8", "dp 3", "use"),
-        "replicas do not divide": ("student.parallel.replicas", "must divide student.parallel.dp = 1", "2", "use one of"),
+        "replicas do not divide": (
+            "student.parallel.replicas",
+            "must divide student.parallel.dp = 1",
+            "2",
+            "use one of",
+        ),
         "replicas of a teacher": ("teachers.0.parallel.replicas", "for the student's parameters", "3", "leave it at 1"),
     },
     models_and_files: {

@@ -59,7 +59,9 @@ def steps(dp: int, tp: int, replicas: int, cases: list[tuple[str, bool]]) -> lis
     """One step on every model: two micro-batches, an evaluation after each, then clipping."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=ranks.store(), timeout_s=60)
     share = slice(world.dp_rank * 8 // dp, (world.dp_rank + 1) * 8 // dp)
-    found = [step(world, path, recompute, share, once=number % 2 == 0) for number, (path, recompute) in enumerate(cases)]
+    found = [
+        step(world, path, recompute, share, once=number % 2 == 0) for number, (path, recompute) in enumerate(cases)
+    ]
     close_world(world)
     return found
 

@@ -83,7 +83,10 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
     half = batch.rows.shape[0] // 2
-    first, second = (replace(batch, rows=batch.rows[:half]), replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]))
+    first, second = (
+        replace(batch, rows=batch.rows[:half]),
+        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
+    )
     config = engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)

@@ -81,7 +81,9 @@ def test_kernels_that_a_family_lacks_are_refused(problems, material, monkeypatch
     asked = ("student.kernels=liger", "transport=shared_memory")
     assert problems(*asked) == []
     line = only(problems(*asked, f"student.model={material}/gemma2", f"teachers.0.model={material}/gemma2"))
-    assert line.startswith("student.kernels: liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2; set student")
+    assert line.startswith(
+        "student.kernels: liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2; set student"
+    )
 
 
 def test_teachers_that_do_not_run_are_not_opened(problems):

@@ -26,19 +26,21 @@ CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config,
 def test_families_and_activations_without_kernels_are_named():
     assert CONFIGS.keys() == LIGER.keys()
     assert [liger_problems(make(**SIZES)) for make in CONFIGS.values()] == [[]] * 4
-    assert liger_problems(Gemma2Config(**SIZES)) == [
-        "liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2"
-    ]
+    assert liger_problems(Gemma2Config(**SIZES)) == ["liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2"]
     assert liger_problems(LlamaConfig(**SIZES, hidden_act="gelu")) == ["liger's MLP needs hidden_act silu; got gelu"]
 
 
 def test_missing_package_and_family_are_one_line_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     model = skeleton(LlamaConfig(**SIZES), dtype=torch.float32, attention="sdpa")
-    with pytest.raises(ConfigError, match=r"^student\.kernels: liger needs liger_kernel .* pip install 'distill_rl\[liger\]'"):
+    with pytest.raises(
+        ConfigError, match=r"^student\.kernels: liger needs liger_kernel .* pip install 'distill_rl\[liger\]'"
+    ):
         use_liger(model)
     model.config.model_type = "gpt2"
-    with pytest.raises(ConfigError, match=r"^student\.kernels: liger replaces parts of .*; got gpt2; set student\.kernels=torch$"):
+    with pytest.raises(
+        ConfigError, match=r"^student\.kernels: liger replaces parts of .*; got gpt2; set student\.kernels=torch$"
+    ):
         use_liger(model)
 
 

@@ -97,7 +97,9 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
         partner = Partner.of("t0", student, teacher, AlignerConfig())
         documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
         tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
-        _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
+        _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [partner]).build(
+            DocumentBatch(0, documents, Cursor())
+        )
         crossings, width = [Crossing(method, str(folders["projection"]))], batch.chunks[0].teacher.shape[1]
     else:
         documents = random_documents(8, seed=3)
