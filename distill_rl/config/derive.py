@@ -230,6 +230,9 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
         processes += count
         plural = "process" if count == 1 else "processes"
         world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {count} {plural}"
+        if parallel.replicas > 1:
+            sharded = parallel.dp // parallel.replicas * parallel.tp
+            world[name] += f", {parallel.replicas} replicas over {sharded} each"
     chosen = "half the GPUs, at least 1" if config.ray.address is None else "half the GPUs, where the cores suffice"
     if config.aligner.workers is not None:
         chosen = "as configured"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_rows
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 FUSED = ("gpt2", "phi3")
@@ -19,6 +19,8 @@ TEACHER_CHUNK_TOKENS = 1024
 """A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
 """Bound on one rank's fp32 logits of such a chunk."""
+WHOLE_GRADIENT_BYTES = 16 * 2**30
+"""`student.gradient_sync: auto` keeps a whole fp32 gradient per rank up to this size: 4 billion parameters at tp 1."""
 PROMPT_TOKENS = 1024
 """Tokens of prompt and answer that an evaluator is estimated for; longer ones take as much more."""
 
@@ -33,6 +35,8 @@ class WorkerMemory:
     """how many such processes"""
     weights: int
     gradients: int = 0
+    accumulated: int = 0
+    """the whole fp32 gradient of a rank's own micro-batches, where gradients are reduced once per step"""
     optimizer: int = 0
     gathered: int = 0
     """FSDP's unsharded copy of its largest unit, that unit's gradient, and the buffers of their exchange"""
@@ -56,7 +60,7 @@ class WorkerMemory:
     def parts(self) -> dict[str, int]:
         """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
         names = (
-            "weights", "gradients", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads",
+            "weights", "gradients", "accumulated", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads",
             "cache", "saving", "base",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name)}
@@ -107,10 +111,12 @@ def student_memory(
     config: Config, model: ModelFacts, *, targets: int = 0, heads: int = 0, on_gpu: bool = False
 ) -> WorkerMemory:
     """Peak of one student process: fp32 weights, gradients, two Adam moments and AdamW's temporaries, all sharded
-    over dp x tp, the unsharded copy of the largest FSDP unit, activations of one micro-batch, and its logits."""
-    dp, tp = config.student.parallel.dp, config.student.parallel.tp
+    over dp / replicas x tp, the gathered copy of the largest FSDP unit (of all units where there is one shard),
+    activations of one micro-batch, and its logits."""
+    parallel = config.student.parallel
+    tp, shards = parallel.tp, parallel.dp // parallel.replicas
     item = ITEM_SIZE[config.student.dtype]
-    shard = ceil(model.parameters / (dp * tp))
+    shard = ceil(model.parameters / (shards * tp))
     tokens = config.train.micro_batch_size * row_width(config.data.max_length, on_gpu=on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
     tables = embedding if model.tied else 2 * embedding
@@ -118,27 +124,41 @@ def student_memory(
     unit = max(layer, tables) // tp
     return WorkerMemory(
         worker="student",
-        count=dp * tp,
+        count=parallel.dp * tp,
         weights=4 * shard,
         gradients=4 * shard,
+        accumulated=_accumulated(config, model.parameters),
         optimizer=8 * shard,
-        gathered=unit * _bytes_per_gathered(item, dp),
-        scratch=4 * shard,
+        gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
+        scratch=0 if on_gpu else 4 * shard,  # the fused AdamW of GPUs has none
         activations=_activations(config, model, tokens, item, tp),
         logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
         targets=targets,
         heads=heads,
         saving=12 * shard if config.checkpoint.every and config.checkpoint.async_save and not on_gpu else 0,
-        loading=0 if on_gpu else model.bytes_on_disk // (dp * tp),
+        loading=0 if on_gpu else model.bytes_on_disk // (shards * tp),
     )
 
 
-def _bytes_per_gathered(item: int, dp: int) -> int:
-    """Per parameter of the unit that is whole: its copy and gradient in the compute dtype, the gradient in fp32 for
-    the reduction, and with several ranks the buffer that the copy is gathered into."""
-    if dp == 1:
-        return 2 * item + (4 if item < 4 else 0)
-    return 3 * item + 4
+def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
+    """Whether gradients are reduced after the step's last micro-batch only (`student.gradient_sync`).
+
+    Args:
+        parameters: of the whole model.
+    """
+    if student.gradient_sync == "auto":
+        return 4 * parameters // student.parallel.tp <= WHOLE_GRADIENT_BYTES
+    return student.gradient_sync == "step"
+
+
+def _accumulated(config: Config, parameters: int) -> int:
+    """On one shard this *is* the gradient; a step of one micro-batch has nothing to add up."""
+    parallel = config.student.parallel
+    several = config.train.global_batch_size > parallel.dp * config.train.micro_batch_size
+    sharded = parallel.dp > parallel.replicas
+    if not (several and sharded and reduces_once_per_step(config.student, parameters)):
+        return 0
+    return 4 * ceil(parameters / parallel.tp)
 
 
 def teacher_memory(

@@ -36,6 +36,8 @@ class ParallelConfig:
     """Data-parallel size: FSDP2 shards for the student, replicas for a teacher."""
     tp: int = 1
     """Tensor-parallel size."""
+    replicas: int = 1
+    """Student only: keep so many copies of its parameters, each sharded over dp / replicas neighbouring ranks (hybrid sharding); with one copy per node only gradients travel between nodes. 1: one copy, sharded over all of dp."""
 
 
 @dataclass
@@ -55,6 +57,10 @@ class StudentConfig:
     """auto: on GPUs without masks, packed rows by variable-length kernels (of flash_attn if it is installed, else of torch) where the model allows; otherwise sdpa, or eager for a model that caps attention scores. varlen: these kernels, or an error. The others: implementations of transformers."""
     compile: bool = False
     """torch.compile each decoder layer."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Kernels of the norms, the rotary embedding and the MLP: transformers' own, or those of liger-kernel (needs the `liger` extra, a GPU and parallel.tp 1; llama, mistral, qwen2, qwen3)."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients are reduced over data-parallel ranks: once per step, which keeps a whole fp32 gradient on every rank (4 bytes per parameter / tp), or after every micro-batch, which keeps shards only; auto: once per step where that gradient takes at most 16 GiB."""
 
 
 @dataclass

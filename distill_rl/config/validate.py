@@ -18,8 +18,10 @@ NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
 POSITIVE = (
     "student.parallel.dp",
     "student.parallel.tp",
+    "student.parallel.replicas",
     "teachers[].parallel.dp",
     "teachers[].parallel.tp",
+    "teachers[].parallel.replicas",
     "teachers[].micro_batch_size",
     "data.max_length",
     "data.validation.max_documents",
@@ -90,6 +92,8 @@ def problems(config: Config) -> list[str]:
         *_ranges(config),
         *_names(config),
         *_length(config),
+        *_replicas(config),
+        *_kernels(config),
         *_batch(config),
         *_rings(config),
         *_losses(config),
@@ -112,6 +116,11 @@ def notes(config: Config) -> list[str]:
         lines.append(
             f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised, whatever loss.kd_weight and "
             "loss.ce_weight are"
+        )
+    parallel, sync = config.student.parallel, config.student.gradient_sync
+    if sync != "auto" and parallel.dp == parallel.replicas:
+        lines.append(
+            f"student.gradient_sync: {sync} changes nothing where parameters are not sharded (dp / replicas = 1)"
         )
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
@@ -203,6 +212,26 @@ def _batch(config: Config) -> Iterator[str]:
         if rest:
             rule = f"{batch} documents do not split over {who}'s dp {dp} x micro-batch {size} = {dp * size}"
             yield _line("train.global_batch_size", rule, None, f"{batch} = {whole} x {dp * size} + {rest}; {remedy}")
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    """Hybrid sharding: replicas of the student's parameters, each sharded over dp / replicas ranks."""
+    dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
+    if dp > 0 and replicas > 0 and dp % replicas:
+        divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        yield _line("student.parallel.replicas", f"must divide student.parallel.dp = {dp}", replicas,
+                    f"use one of {divisors}")  # fmt: skip
+    for key, value in values(config, "teachers[].parallel.replicas"):
+        if value > 1:
+            rule = "is for the student's parameters; the dp ranks of a teacher are replicas already"
+            yield _line(key, rule, value, "leave it at 1")
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    student = config.student
+    if student.kernels == "liger" and student.parallel.tp > 1:
+        rule = f"liger works on whole layers; student.parallel.tp is {student.parallel.tp}"
+        yield _line("student.kernels", rule, None, "set student.kernels=torch, or student.parallel.tp=1")
 
 
 def _rings(config: Config) -> Iterator[str]:

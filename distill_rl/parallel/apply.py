@@ -4,8 +4,7 @@
 
 Each step relies on the ones before: checkpointing wraps plain layers; splitting replaces parameters and thereby
 unties them; FSDP2 shards what tensor parallelism left to this rank. All parameters of a model end as DTensors on
-one mesh (with tp = 1 on its dp dimension, which is then the whole of it), so that clipping, the optimizer and
-checkpoints know one kind of parameter.
+one mesh (`World.parameter_mesh`), so that clipping, the optimizer and checkpoints know one kind of parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,7 +38,8 @@ from distill_rl.models.families import (
     decoder_layers,
     tensor_parallel_problems,
 )
-from distill_rl.parallel.mesh import DP, TP
+from distill_rl.parallel.fsdp import shard
+from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,7 +96,7 @@ def parallelize(
     compute_dtype: torch.dtype,
     compile: bool = False,
 ) -> PreTrainedModel:
-    """Shard `model` (usually on the meta device) in place over a ("dp", "tp") mesh and return it.
+    """Shard `model` (usually on the meta device) in place over the mesh of a `World` and return it.
 
     With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
     gradients are summed in fp32 over the data-parallel ranks, never averaged: the loss divides by the global count.
@@ -115,7 +114,7 @@ def parallelize(
         for layer in decoder_layers(model):
             layer.compile()
     if fsdp:
-        _shard(model, mesh[DP], compute_dtype)
+        shard(model, data_mesh(mesh), compute_dtype)
     return model
 
 
@@ -171,22 +170,3 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
         PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()
-
-
-def _shard(model: PreTrainedModel, dp_mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2 with one unit per layer and the rest in the root, even on a single rank: one code path.
-
-    Units always reshard after forward. One that stayed gathered would show plain parameters to the optimizer
-    after a forward without gradients.
-    """
-    # An output dtype would cast the hidden states between bf16 layers; the loss casts for itself.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=None)
-    units: list[nn.Module | list[nn.Module]] = [*decoder_layers(model)]
-    if not model.all_tied_weights_keys:
-        units += [model.get_input_embeddings(), model.get_output_embeddings()]
-    for unit in [*units, model]:
-        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

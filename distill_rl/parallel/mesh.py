@@ -1,7 +1,9 @@
 """Process groups: this file makes them and ends them; no other file does.
 
 A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel
-group are neighbours, because they talk the most.
+group are neighbours, because they talk the most. With `replicas` > 1 the data-parallel ranks form
+`replicas` groups of neighbours, `dp_rank = replica * (dp / replicas) + shard`: parameters are sharded inside a
+group and equal in all groups, so that only gradients, once reduced inside a group, travel between groups.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from distill_rl.errors import ConfigError, DistillError
 
 DP, TP = "dp", "tp"
+REPLICA, SHARD = "replica", "shard"
+"""The two dimensions that make up DP in a mesh with replicas."""
 
 
 @dataclass(frozen=True)
 class World:
     """One rank's view of its dp × tp ranks.
 
+    `mesh` has the dimensions (dp, tp), or (replica, shard, tp) where parameters are replicated as well as sharded.
     `owned` is true where `open_world` made the default process group, so that closing ends it.
     """
 
@@ -36,11 +41,16 @@ class World:
 
     @property
     def dp(self) -> int:
-        return self.mesh.size(0)
+        return self.world_size // self.tp
 
     @property
     def tp(self) -> int:
-        return self.mesh.size(1)
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def parameter_mesh(self) -> DeviceMesh:
+        """The mesh of every trained parameter: all of `mesh`, or without tensor parallelism its data-parallel part."""
+        return self.mesh if self.tp > 1 else data_mesh(self.mesh)
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
@@ -51,6 +61,11 @@ class World:
     def tp_group(self) -> dist.ProcessGroup:
         """The ranks that share one model and see the same rows."""
         return self.mesh.get_group(TP)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 distributes parameters over: ("dp",), or with replicas ("replica", "shard")."""
+    return mesh[REPLICA, SHARD] if REPLICA in (mesh.mesh_dim_names or ()) else mesh[DP]
 
 
 def serve_store(host: str, world_size: int, port: int = 0) -> dist.TCPStore:
@@ -80,19 +95,21 @@ def open_world(
     rank: int,
     dp: int,
     tp: int,
+    replicas: int = 1,
     device: str | torch.device = "cpu",
     store: dist.Store | None = None,
     host: str | None = None,
     port: int | None = None,
     timeout_s: float = 600.0,
 ) -> World:
-    """Make the process group and the (dp, tp) mesh of this rank; collective over all dp·tp ranks.
+    """Make the process group and the mesh of this rank; collective over all dp·tp ranks.
 
     The rendezvous is `store`, or `host` and `port`; a single rank needs neither. A process group that
     exists already with dp·tp ranks (torchrun, a test, a second engine in one process) is used as it is.
     CPUs talk gloo; GPUs talk NCCL, and gloo for tensors that lie on the CPU.
 
     Args:
+        replicas: groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas ranks.
         timeout_s: seconds that a collective waits for the others.
 
     Raises:
@@ -101,6 +118,8 @@ def open_world(
     world_size = dp * tp
     if dp < 1 or tp < 1 or not 0 <= rank < world_size:
         raise ConfigError("parallel", "0 <= rank < dp * tp with dp, tp >= 1", f"rank={rank}, dp={dp}, tp={tp}")
+    if replicas < 1 or dp % replicas:
+        raise ConfigError("parallel.replicas", f"must divide dp = {dp}", replicas)
     device = _own_device(torch.device(device), rank)
     owned = not dist.is_initialized()
     if owned:
@@ -111,10 +130,7 @@ def open_world(
             f"dp * tp must be the size of the running process group ({dist.get_world_size()})",
             f"{dp} * {tp} = {world_size}",
         )
-    mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
-    if tp > 1:
-        mesh._flatten()  # lets DTensor reduce over both dimensions at once, as the gradient norm does
-    return World(rank, world_size, device, mesh, rank // tp, rank % tp, owned)
+    return World(rank, world_size, device, _mesh(device, dp, tp, replicas), rank // tp, rank % tp, owned)
 
 
 def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
@@ -134,6 +150,20 @@ def close_world(world: World) -> None:
         return
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
+    """The flattened dimensions have process groups of their own: DP, and what the gradient norm is summed over."""
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
+        if tp > 1:
+            mesh._flatten()
+        return mesh
+    mesh = init_device_mesh(device.type, (replicas, dp // replicas, tp), mesh_dim_names=(REPLICA, SHARD, TP))
+    mesh[REPLICA, SHARD]._flatten(DP)
+    if tp > 1:
+        mesh[SHARD, TP]._flatten()
+    return mesh
 
 
 def _init_process_group(

@@ -106,6 +106,7 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
     problems += suite_problems(config, student)
     problems += extra_problems(config)
     problems += attention_problems(config, [(key, model.config) for key, model in models], gpus=facts.gpus)
+    problems += _kernel_problems(config, student, facts.gpus)
     problems += _gpu_problems(config, facts.gpus)
     problems += _space_problems(config, facts)
     if config.ray.address is None:
@@ -130,6 +131,19 @@ def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[
         if needed is not None and columns < needed:
             rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"
             yield line(f"{key}.model", rule, None, "give the tokenizer that belongs to the model")
+
+
+def _kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
+    """What `student.kernels: liger` lacks, besides the package."""
+    from distill_rl.models.kernels import liger_problems
+
+    if config.student.kernels != "liger":
+        return
+    remedy = "set student.kernels=torch"
+    if not gpus and config.ray.address is None:
+        yield line("student.kernels", "liger needs a GPU; none is visible", None, remedy)
+    if student.config is not None:
+        yield from (line("student.kernels", problem, None, remedy) for problem in liger_problems(student.config))
 
 
 def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:

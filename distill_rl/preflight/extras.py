@@ -10,15 +10,17 @@ from distill_rl.preflight.opened import line
 
 
 def extra_problems(config: Config) -> Iterator[str]:
+    dashboard = config.ray.dashboard and config.ray.address is None
     needed = {
-        "observe.wandb": (config.observe.wandb, "wandb", "wandb"),
-        "observe.mlflow": (config.observe.mlflow, "mlflow", "mlflow"),
-        "ray.dashboard": (config.ray.dashboard and config.ray.address is None, "aiohttp_cors", "dashboard"),
+        "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
+        "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),
+        "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
+        "ray.dashboard": (dashboard, "true", "aiohttp_cors", "dashboard"),
     }
-    for key, (wanted, package, extra) in needed.items():
+    for key, (wanted, value, package, extra) in needed.items():
         if wanted and not _installed(package):
             rule, remedy = f"needs {package}, which is not installed", f"pip install 'distill_rl[{extra}]'"
-            yield line(key, rule, "true", remedy)
+            yield line(key, rule, value, remedy)
 
 
 def _installed(package: str) -> bool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.losses import Bridge, LearnableProjection
-from distill_rl.parallel.mesh import DP, World
+from distill_rl.parallel.mesh import World
 from distill_rl.types import Crossing
 
 Way = tuple[str, Bridge | LearnableProjection]
@@ -44,7 +44,7 @@ def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
         return crossing.method, bridge
     projection = LearnableProjection(bridge)
     # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints know one kind.
-    mesh = world.mesh if world.tp > 1 else world.mesh[DP]
+    mesh = world.parameter_mesh
     placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     projection.logits = nn.Parameter(placed)
     return crossing.method, projection

@@ -21,15 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill_rl.config.facts import running_teachers
+from distill_rl.config.memory import reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
-from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
+from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
 from distill_rl.models.varlen import Documents
 from distill_rl.observe.metrics import Metric
-from distill_rl.parallel.mesh import World
+from distill_rl.parallel.fsdp import GradientReduction, reshard
+from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.bridges import complete_gradient, open_bridges, save_learnt
@@ -88,6 +91,8 @@ class StudentEngine:
             revision=student.revision,
             packing=config.data.packing,
         )
+        if student.kernels == "liger":
+            use_liger(self.model)
         self.crossings = tuple(crossings)
         bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
         heads = open_heads(
@@ -102,7 +107,9 @@ class StudentEngine:
         """r of `loss.dynamic_scale`: CE / KD of the step before"""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.trained, config.optimizer)
+        self.optimizer = build_optimizer(self.trained, config.optimizer, fused=world.device.type == "cuda")
+        once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.model.parameters()))
+        self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
         self.guard = Guard(config.faults)
         self._writer = Writer(world, config.ray.step_timeout_s)
@@ -130,15 +137,20 @@ class StudentEngine:
         return metrics | self.optim_step()
 
     def forward_backward(
-        self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()
+        self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
     ) -> dict[str, Metric]:
-        """Adds the gradient of `batch` to the parameters' `.grad`, micro-batch by micro-batch."""
+        """Computes the gradient of `batch`, micro-batch by micro-batch, and adds it to what the step has so far.
+
+        Args:
+            last: no further call comes before `optim_step`. Only then are gradients complete in the parameters'
+                `.grad`; before, they may be in FSDP2's buffers.
+        """
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
-                self.kd_scale = self._ratio(self._sweep(batch, targets, self.objective.blend(scores), backward=False))
+                self.kd_scale = self._ratio(self._sweep(batch, targets, self.objective.blend(scores)))
         blend = self.objective.blend(scores, self.kd_scale)
-        sums = self._sweep(batch, targets, blend, backward=True)
+        sums = self._sweep(batch, targets, blend, backward=True, last=last)
         kd, ce = sums.kd_and_ce
         self._loss += (blend.kd * kd + blend.ce * ce) / max(batch.num_labels, 1)
         if dynamic == "on":
@@ -152,6 +164,7 @@ class StudentEngine:
         """Clips, updates the weights with this step's learning rate, and clears the gradients; or skips the step, for a
         reason that all ranks see alike (`Guard`)."""
         step = self.step + 1
+        reshard(self.model)
         for parameter in self.objective.parameters():
             complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
@@ -181,8 +194,9 @@ class StudentEngine:
         blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
         try:
-            sums = self._sweep(batch, targets, blend, backward=False)
+            sums = self._sweep(batch, targets, blend)
         finally:
+            reshard(self.model)
             self.model.train()
         report = self._metrics("validation", batch, sums, blend)
         return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
@@ -248,6 +262,7 @@ class StudentEngine:
 
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
         """Writes the student as a Hugging Face folder; collective."""
+        reshard(self.model)
         export_model(
             self.model,
             source=self.config.student.model,
@@ -262,10 +277,15 @@ class StudentEngine:
         if self.world.rank == 0:
             save_learnt(self.objective.learnt, self.crossings, Path(folder))
 
-    def _sweep(self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool) -> LossSums:
+    def _sweep(
+        self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False
+    ) -> LossSums:
         """All micro-batches, also those without a label: the other ranks wait for their collectives."""
         sums = LossSums(len(self.objective.teachers), self.world.device)
+        end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
+            if backward:
+                self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             labels = to_device(rows.labels, self.world.device)
             start = first_row - batch.first_row
             chunks = [each and each[start : start + rows.shape[0]] for each in batch.chunks]
@@ -315,6 +335,7 @@ class StudentEngine:
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of the model by their names, and what else is trained, under `objective.`."""
+        reshard(self.model)
         named = dict(self.model.named_parameters())
         return named | {f"objective.{name}": parameter for name, parameter in self.objective.named_parameters()}
 
@@ -333,5 +354,7 @@ class StudentEngine:
 
 def _on_device(target: Target, device: torch.device) -> Target:
     values = {each.name: getattr(target, each.name) for each in fields(target)}
-    moved: dict[str, Any] = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
+    moved: dict[str, Any] = {
+        name: tensor_to_device(each, device) for name, each in values.items() if isinstance(each, Tensor)
+    }
     return replace(target, **moved)

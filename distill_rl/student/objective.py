@@ -19,6 +19,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.losses import Bridge, Chunks, DenseLogits, HiddenStates, LearnableProjection, chunk_kd_loss, kd_loss
 from distill_rl.losses.shards import split
 from distill_rl.losses.targets import Teacher, Wire
+from distill_rl.models.inputs import to_device
 from distill_rl.observe.metrics import Metric
 from distill_rl.student.heads import TeacherHead
 from distill_rl.types import ChunkRows
@@ -261,7 +262,7 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
     first = np.cumsum(counts) - counts
 
     def flattened(side: np.ndarray) -> Tensor:
-        return torch.tensor(np.where(side >= 0, side + first[:, None], -1).ravel(), dtype=torch.int64, device=device)
+        return to_device(np.where(side >= 0, side + first[:, None], -1).ravel(), device)
 
     return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
 

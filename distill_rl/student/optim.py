@@ -1,6 +1,6 @@
 """AdamW over sharded parameters, the learning rate as a pure function of the step, and global-norm clipping.
 
-Every parameter is a DTensor on the full (dp, tp) mesh, so that all of this is plain torch without a special case.
+Every parameter is a DTensor on one mesh (`World.parameter_mesh`), so that all of this is plain torch without a special case.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from torch.distributed.tensor import DTensor
 from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with decoupled decay on matrices only.
 
     Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg`, `exp_avg_sq` like
     the parameter, `step` fp32 scalar) exists from the start: memory is known before the first step, and a
     checkpoint has the same content at any step. The learning rate is set before each step from a `Schedule`.
+
+    Args:
+        fused: one kernel per step that reads and writes everything once and needs no temporaries; else torch's foreach
+            implementation. `step` lies on the parameter's device for the fused kernel and on the CPU for foreach, which
+            reads it there; checkpoints of one load into the other.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -28,11 +33,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     ]
     beta1, beta2 = config.betas
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(beta1, beta2), eps=config.eps, foreach=True
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        foreach=not fused,
+        fused=fused,
     )
     for parameter in trainable:
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }

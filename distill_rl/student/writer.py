@@ -13,6 +13,7 @@ from distill_rl.errors import CheckpointError
 from distill_rl.files import write_json
 from distill_rl.parallel.mesh import World, open_group_beside
 from distill_rl.student.checkpoint import Snapshot, save
+from distill_rl.student.staging import Staging
 
 
 class Writer:
@@ -28,6 +29,7 @@ class Writer:
     def __init__(self, world: World, timeout_s: float):
         self._world, self._timeout_s = world, timeout_s
         self._group: dist.ProcessGroup | None = None
+        self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -43,7 +45,9 @@ class Writer:
         self.wait()
         if self._group is None:
             self._group = open_group_beside(self._world, self._timeout_s)
-        arguments = (snapshot.copied(), Path(directory), Path(marker))
+        if self._staging is None and self._world.device.type == "cuda":
+            self._staging = Staging(self._world.device)
+        arguments = (snapshot.copied(self._staging), Path(directory), Path(marker))
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 

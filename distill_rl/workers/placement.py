@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.config.facts import running_teachers
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_crossing
 
@@ -81,6 +81,9 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
     `disaggregated`: a bundle and a GPU for every rank; the student and the teachers on `nodes` of their own where
     there are enough of them.
 
+    With `student.parallel.replicas` > 1 the ranks of a replica, which are neighbours, sit on one node where some node has
+    room for all of them; otherwise, and without replicas, Ray packs the bundles on as few nodes as it can.
+
     Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
     gives them a share of one, they sit with the ranks, in turn. The evaluator, which there is where suites are asked
     for, has a bundle of its own, with a GPU if one is left over; else `evaluate.gpu_share` of the first.
@@ -121,10 +124,14 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
         of_gpu = 1.0 if gpus and name in alone else 0.0
         bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
         seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
-    own = _nodes_apart(bundles[:ranks], len(student), nodes) if apart else None
-    if own:
-        require_crossing(config.transport)
-    pinned = (*own, *[None] * (len(bundles) - ranks)) if own else ()
+    own: Sequence[str] | None
+    if apart:
+        own = _nodes_apart(bundles[:ranks], len(student), nodes)
+        if own:
+            require_crossing(config.transport)
+    else:
+        own = _replicas_together(bundles, config.student.parallel, nodes)
+    pinned = (*own, *[None] * (len(bundles) - len(own))) if own else ()
     return SeatingPlan(tuple(bundles), seats, pinned)
 
 
@@ -146,6 +153,28 @@ def _nodes_apart(bundles: Sequence[Mapping[str, float]], num_student: int, nodes
                 chosen.append(node.node_id)
         if waiting:
             return None
+    return chosen
+
+
+def _replicas_together(
+    bundles: Sequence[Mapping[str, float]], parallel: ParallelConfig, nodes: Sequence[Node]
+) -> list[str] | None:
+    """A node for every bundle with a rank of the student, the same for all ranks of a replica; None where there is one
+    replica or one node, or where no node has room for a whole replica."""
+    if parallel.replicas == 1 or len(nodes) < 2:
+        return None
+    rooms = {node.node_id: Counter(node.resources) for node in nodes}
+    size = parallel.dp // parallel.replicas * parallel.tp
+    chosen: list[str] = []
+    for first in range(0, parallel.replicas * size, size):
+        asked: Counter[str] = Counter()
+        for bundle in bundles[first : first + size]:
+            asked.update(bundle)  # type: ignore[arg-type]
+        home = next((n for n, room in rooms.items() if all(room[r] >= count for r, count in asked.items())), None)
+        if home is None:
+            return None
+        rooms[home].subtract(asked)
+        chosen += [home] * size
     return chosen
 
 

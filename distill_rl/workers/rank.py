@@ -134,7 +134,13 @@ class RankWorker:
         store = self._store or join_store(host, port, parallel.dp * parallel.tp)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() else "cpu"
         self._world = open_world(
-            rank=rank, dp=parallel.dp, tp=parallel.tp, device=device, store=store, timeout_s=deadline_s
+            rank=rank,
+            dp=parallel.dp,
+            tp=parallel.tp,
+            replicas=parallel.replicas,
+            device=device,
+            store=store,
+            timeout_s=deadline_s,
         )
         return self._world
 

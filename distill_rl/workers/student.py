@@ -104,7 +104,8 @@ class StudentWorker(RankWorker):
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
-            metrics = self._engine.forward_backward(batch, targets, self._scores(batch, teacher_sizes, published))
+            scores = self._scores(batch, teacher_sizes, published)
+            metrics = self._engine.forward_backward(batch, targets, scores, last=last)
         if last:
             metrics |= self._engine.optim_step()
         self._next_wave = 0 if last else wave + 1

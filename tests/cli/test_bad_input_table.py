@@ -91,7 +91,8 @@ def _stranger() -> PreTrainedTokenizerFast:
 
 def settings(place: Place) -> Ended:
     config = place.config("settings", student={"dtype": "fp32"})
-    return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel.dp=3")
+    return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
+                      "student.parallel.replicas=2")  # fmt: skip
 
 
 def models_and_files(place: Place) -> Ended:
@@ -105,7 +106,7 @@ def models_and_files(place: Place) -> Ended:
     return distill_rl(
         "train", "-c", config, "data.max_length=4096", "loss.top_k=1000", "transport=cuda_ipc", "run.dir=/proc/runs",
         "evaluate.suites=[exact_match]", f"evaluate.data={place.root}/questions.jsonl", "aligner.dp.backend=cuda",
-        "aligner.num_gpus=0.1",
+        "aligner.num_gpus=0.1", "student.kernels=liger",
     )  # fmt: skip
 
 
@@ -143,6 +144,13 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "missing value": ("student.model:", "missing value", "set it in the file or add student.model="),
         "wrong type": ("train.epochs", "a number", "many"),
         "batch does not divide": ("train.global_batch_size", "8", "dp 3", "use"),
+        "replicas do not divide": (
+            "student.parallel.replicas",
+            "must divide student.parallel.dp = 1",
+            "2",
+            "use one of",
+        ),
+        "replicas of a teacher": ("teachers.0.parallel.replicas", "for the student's parameters", "3", "leave it at 1"),
     },
     models_and_files: {
         "another vocabulary of the same size": (
@@ -161,6 +169,8 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "a slow tokenizer": ("teachers.6.tokenizer", "must be a fast tokenizer", "ByT5Tokenizer", "tokenizer.json"),
         "top_k over the vocabulary": ("loss.top_k", "320 ids of the student's tokenizer", "1000", "use 320 or less"),
         "CUDA IPC without GPUs": ("transport", "cuda_ipc", "GPU", "transport="),
+        "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install 'distill_rl[liger]'"),
+        "kernels without a GPU": ("student.kernels", "needs a GPU; none is visible", "set student.kernels=torch"),
         "a GPU asked, none visible": ("aligner.dp.backend", "none is visible", "cuda", "numba"),
         "flash attention without its package": ("teachers.0.attention", "flash_attn", "not installed", "pip install"),
         "flash attention without a GPU": ("teachers.0.attention", "needs a GPU", "flash_attention_2", "attention=auto"),

@@ -33,16 +33,16 @@ POSITIONS = torch.cat([torch.arange(5), torch.arange(7)])[None]
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]
 
 
-def in_world(dp: int, tp: int) -> World:
-    return open_world(rank=ranks.rank(), dp=dp, tp=tp, store=ranks.store(), timeout_s=60)
+def in_world(dp: int, tp: int, replicas: int = 1) -> World:
+    return open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=ranks.store(), timeout_s=60)
 
 
 # --- round trip: load, export
 
 
-def round_trip(dp: int, tp: int, sources: list[str], out: str) -> list[str]:
+def round_trip(dp: int, tp: int, replicas: int, sources: list[str], out: str) -> list[str]:
     """Export every untrained model and return what is wrong with the shards on the way."""
-    world = in_world(dp, tp)
+    world = in_world(dp, tp, replicas)
     problems = []
     for source in sources:
         model = load_model(source, world, role="student", dtype="bf16")
@@ -70,9 +70,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
-def test_sharded_load_and_export_give_the_same_bytes(sources: list[str], tmp_path: Path, dp: int, tp: int) -> None:
-    assert run_ranks(dp * tp, round_trip, dp, tp, sources, str(tmp_path), group=False) == [[]] * (dp * tp)
+@pytest.mark.parametrize(
+    ("dp", "tp", "replicas"), [*((dp, tp, 1) for dp, tp in LAYOUTS), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
+)
+def test_sharded_load_and_export_give_the_same_bytes(sources, tmp_path: Path, dp: int, tp: int, replicas: int) -> None:
+    assert run_ranks(dp * tp, round_trip, dp, tp, replicas, sources, str(tmp_path), group=False) == [[]] * (dp * tp)
     for source in map(Path, sources):
         wanted = load_file(source / "model.safetensors")
         found = load_file(tmp_path / source.name / "model.safetensors")

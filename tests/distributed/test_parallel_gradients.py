@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from distill_rl.models import families
 from distill_rl.models.load import load_model
-from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.parallel.fsdp import GradientReduction, reshard
+from distill_rl.parallel.mesh import close_world, data_mesh, open_world
 from tests.helpers import ranks
 from tests.helpers.engines import relative_l2
 from tests.helpers.ranks import run_ranks
@@ -24,7 +25,7 @@ VOCABULARY = 507
 """Odd: both the tensor-parallel and the data-parallel shards of the embeddings are uneven."""
 FIRST = 5
 """Length of the first document of every packed row."""
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
 SPLIT = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "phi3", "llama-biased", "qwen3-wide-heads", "mistral-window"]
 WHOLE = ["gemma2"]
 TIED = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
@@ -41,9 +42,9 @@ class Step:
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """4 rows of two documents: ids, position ids, labels [4, 12]."""
-    ids = torch.randint(5, VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(FIRST), torch.arange(12 - FIRST)]).repeat(4, 1)
+    """8 rows of two documents: ids, position ids, labels [8, 12]."""
+    ids = torch.randint(5, VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(FIRST), torch.arange(12 - FIRST)]).repeat(8, 1)
     labels = ids.roll(-1, 1)
     labels[:, [FIRST - 1, -1]] = -100
     return ids, positions, labels
@@ -54,16 +55,18 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum") / 40
 
 
-def steps(dp: int, tp: int, cases: list[tuple[str, bool]]) -> list[Step]:
+def steps(dp: int, tp: int, replicas: int, cases: list[tuple[str, bool]]) -> list[Step]:
     """One step on every model: two micro-batches, an evaluation after each, then clipping."""
-    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, store=ranks.store(), timeout_s=60)
-    share = slice(world.dp_rank * 4 // dp, (world.dp_rank + 1) * 4 // dp)
-    found = [step(world, path, recompute, share) for path, recompute in cases]
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=ranks.store(), timeout_s=60)
+    share = slice(world.dp_rank * 8 // dp, (world.dp_rank + 1) * 8 // dp)
+    found = [
+        step(world, path, recompute, share, once=number % 2 == 0) for number, (path, recompute) in enumerate(cases)
+    ]
     close_world(world)
     return found
 
 
-def step(world, path: str, recompute: bool, share: slice) -> Step:
+def step(world, path: str, recompute: bool, share: slice, once: bool) -> Step:
     model = load_model(path, world, role="student", dtype="fp32", activation_checkpointing=recompute)
     ids, positions, labels = (part[share] for part in batch())
     problems = [
@@ -72,7 +75,9 @@ def step(world, path: str, recompute: bool, share: slice) -> Step:
         if parameter.device_mesh.size() != world.world_size
     ]
     half = len(ids) // 2
+    reduction = GradientReduction(model, data_mesh(world.mesh), once=once)
     for rows in (slice(0, half), slice(half, None)):
+        reduction.before_micro_batch(last=rows.stop is None)
         logits = families.logits(model, ids[rows], positions[rows])
         if isinstance(logits, DTensor) != (world.tp > 1) or logits.shape != (half, 12, VOCABULARY):
             problems.append(f"logits {type(logits)} {tuple(logits.shape)}")
@@ -80,6 +85,7 @@ def step(world, path: str, recompute: bool, share: slice) -> Step:
         with torch.no_grad():
             families.logits(model.eval(), ids[rows], positions[rows])
         model.train()
+    reshard(model)
     gradients = whole_gradients(model)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()
     return Step(gradients, norm, whole_gradients(model), problems)
@@ -112,13 +118,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
     return made
 
 
-@pytest.mark.parametrize(("dp", "tp"), LAYOUTS)
-def test_a_step_of_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int) -> None:
+@pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS)
+def test_a_step_of_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
     names = [name for name in models if tp == 1 or name.removesuffix("-tied") not in WHOLE]
     cases = [(models[name][0], name.startswith(("qwen", "phi3", "gpt2-"))) for name in names]
-    for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, cases, group=False, timeout=240)):
+    for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):
         for name, step in zip(names, found, strict=True):
-            where = f"{name} on rank {rank} of dp {dp}, tp {tp}"
+            where = f"{name} on rank {rank} of dp {dp}, tp {tp}, replicas {replicas}"
             wanted = models[name][1]
             norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
             assert step.problems == [], where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from tests.helpers.models import write_tiny_model
 pytestmark = pytest.mark.ranks
 
 VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
 STUDENTS = {
     "llama-tied": {"family": "llama", "tie": True},
     # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
@@ -73,26 +74,39 @@ def _fitting(pack):
     return pack
 
 
-def gradients(dp: int, tp: int, students: dict[str, Path], teacher: Path) -> dict:
-    """On a rank: per student and micro-batch size, the whole gradient and its norm as clipping sees it."""
-    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teacher: Path) -> dict:
+    """On a rank: per student, micro-batch size and way of reducing, the whole gradient and its norm as clipping sees it.
+
+    The batch comes in two calls, as a batch does whose targets do not fit into a ring, with an evaluation between and
+    after them.
+    """
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
+    half = batch.rows.shape[0] // 2
+    first, second = (
+        replace(batch, rows=batch.rows[:half]),
+        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
+    )
     config = engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     found = {}
     for name, path in students.items():
         config.student.model = str(path)
-        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
-        for size in MICRO_BATCHES[name]:
-            config.train.micro_batch_size = size
-            engine.forward_backward(batch, source)
-            whole = whole_gradients(engine.model)
-            # A forward pass without gradients must leave no trace in the parameters.
-            engine.evaluate(batch, source)
-            norm = clip_gradients(engine.parameters, 0.0).item()
-            engine.optimizer.zero_grad()
-            found[name, size] = (whole if world.rank == 0 else None, norm)
+        for sync in ("step", "micro_batch"):
+            config.student.gradient_sync = sync
+            engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+            for size in MICRO_BATCHES[name]:
+                config.train.micro_batch_size = size
+                engine.forward_backward(first, source, last=False)
+                # A forward pass without gradients must leave no trace in the parameters or what was added up so far.
+                engine.evaluate(batch, source)
+                engine.forward_backward(second, source, last=True)
+                whole = whole_gradients(engine.model)
+                engine.evaluate(batch, source)
+                norm = clip_gradients(engine.parameters, 0.0).item()
+                engine.optimizer.zero_grad()
+                found[name, size, sync] = (whole if world.rank == 0 else None, norm)
     return found
 
 
@@ -120,14 +134,14 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
     return wanted
 
 
-@pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
-    found = ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)
-    for (name, size), (gradient, norm) in found[0].items():
+@pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
+def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
+    found = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
+    for (name, size, sync), (gradient, norm) in found[0].items():
         error = relative_l2(gradient, references[name])
-        assert error < 1e-5, f"{name}, micro-batch {size}: {error:.1e}"
+        assert error < 1e-5, f"{name}, micro-batch {size}, {sync}: {error:.1e}"
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
-        assert all(other[name, size][1] == norm for other in found), "every rank must scale by the same factor"
+        assert all(other[name, size, sync][1] == norm for other in found), "every rank must scale by the same factor"
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, micro-batch {size}"
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
@@ -218,6 +219,9 @@ def _call(number: int, request: tuple, payload: bytes) -> bytes:
         return _pickled_error(moment or time.monotonic(), RankError(number, text, raised))
     finally:
         _place = None
+        # DTensor keeps the meshes of what it has computed, and takes one of equal ranks and names for the next call's,
+        # whose process groups are others.
+        _clear_sharding_prop_cache()
 
 
 def _pickled_error(moment: float, error: RankError) -> bytes:

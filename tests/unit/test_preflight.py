@@ -75,6 +75,18 @@ def test_the_validation_split_is_counted_apart(material):
     assert facts.total_steps == 12
 
 
+def test_kernels_that_a_family_lacks_are_refused(problems, material, monkeypatch):
+    monkeypatch.setattr("distill_rl.preflight.visible_gpus", lambda: 1)
+    monkeypatch.setattr("distill_rl.preflight.extras._installed", lambda package: True)
+    # auto would choose CUDA IPC, of which this machine has nothing
+    asked = ("student.kernels=liger", "transport=shared_memory")
+    assert problems(*asked) == []
+    line = only(problems(*asked, f"student.model={material}/gemma2", f"teachers.0.model={material}/gemma2"))
+    assert line.startswith(
+        "student.kernels: liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2; set student"
+    )
+
+
 def test_teachers_that_do_not_run_are_not_opened(problems):
     assert problems("teachers.0.model=/nowhere", "loss.kd_weight=0", "loss.ce_weight=1") == []
 

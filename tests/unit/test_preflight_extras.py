@@ -14,6 +14,7 @@ from distill_rl.preflight.extras import extra_problems
 
 def asked() -> Config:
     config = Config()
+    config.student.kernels = "liger"
     config.observe.wandb = config.observe.mlflow = config.ray.dashboard = True
     return config
 
@@ -21,6 +22,7 @@ def asked() -> Config:
 def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     assert list(extra_problems(asked())) == [
+        "student.kernels: needs liger_kernel, which is not installed; got liger; pip install 'distill_rl[liger]'",
         "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
         "observe.mlflow: needs mlflow, which is not installed; got true; pip install 'distill_rl[mlflow]'",
         "ray.dashboard: needs aiohttp_cors, which is not installed; got true; pip install 'distill_rl[dashboard]'",
@@ -40,7 +42,7 @@ def test_a_package_is_no_problem_and_a_folder_of_its_name_is_no_package(monkeypa
     assert list(extra_problems(asked())) == []
     monkeypatch.undo()
     monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None))
-    assert len(list(extra_problems(asked()))) == 3
+    assert len(list(extra_problems(asked()))) == 4
 
 
 def test_the_folder_that_wandb_leaves_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

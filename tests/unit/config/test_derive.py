@@ -5,7 +5,7 @@ import pytest
 from distill_rl.config.derive import EXPORTS, aligner_workers, sizes, total_steps
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.load import load_config
-from distill_rl.config.memory import student_memory, teacher_memory
+from distill_rl.config.memory import WHOLE_GRADIENT_BYTES, student_memory, teacher_memory
 from distill_rl.data.loader import Loader
 from distill_rl.types import TrainState
 
@@ -160,9 +160,31 @@ def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
     assert (whole.count, split.count) == (1, 4)
 
 
-def test_gathering_a_unit_over_ranks_needs_a_buffer_more(load):
+def test_one_shard_keeps_a_copy_of_all_weights_and_several_gather_a_unit(load):
     one, two = (student_memory(load(f"student.parallel.dp={dp}"), MODEL).gathered for dp in (1, 2))
-    assert (one, two) == (2 * 8000 * 256 * 8, 2 * 8000 * 256 * 16)
+    unit = 2 * 8000 * 256  # both tables
+    assert (one, two) == (4 * MODEL.parameters + unit * 12, unit * 16)
+    replicated = student_memory(load("student.parallel={dp: 2, replicas: 2}"), MODEL)
+    assert (replicated.gathered, replicated.weights, replicated.count) == (one, 4 * MODEL.parameters, 2)
+
+
+def test_one_reduction_per_step_costs_a_whole_gradient_on_every_rank(load):
+    def accumulated(*settings: str, model=MODEL) -> int:
+        config = load("student.parallel={dp: 2, tp: 2}", "train.global_batch_size=16", *settings)
+        return student_memory(config, model).accumulated
+
+    assert accumulated() == accumulated("student.gradient_sync=step") == 2 * MODEL.parameters
+    assert accumulated("student.gradient_sync=micro_batch") == 0
+    large = replace(MODEL, parameters=2 * WHOLE_GRADIENT_BYTES // 4)
+    assert accumulated(model=large) == WHOLE_GRADIENT_BYTES
+    assert accumulated(model=replace(large, parameters=large.parameters + 2)) == 0
+    assert accumulated("train.micro_batch_size=8") == 0, "one micro-batch has nothing to add up"
+    assert accumulated("student.parallel.replicas=2") == 0, "one shard: the sum is the gradient itself"
+
+
+def test_the_fused_optimizer_of_gpus_needs_no_scratch(load):
+    assert student_memory(load(), MODEL).scratch == 4 * MODEL.parameters
+    assert student_memory(load(), MODEL, on_gpu=True).scratch == 0
 
 
 def test_what_projections_in_one_make_is_whole_on_every_rank(load):

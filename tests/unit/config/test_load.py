@@ -126,7 +126,10 @@ def test_a_missing_file_a_folder_and_bad_bytes_give_one_line(tmp_path):
         ),
         ("optimizer.betas.1=x", "optimizer.betas.1: must be a number; got 'x'"),
         ("data.packing=3", "data.packing: must be true or false; got 3; for example data.packing=true"),
-        ("student={parallel: 3}", "student.parallel: must be a section with the keys dp, tp; got 3; indent its keys"),
+        (
+            "student={parallel: 3}",
+            "student.parallel: must be a section with the keys dp, tp, replicas; got 3; indent its keys",
+        ),
         ("teachers.0=llama", "teachers.0: must be a section with the keys name, model"),
         ("teachers=3", "teachers: must be a list of sections; got 3"),
         (

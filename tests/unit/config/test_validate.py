@@ -43,6 +43,19 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["train.global_batch_size=0"], "train.global_batch_size: must be 1 or more; got 0"),
         (["train.micro_batch_size=0"], "train.micro_batch_size: must be 1 or more; got 0"),
         (["student.parallel.dp=0"], "student.parallel.dp: must be 1 or more; got 0"),
+        (
+            ["student.parallel={dp: 4, replicas: 3}"],
+            "student.parallel.replicas: must divide student.parallel.dp = 4; got 3; use one of 1, 2, 4",
+        ),
+        (["student.parallel.replicas=0"], "student.parallel.replicas: must be 1 or more; got 0"),
+        (
+            ["teachers.0.parallel={dp: 2, replicas: 2}"],
+            "teachers.0.parallel.replicas: is for the student's parameters; the dp ranks of a teacher are replicas already",
+        ),
+        (
+            ["student.kernels=liger", "student.parallel.tp=2"],
+            "student.kernels: liger works on whole layers; student.parallel.tp is 2; set student.kernels=torch, or",
+        ),
         (["teachers.0.parallel.tp=-2"], "teachers.0.parallel.tp: must be 1 or more; got -2"),
         (["teachers.0.micro_batch_size=0"], "teachers.0.micro_batch_size: must be 1 or more; got 0"),
         (["data.max_length=0"], "data.max_length: must be 1 or more; got 0"),
@@ -199,5 +212,8 @@ def test_notes_say_what_may_surprise(load):
     assert note == "loss.kd_weight is 0: no teacher is started"
     (note,) = notes(load("loss.dynamic_scale=on"))
     assert note.startswith("loss.dynamic_scale is on: r KD + CE is minimised, whatever loss.kd_weight")
+    (note,) = notes(load("student.gradient_sync=micro_batch", "student.parallel={dp: 2, replicas: 2}"))
+    assert note.startswith("student.gradient_sync: micro_batch changes nothing where parameters are not sharded")
+    assert notes(load("student.gradient_sync=micro_batch", "student.parallel={dp: 4, replicas: 2}")) == []
     (note,) = notes(load("data.validation.fraction=0.1"))
     assert note.startswith("evaluate.every is 0")

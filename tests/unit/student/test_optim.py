@@ -105,3 +105,25 @@ def test_norm_of_a_gradient_with_a_nan_is_nan():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, float("nan")])
     assert math.isnan(clip_gradients([parameter], 1.0).item())
+
+
+def gradients_of(model: nn.Module, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draw)
+
+
+def test_fused_and_foreach_take_the_same_steps():
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+    models = {fused: small_model() for fused in (False, True)}
+    for fused, model in models.items():
+        optimizer = build_optimizer(model, config, fused=fused)
+        assert {group["fused"] for group in optimizer.param_groups} == {fused}
+        assert all(group["foreach"] != fused for group in optimizer.param_groups)
+        for seed in range(5):
+            gradients_of(model, seed)
+            optimizer.step()
+        assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
+        assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+    for ours, theirs in zip(models[False].parameters(), models[True].parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -188,3 +188,18 @@ def test_a_disaggregated_evaluator_is_on_any_node():
     plan = seat(evaluated("disaggregated", student=(1, 1), teachers=((1, 1),)), 0, gpus=4, nodes=nodes)
     assert plan.nodes == ("a", "b", None)
     assert plan.seats[EVALUATOR].num_gpus == 1.0
+
+
+def test_ranks_of_a_replica_are_pinned_to_one_node_each():
+    asked = config(student=(4, 2, 2), teachers=((2, 1),))
+    nodes = [Node("a", {"CPU": 99.0, "GPU": 6.0}), Node("b", {"CPU": 99.0, "GPU": 4.0})]
+    plan = seat(asked, gpus=10, nodes=nodes)
+    assert plan.nodes[:8] == ("a",) * 4 + ("b",) * 4
+    assert set(plan.nodes[8:]) == {None}, "an aligner is on any node"
+    assert len(plan.nodes) == len(plan.bundles)
+
+
+def test_replicas_that_no_node_has_room_for_are_packed_by_ray():
+    nodes = [Node(name, {"CPU": 99.0, "GPU": 3.0}) for name in "abc"]
+    assert seat(config(student=(4, 2, 2)), gpus=9, nodes=nodes).nodes == ()
+    assert seat(config(student=(4, 2, 2)), gpus=9, nodes=nodes[:1]).nodes == ()

@@ -1,0 +1,50 @@
+"""Kernels of the liger-kernel package for the norms, the rotary embedding and the MLP of a student."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LIGER = {
+    "llama": "apply_liger_kernel_to_llama",
+    "mistral": "apply_liger_kernel_to_mistral",
+    "qwen2": "apply_liger_kernel_to_qwen2",
+    "qwen3": "apply_liger_kernel_to_qwen3",
+}
+"""Model type → the function of `liger_kernel.transformers` that replaces RMSNorm, rotary embedding and SwiGLU."""
+
+
+def liger_problems(hf_config: Any) -> list[str]:
+    """Why a model cannot use `student.kernels: liger`, one line each: the rule and the value."""
+    if hf_config.model_type not in LIGER:
+        return [f"liger replaces parts of {', '.join(LIGER)}; got {hf_config.model_type}"]
+    if hf_config.hidden_act not in ("silu", "swish"):
+        return [f"liger's MLP needs hidden_act silu; got {hf_config.hidden_act}"]
+    return []
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Make `model` compute RMSNorm, rotary embedding and SwiGLU by liger's Triton kernels; its loss stays as it is.
+
+    Norms and MLPs get another `forward`, with their parameters where they are: before or after FSDP2, and also on the
+    meta device. The rotary embedding is a function of transformers' module of the family, so it is replaced for all models
+    of that family in this process.
+
+    Raises:
+        ConfigError: the package is missing, or has no kernels for this model.
+    """
+    problems = liger_problems(model.config)
+    if problems:
+        raise ConfigError.many([f"student.kernels: {problem}; set student.kernels=torch" for problem in problems])
+    try:
+        from liger_kernel import transformers as liger
+    except ImportError as error:
+        remedy = "pip install 'distill_rl[liger]', or set student.kernels=torch"
+        raise ConfigError("student.kernels", "liger needs liger_kernel and triton", str(error), remedy) from error
+    getattr(liger, LIGER[model.config.model_type])(
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
+    )

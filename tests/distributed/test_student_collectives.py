@@ -1,0 +1,109 @@
+"""What a training step sends and converts: gradients once per step, weights of a single shard once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distill_rl.parallel.fsdp import units
+from distill_rl.parallel.mesh import open_world
+from distill_rl.student.engine import StudentEngine
+from tests.helpers import ranks
+from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows, whole_parameters
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY, WIDTH, MICRO_BATCHES = 320, 24, 4
+NAMES = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+}
+
+
+class Work(TorchDispatchMode):
+    """Collectives by name, and parameters converted from fp32 to bf16 (as many as the model has: 1.0)."""
+
+    def __init__(self, parameters: int):
+        super().__init__()
+        self.parameters = parameters
+        self.sent: Counter[str] = Counter()
+        self.converted = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.sent[NAMES.get(name, name)] += 1
+        # FSDP2 keeps shards as vectors; activations have three dimensions or more.
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16 and args[0].ndim == 1:
+            self.converted += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def work(dp: int, replicas: int, sync: str, student: Path) -> tuple[dict[str, int], float, int]:
+    """Of forward and backward of a step: collectives, weights converted as a share of the model, and FSDP's units."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=1, replicas=replicas)
+    config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, train__micro_batch_size=1)
+    config.student.dtype, config.student.gradient_sync = "bf16", sync
+    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+    rows = token_rows([[document] for document in random_documents(MICRO_BATCHES * dp)], WIDTH)
+    batch = rank_batch(rows, world.dp_rank, dp)
+    engine.train_step(batch, no_targets)
+    with Work(sum(parameter.to_local().numel() for parameter in engine.parameters)) as mode:
+        engine.forward_backward(batch, no_targets)
+    return dict(mode.sent), mode.converted / mode.parameters, len(units(engine.model))
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "student", "llama", seed=71, vocab_size=VOCABULARY)
+
+
+def test_one_rank_sends_nothing_and_converts_its_weights_once_per_step(student):
+    for sync in ("step", "micro_batch"):
+        ((sent, converted, _),) = ranks.run_ranks(1, work, 1, 1, sync, student)
+        assert sent == {}
+        assert converted == 1.0
+
+
+def test_shards_are_gathered_for_every_pass_and_gradients_reduced_once_if_asked(student):
+    for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
+        for sent, _, count in ranks.run_ranks(2, work, 2, 1, sync, student):
+            assert sent == {"gather": 2 * MICRO_BATCHES * count, "reduce-scatter": reductions * count}
+
+
+def test_replicas_exchange_gradients_once_per_step_in_either_way(student):
+    for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
+        for sent, _, count in ranks.run_ranks(4, work, 4, 2, sync, student):
+            assert sent.pop("gather") == 2 * MICRO_BATCHES * count
+            assert sent == {"reduce-scatter": reductions * count, "all-reduce": count}
+        for sent, converted, count in ranks.run_ranks(2, work, 2, 2, sync, student):
+            assert (sent, converted) == ({"all-reduce": count}, 1.0), "replicas of one shard each"
+
+
+def with_evaluation(dp: int, replicas: int, student: Path) -> bool:
+    """Whether evaluations before, between and after steps leave the weights as they are without, bit for bit."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=1, replicas=replicas)
+    ended = []
+    for evaluated in (False, True):
+        config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, optimizer__lr=1e-2)
+        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+        for step in range(3):
+            rows = token_rows([[document] for document in random_documents(8, seed=step)], WIDTH)
+            batch = rank_batch(rows, world.dp_rank, dp)
+            if evaluated:
+                engine.evaluate(batch, no_targets)
+            engine.train_step(batch, no_targets)
+        ended.append(whole_parameters(engine.model))
+    return all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
+
+
+@pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (2, 1), (2, 2)])
+def test_evaluations_between_steps_change_no_bit_of_the_weights(student, dp: int, replicas: int):
+    assert all(ranks.run_ranks(dp, with_evaluation, dp, replicas, student))

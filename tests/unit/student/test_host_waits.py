@@ -1,0 +1,155 @@
+"""How often a training step makes the host wait for the device: the lists of docs/architecture.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill_rl.align.projection import cached_projection
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.losses import checks, chunk_task, chunks
+from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.student.optim import build_optimizer
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.engines import engine_config, engine_targets, fixed_targets, random_documents, rank_batch, token_rows
+from tests.helpers.host_waits import HostWaits
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+OURS, THEIRS, WIDTH = 320, 600, 40
+PACKING = {("_local_scalar_dense", "masking_utils.py:find_packed_sequence_indices"): 1}
+"""transformers asks whether positions restart, in every forward"""
+CHUNKS = {("nonzero", "losses/chunks.py:of"): 2, ("nonzero", "losses/chunk_task.py:make_task"): 1}
+"""the positions of either side that belong to a chunk, and those with a label: their number is the shape of what follows"""
+ONE_TO_ONE = {("nonzero", "losses/chunks.py:one_to_one"): 1}
+"""chunks of one token on either side"""
+SWEEP = {("nonzero", "losses/chunk_task.py:sweep"): 1}
+"""an order of chunks in which longer ones come last"""
+ENDS = {("tolist", "losses/chunk_task.py:ends"): 1}
+"""where groups of chunks end"""
+MICRO_BATCH = {
+    "/topk": {},
+    "/hidden": {},
+    "/logits": {},
+    "hybrid/topk": CHUNKS | ONE_TO_ONE,
+    "alm/topk": CHUNKS,
+    "strict/logits": CHUNKS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/chunk_strict.py:strict"): 1},
+    "uld/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS,
+    "gold/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS
+    | {("nonzero", "losses/chunk_dense.py:_others"): 2, ("index", "losses/chunk_dense.py:gold"): 3},
+    "xtoken/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS
+    | {
+        ("nonzero", "losses/chunk_projected.py:_top_columns"): 1,
+        ("_unique2", "losses/chunk_projected.py:xtoken"): 1,
+        ("nonzero", "losses/projection.py:__init__"): 1,
+    },
+}  # fmt: skip
+"""Of the loss, per micro-batch of the student, by loss across tokenizers / export of the teacher."""
+SUB_BATCH = {("tolist", "student/objective.py:metrics"): 1}
+STEP = {
+    ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
+    ("_local_scalar_dense", "student/engine.py:_global_loss"): 1,
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    opened = open_world(rank=0, dp=1, tp=1)
+    yield opened
+    close_world(opened)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    return {
+        "student": write_tiny_model(root / "student", "llama", seed=20, vocab_size=OURS, tokenizer=ours),
+        "teacher": write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, tokenizer=ours),
+        "other": write_tiny_model(root / "other", "llama", seed=31, hidden=48, vocab_size=THEIRS, tokenizer=theirs),
+        "projection": cached_projection(root, ours, theirs, student_columns=OURS, teacher_columns=THEIRS),
+    }
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch) -> None:
+    """Arguments are looked at on CPU tensors only (`validate=None`): here they are taken as a GPU's."""
+    for module in (checks, chunks, chunk_task.checks):
+        monkeypatch.setattr(module, "looked_at", lambda validate, tensor: False)
+
+
+def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngine, RankBatch, object]:
+    method, _, export = case.rpartition("/")
+    config = engine_config(folders["student"], [folders["other" if method else "teacher"]], loss__ce_weight=0.5)
+    config.teachers[0].export = export
+    if method:
+        student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+        plan = BatchPlan(Share(1, 4), (Share(1, 4),), WIDTH, packing=False, pad_id=7)
+        partner = Partner.of("t0", student, teacher, AlignerConfig())
+        documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
+        tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
+        _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [partner]).build(
+            DocumentBatch(0, documents, Cursor())
+        )
+        crossings, width = [Crossing(method, str(folders["projection"]))], batch.chunks[0].teacher.shape[1]
+    else:
+        documents = random_documents(8, seed=3)
+        batch = theirs = rank_batch(token_rows([[each] for each in documents], WIDTH))
+        crossings, width = [], WIDTH
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS if method else OURS)
+    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, crossings=crossings)
+    return engine, batch, fixed_targets([engine_targets(teacher, theirs)], width)
+
+
+def counted(engine: StudentEngine, batch: RankBatch, source: object, size: int) -> Counter:
+    engine.config.train.micro_batch_size = size
+    engine.train_step(batch, source)  # what is computed once and kept
+    with HostWaits() as waits:
+        engine.train_step(batch, source)
+    return waits.counts
+
+
+@pytest.mark.parametrize("case", MICRO_BATCH)
+def test_a_step_waits_for_the_device_only_where_it_is_documented(world, folders, case: str):
+    engine, batch, source = step(world, folders, case)
+    # As on a GPU, where the step counts lie on the device: the foreach kernel reads them from the host's memory.
+    engine.optimizer = build_optimizer(engine.trained, engine.config.optimizer, fused=True)
+    for size, micro_batches in ((4, 2), (1, 8)):
+        wanted = Counter(SUB_BATCH | STEP)
+        for place, times in (PACKING | MICRO_BATCH[case]).items():
+            wanted[place] = times * micro_batches
+        assert counted(engine, batch, source, size) == wanted
+
+
+@pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
+def test_a_teacher_waits_only_for_what_transformers_asks(world, folders, export: str):
+    config = engine_config(folders["student"], [folders["teacher"]])
+    config.teachers[0].export = export
+    config.train.micro_batch_size = 2
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=OURS)
+    batch = rank_batch(token_rows([[each] for each in random_documents(8, seed=3)], WIDTH))
+    with HostWaits() as waits:
+        for _ in teacher.forward(batch):
+            pass
+    assert waits.counts == Counter({place: 4 * times for place, times in PACKING.items()})
+
+
+def test_what_waits_is_counted():
+    values = torch.arange(6.0)
+    with HostWaits() as waits:
+        if values[1]:
+            values[values > 2].tolist()
+        values[values > 2] = 0.0
+        values.nonzero(), values.repeat_interleave(torch.arange(6)), values.cpu(), float(values.sum())
+    assert {name: times for (name, _), times in waits.counts.items()} == {
+        "_local_scalar_dense": 2, "index": 1, "tolist": 1, "nonzero": 1, "repeat_interleave": 1, "cpu": 1,
+    }  # fmt: skip
