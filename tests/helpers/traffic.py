@@ -1,4 +1,4 @@
-"""Bytes that tensors' operations read and write, counted while a program runs."""
+"""Bytes that the operations on tensors read and write, counted while a program runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-aten = torch.ops.aten
-
-UNREAD = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
-"""In-place operations that overwrite what they are called on without reading it."""
+OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
+"""In-place operations that do not read what they are called on."""
+MAKING = {"new_zeros", "new_full", "zeros_like", "full_like", "ones_like"}
+"""Read nothing of what they are called on but its size."""
 SELECTING = {"gather", "index_select", "embedding", "index"}
 """Read of their first operand as much as they return."""
-SCATTERING = {"scatter_": 3, "scatter_add_": 3, "index_copy_": 3}
-"""Write of the tensor they are called on as much as the operand at this place holds."""
-UNTOUCHED = {
+SCATTERING = {"scatter_", "scatter_add_", "index_copy_"}
+"""Write, of what they are called on, as much as their source holds."""
+ONLY_READ = {"_fused_adamw_": "grads"}
+"""Operands that the schema says are written and that are not, unless a gradient scaler is in use."""
+FREE = {
     "empty",
     "empty_like",
     "new_empty",
@@ -29,22 +31,21 @@ UNTOUCHED = {
     "_unsafe_view",
     "lift_fresh",
 }
-MATRIX = {"mm", "addmm", "bmm", "baddbmm", "linear", "linear_backward"}
+MATRIX = {"mm", "addmm", "bmm", "baddbmm"}
 ATTENTION = "_scaled_dot_product"
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes per operation, in `bytes`, for what runs inside the `with` block, backward passes included.
+    """Bytes by operation, in `bytes`, of what runs inside the `with` block, backward passes included.
 
-    An operation reads each of its operands once and writes each of its results once, whatever a kernel does beyond
-    that; views cost nothing, and of an expanded operand only what is stored counts. Matrix products and attention are
-    kept apart, in `products`, because their time is that of their arithmetic.
+    An operation reads each operand once and writes each result once, whatever a kernel does beyond that. Views cost
+    nothing, and of an expanded operand only what is stored counts. Matrix products and attention do not count: their
+    time is that of their arithmetic.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        self.products: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
@@ -54,42 +55,40 @@ class Traffic(TorchDispatchMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
-        if name in MATRIX or name.startswith(ATTENTION):
-            self.products[name] += 1
-        elif name not in UNTOUCHED:
+        if name not in FREE | MATRIX and not name.startswith(ATTENTION):
             self.bytes[name] += _moved(function, name, args, kwargs, result)
         return result
 
 
 def _moved(function: Any, name: str, args: tuple, kwargs: dict, result: Any) -> int:
+    if name in MAKING:
+        return _stored(result)
     if name in SELECTING:
-        out = _stored(result)
-        return 2 * out + sum(_stored(each) for each in _tensors(args[1:]) if each.dtype == torch.int64)
+        ids = sum(_stored(each) for each in _tensors(args[1:]) if each.dtype == torch.int64)
+        return 2 * _stored(result) + ids
     if name in SCATTERING:
-        index, source = args[2], args[SCATTERING[name]]
+        index, source = args[2], args[3]
         written = source.numel() if isinstance(source, Tensor) else index.numel()
-        return written * args[0].element_size() * (2 if name == "scatter_add_" else 1) + sum(
-            map(_stored, _tensors(args[1:]))
-        )
-    return sum(_reads_and_writes(function, name, args, kwargs, result))
+        passes = 2 if name == "scatter_add_" else 1
+        return passes * written * args[0].element_size() + sum(_stored(each) for each in _tensors(args[1:]))
+    return sum(_by_schema(function, name, args, kwargs, result))
 
 
-def _reads_and_writes(function: Any, name: str, args: tuple, kwargs: dict, result: Any) -> Iterator[int]:
-    """By the operator's schema: what it may write, it writes; what it does not overwrite blindly, it reads."""
-    written_storages = set()
+def _by_schema(function: Any, name: str, args: tuple, kwargs: dict, result: Any) -> Iterator[int]:
+    """What an operation may write it writes; whatever it does not overwrite unseen it reads; new results it writes."""
     values = {argument.name: value for argument, value in zip(function._schema.arguments, args)} | kwargs
     for argument in function._schema.arguments:
         alias = argument.alias_info
+        if alias is not None and not alias.is_write and _tensors(values.get(argument.name)):
+            return  # a view
+        overwritten = name in OVERWRITING or argument.is_out
         for tensor in _tensors(values.get(argument.name)):
-            if alias is not None and alias.is_write:
-                written_storages.add(tensor.untyped_storage()._cdata)
+            if alias is not None and argument.name != ONLY_READ.get(name):
                 yield _stored(tensor)
-                if (argument.kwarg_only and argument.is_out) or name in UNREAD:
+                if overwritten:
                     continue
-            elif alias is not None:
-                return  # a view: nothing moves
             yield _stored(tensor)
-    operands = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
+    operands = {each.untyped_storage()._cdata for each in _tensors([args, kwargs])}
     for tensor in _tensors(result):
         if tensor.untyped_storage()._cdata not in operands:
             yield _stored(tensor)
@@ -103,5 +102,5 @@ def _stored(tensor: Tensor) -> int:
     """Bytes of the distinct elements: an expanded dimension counts once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
-        count *= size if stride or size == 0 else 1
+        count *= size if stride or not size else 1
     return count * tensor.element_size()
