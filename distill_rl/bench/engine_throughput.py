@@ -75,7 +75,7 @@ def measure(
             _free(world.device)
     finally:
         close_world(world)
-    return {"card": asdict(card), "step": asdict(step), "pairs": found}
+    return {"card": asdict(card) | {"attention": list(card.attention)}, "step": asdict(step), "pairs": found}
 
 
 def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float) -> dict[str, Any]:

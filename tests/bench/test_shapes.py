@@ -53,7 +53,9 @@ def test_flops_are_those_that_torch_counts(shape: Shape) -> None:
     # torch computes, and counts, the half of the scores that the mask removes as well
     scores = 2 * length * shape.attention_flops(length)
     assert counted["f"][aten.mm] == matrices
-    assert counted["f"][aten.bmm] == scores
+    # transformers 5.17 makes the rotary angles by a matrix product, later versions by a plain one
+    angles = counted["f"][aten.bmm] - scores
+    assert angles in (0, length * shape.head_size)
     assert counted["b"][aten.mm] == 2 * matrices
     assert counted["b"][aten.bmm] == 2 * scores
     assert length * shape.flops_per_token(length, trained=False) == matrices + scores / 2
