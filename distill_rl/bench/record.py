@@ -8,11 +8,9 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from distill_rl.files import write_json
 
@@ -24,14 +22,14 @@ def environment() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
-    facts |= {name: version(name) for name in ("torch", "transformers", "ray")}
+    facts |= {name: _version(name) for name in ("torch", "transformers", "ray")}
     import torch
 
     if torch.cuda.is_available():
@@ -65,6 +63,13 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _git(*arguments: str) -> str:

@@ -18,10 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -29,46 +27,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distill_rl.bench import record
+from distill_rl.bench._ceilings import matmul_rate
+from distill_rl.bench._shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT, Shape
 from distill_rl.bench.prefetch import invent_text, learn_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A decoder with tied embeddings and as many columns as its output layer has."""
-
-    family: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    columns: int
-    tokens: int
-    """ids of its tokenizer"""
-
-    @property
-    def parameters(self) -> int:
-        """Of the matrices; the output layer's are the embedding's."""
-        attention = 2 * self.hidden * self.head_size * (self.heads + self.key_value_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.columns
-
-    def flops_per_token(self, length: int, *, trained: bool) -> float:
-        """Of products: two per parameter, and attention to half of `length` positions on average; backward costs twice."""
-        forward = 2 * self.parameters + self.layers * 2 * self.heads * self.head_size * length
-        return forward * (3.0 if trained else 1.0)
-
-
-SHAPES = {
-    "cuda": (
-        Shape("llama", 16, 2048, 8192, 32, 8, 64, 128_256, 128_256),
-        Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936, 151_669),
-    ),
-    "cpu": (Shape("llama", 2, 32, 64, 4, 2, 8, 640, 640), Shape("qwen3", 2, 32, 64, 4, 2, 16, 720, 700)),
-}
+SHAPES = {"cuda": (LLAMA_1B, QWEN3_4B), "cpu": (TINY_STUDENT, TINY_QWEN3)}
 SIZES = {"cuda": {"steps": 200, "batch": 8, "length": 2048}, "cpu": {"steps": 6, "batch": 2, "length": 64}}
 LEARNT = {"cuda": (12_000, 9_000), "cpu": (500, 400)}
 """ids of either tokenizer that occur in text"""
@@ -134,7 +101,7 @@ def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, 
     config = AutoConfig.for_model(
         shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size, tie_word_embeddings=True, max_position_embeddings=max(4096, length),
+        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=max(4096, length),
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     with torch.device(device):
@@ -180,18 +147,6 @@ def _watch_memory(device: str) -> Iterator[list[float]]:
     finally:
         ended.set()
         watcher.join()
-
-
-def matmul_rate(device: str, size: int) -> float:
-    """FLOP/s of a product of two square matrices, the mean of ten after three."""
-    a, b = (torch.randn(size, size, device=device, dtype=_dtype(device)) for _ in range(2))
-    for timed in range(13):
-        if timed == 3:
-            _synchronize(device)
-            start = time.perf_counter()
-        a @ b
-    _synchronize(device)
-    return 10 * 2 * size**3 / (time.perf_counter() - start)
 
 
 def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length: int, ratio: float) -> dict[str, Any]:
@@ -258,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         "transport": options.transport,
         "checkpointing": str(options.checkpointing).lower(),
     }
-    rate = matmul_rate(device, 8192 if device == "cuda" else 256)
+    rate = matmul_rate(torch.device(device), 8192 if device == "cuda" else 256)
     with tempfile.TemporaryDirectory() as folder:
         root, length = Path(folder), sizes["length"]
         rows = 40 * sizes["batch"]
@@ -277,11 +232,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""Sizes of the models that benchmarks use, with their parameters and floating-point operations. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Llama's or Qwen3's."""
+
+    name: str
+    family: str
+    """transformers' model type: llama or qwen3"""
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    columns: int
+    """of the output layer"""
+    tokens: int
+    """ids of its tokenizer; columns beyond them are padding"""
+    tied: bool
+    """the output layer is the embedding table"""
+
+    @property
+    def query_and_key(self) -> int:
+        """Features of queries and keys together."""
+        return self.head_size * (self.heads + self.key_value_heads)
+
+    @property
+    def body_parameters(self) -> int:
+        """Of the matrices of all layers: everything that multiplies before the output layer."""
+        attention = 2 * self.hidden * self.query_and_key  # query and output; key and value
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden * self.columns
+
+    @property
+    def parameters(self) -> int:
+        """All matrices that are stored; the norms' vectors, less than 0.1 %, are left out."""
+        return self.body_parameters + (1 if self.tied else 2) * self.head_parameters
+
+    def attention_flops(self, length: int) -> float:
+        """Forward, per token of a row of `length`: two products with, on average, half of the row's positions."""
+        return self.layers * 2.0 * self.heads * self.head_size * length
+
+    def flops_per_token(self, length: int, *, trained: bool) -> float:
+        """What the model needs: two per parameter that multiplies, and causal attention; backward costs twice forward.
+
+        Looking up an embedding multiplies nothing. What a kernel or activation checkpointing computes again is not counted.
+        """
+        forward = 2.0 * (self.body_parameters + self.head_parameters) + self.attention_flops(length)
+        return forward * (3.0 if trained else 1.0)
+
+
+LLAMA_1B = Shape("Llama-3.2-1B", "llama", 16, 2048, 8192, 32, 8, 64, 128_256, 128_256, tied=True)
+LLAMA_8B = Shape("Llama-3.1-8B", "llama", 32, 4096, 14_336, 32, 8, 128, 128_256, 128_256, tied=False)
+QWEN3_4B = Shape("Qwen3-4B", "qwen3", 36, 2560, 9728, 32, 8, 128, 151_936, 151_669, tied=True)
+
+TINY_STUDENT = Shape("tiny Llama", "llama", 2, 32, 64, 4, 2, 8, 640, 640, tied=True)
+TINY_LLAMA = Shape("tiny untied Llama", "llama", 3, 48, 96, 4, 2, 12, 640, 640, tied=False)
+TINY_QWEN3 = Shape("tiny Qwen3", "qwen3", 2, 32, 64, 4, 2, 16, 720, 700, tied=True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and the teacher that it learns from."""
+
+    student: Shape
+    teacher: Shape
+
+    @property
+    def name(self) -> str:
+        return f"{self.student.name} ← {self.teacher.name}"
+
+    @property
+    def one_tokenizer(self) -> bool:
+        return self.student.tokens == self.teacher.tokens
+
+    def flops_per_token(self, length: int) -> float:
+        """Of the trained student and its teacher, which reads as many tokens."""
+        student = self.student.flops_per_token(length, trained=True)
+        return student + self.teacher.flops_per_token(length, trained=False)
+
+
+PAIRS = {"qwen3-4b": Pair(LLAMA_1B, QWEN3_4B), "llama-8b": Pair(LLAMA_1B, LLAMA_8B)}
+"""By the teacher's name on the command line."""
+TINY_PAIRS = {"qwen3-4b": Pair(TINY_STUDENT, TINY_QWEN3), "llama-8b": Pair(TINY_STUDENT, TINY_LLAMA)}
+"""The same kinds of pairs in the smallest sizes, to see that a benchmark works."""
