@@ -7,5 +7,6 @@ part that fails, hangs or crashes costs its own result and no other's. `parts` l
     check(device, tiny) -> figures      correctness: raises AssertionError where something is wrong
     measure(device, tiny) -> figures    times and rates: no time is ever a failure
 
-Figures are numbers by name; a list of dicts becomes a table. `unittest.SkipTest` says that a machine cannot do it.
+Where the part's entry says `takes_budget`, a third argument is the seconds that it may use. Figures are numbers by name; a
+list of dicts becomes a table. A function raises `unittest.SkipTest` where this machine cannot do what it is to show.
 """

@@ -14,8 +14,12 @@ def render(content: Mapping[str, Any]) -> str:
     """The page: verdict, machine, one line per part, then the figures of each part."""
     lines = [headline(content), "", *_machine(content), "", *_summary(content["parts"])]
     for part in content["parts"]:
-        if part.get("figures"):
-            lines += ["", f"{part['name']}: {part['title']}", *_figures(part["figures"], "  ")]
+        if part.get("text"):
+            shown = [f"  {line}" for line in part["text"].splitlines()]
+        else:
+            shown = list(_figures(part.get("figures", {}), "  "))
+        if shown:
+            lines += ["", f"{part['name']}: {part['title']}", *shown]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

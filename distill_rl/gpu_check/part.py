@@ -52,22 +52,33 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def call(module: str, function: str, device: str, tiny: bool, budget_s: float | None) -> dict[str, Any]:
-    """`status` (ok, failed or skipped), `reason`, `figures` and on a GPU `peak_gib` of what the function did."""
+    """`status` (ok, failed or skipped), `reason`, `figures`, `text` and on a GPU `peak_gib` of what the function did.
+
+    The module may bring `problems(figures)`, lines that make it a failure after all, and `report(figures)`, its text for
+    the page; without that the page shows the figures.
+    """
     import torch
 
-    status, reason, figures = "ok", "", {}
+    status, reason, text, figures = "ok", "", "", {}
     try:
         chosen = torch.device(device)
-        if chosen.type == "cuda":
+        if chosen.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(chosen.index or 0)
         arguments = (chosen, tiny) if budget_s is None else (chosen, tiny, budget_s)
-        figures = plain(getattr(importlib.import_module(module), function)(*arguments))
+        loaded = importlib.import_module(module)
+        found = getattr(loaded, function)(*arguments)
+        figures = plain(found)
+        text = loaded.report(found) if hasattr(loaded, "report") else ""
+        if problems := loaded.problems(found) if hasattr(loaded, "problems") else []:
+            status, reason = "failed", "; ".join(problems)
     except unittest.SkipTest as skipped:
         status, reason = "skipped", one_line(skipped)
     except Exception as error:
         traceback.print_exc()
         status, reason = "failed", one_line(error)
-    outcome: dict[str, Any] = {"status": status, "reason": reason, "figures": figures}
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("distill_rl."):
+            status, reason = "skipped", f"not built: {error.name}"
+    outcome: dict[str, Any] = {"status": status, "reason": reason, "text": text, "figures": figures}
     if torch.cuda.is_initialized():
         outcome["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
     return outcome

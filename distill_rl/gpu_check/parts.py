@@ -51,7 +51,7 @@ PARTS = (
     Part(
         "throughput",
         "teacher and student with real shapes, beside the cost model",
-        "distill_rl.bench.engine_throughput",
+        f"{HERE}.throughput",
         "measure",
         limit_s=240,
         reserve_s=200,

@@ -39,6 +39,8 @@ class Outcome:
     """one line; empty where everything is well"""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """what the page shows instead of the figures, where the part brings that"""
     peak_gib: float | None = None
     """most memory that torch's allocator held on the GPU, in the part's own process"""
 
@@ -58,8 +60,6 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
     """Runs one part for at most `limit_s` seconds; when this returns, none of its processes is left."""
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return Outcome(SKIPPED, f"needs {', '.join(missing)}, not installed here")
-    if part.module and _find_module(part.module) is None:
-        return Outcome(SKIPPED, "not built")
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder, call.log.open("a+b") as log:
         result = Path(folder) / "result.json"
         log.write(f"\n== {part.name}, limit {limit_s:.0f} s\n".encode())
@@ -76,7 +76,7 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
         if code != 0 or not result.exists():
             return Outcome(FAILED, _death(code, last), seconds)
         said = json.loads(result.read_text("utf-8"))
-        return Outcome(said["status"], said["reason"], seconds, said["figures"], said.get("peak_gib"))
+        return Outcome(said["status"], said["reason"], seconds, said["figures"], said["text"], said.get("peak_gib"))
 
 
 def adopt_orphans() -> None:
@@ -169,13 +169,6 @@ def _parents() -> dict[int, int]:
         with suppress(OSError, ValueError, IndexError):
             found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
     return found
-
-
-def _find_module(name: str) -> object | None:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        return None
 
 
 def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:

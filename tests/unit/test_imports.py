@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"errors", "commands", "observe", "signals", "evals"},
     "quickstart": BASE | {"observe", "evals"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
+    "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
     "__init__": set(),
 }
