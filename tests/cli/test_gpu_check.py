@@ -92,13 +92,11 @@ def test_a_python_without_torch_is_bad_input(bare, tmp_path):
 def test_a_stopped_kit_leaves_its_record_and_no_process(bare, tmp_path, number, code):
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "environment,resume"]
     process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, text=True)
-    children: list[psutil.Process] = []
     try:
         assert process.stdout is not None
         assert "environment  ok" in process.stdout.readline()
-        until(
-            lambda: children.extend(psutil.Process(process.pid).children(recursive=True)) or children, "the next part"
-        )
+        until(lambda: leftovers(process.pid), "the next part")
+        children = leftovers(process.pid)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=60)
     finally:
