@@ -19,15 +19,16 @@ ROOT = Path(__file__).parents[2]
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit; `dirty` when files differ from the commit."""
+    import psutil  # here, because the GPU check uses this module where psutil is not installed
+
     facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **commit(),
     }
     facts |= {name: _version(name) for name in ("torch", "transformers", "ray")}
     import torch
@@ -57,7 +58,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def _cpu_name() -> str:
+def commit() -> dict[str, Any]:
+    """`commit`, empty where this is no clone, and `dirty`: tracked files differ from it."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -73,5 +82,8 @@ def _version(name: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+    except OSError:  # no git
+        return ""
     return done.stdout.strip()

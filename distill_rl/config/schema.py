@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
-from omegaconf import MISSING
-
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
+
+MISSING = "???"
+"""A value that must be given, as OmegaConf marks it; the engines must not need OmegaConf to be installed."""
 
 
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "uld", "alm", "strict"]

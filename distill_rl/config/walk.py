@@ -15,10 +15,8 @@ from math import isfinite
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from distill_rl.config.foreign import OUR_KEY
+from distill_rl.config.schema import MISSING
 from distill_rl.errors import ConfigError
-
-MISSING = "???"
-"""YAML's way to say that a value must still be given (OmegaConf's convention)."""
 
 
 class Findings:

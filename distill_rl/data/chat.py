@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from distill_rl.align import chat as templates
 from distill_rl.errors import DataError
 
@@ -46,6 +44,8 @@ def render_document(
     Raises:
         DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text.
     """
+    from jinja2.exceptions import TemplateError  # here, because batches of text need no templates
+
     if not tokenizer.chat_template:
         remedy = "give it one, or train on text"
         raise DataError(f"row {row}", f"chat messages need a chat template, which {whose} has not", remedy=remedy)
@@ -74,6 +74,8 @@ def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) ->
     A turn starts where the generation prompt ends, or where it departs from it: some prompts carry a block of thought,
     empty or begun, that a written turn need not have.
     """
+    from jinja2.exceptions import TemplateError
+
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quickstart": BASE | {"observe", "evals"},
     "gpu_check": BASE | {"models"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
+    "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
     "__init__": set(),
 }

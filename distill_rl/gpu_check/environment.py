@@ -1,0 +1,116 @@
+"""What the machine is, and whether its simplest products and copies are right."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill_rl.bench import record
+
+PACKAGES = ("torch", "transformers", "numpy", "safetensors")
+OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegaconf", "pytest", "datasets", "vllm")
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+
+FP32_BOUND = 2e-6
+"""Relative error of a product of 1,024 terms in fp32: 6e-8 per rounding, in sums of some tens of partial sums. TF32 keeps
+ten bits of its factors and would be at 3e-4."""
+BF16_BOUND = 2**-8
+"""Factors are exact, sums are fp32, and the result is rounded to 8 bits: at most 2^-9 of each entry, twice if the kernel
+adds up its parts in bf16."""
+
+
+def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """The machine for the head of the page; `gpus` is empty where torch sees none, and `why_no_gpu` says why."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "optional": {name: _version(name) for name in OPTIONAL},
+        "cpu": {"name": record.cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        **record.commit(),
+        "cuda": torch.version.cuda,
+        "gpus": [],
+    }
+    if device.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        return found | {"why_no_gpu": f"torch {torch.__version__} {built} and sees no GPU"}
+    return found | {
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "driver": _driver(),
+        "cudnn": _dotted(torch.backends.cudnn.version()),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        "allocator": torch.cuda.get_allocator_backend(),
+    }
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """Matrix products against fp64, and copies to the device and back.
+
+    Raises:
+        AssertionError: a product is worse than its dtype allows, TF32 is on, or a copy changes its content.
+    """
+    size = 128 if tiny else 1024
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=draw) for _ in range(2))
+    figures = {}
+    for name, dtype, bound in (("fp32", torch.float32, FP32_BOUND), ("bf16", torch.bfloat16, BF16_BOUND)):
+        a, b = left.to(dtype), right.to(dtype)
+        error = _relative((a.to(device) @ b.to(device)).cpu(), a.double() @ b.double())
+        assert error <= bound, f"a product of {name} matrices is off by {error:.1e}, more than {bound:.1e}"
+        figures[f"{name} product, relative error"] = error
+    host = left.pin_memory() if device.type == "cuda" else left
+    back = host.to(device, non_blocking=True).to("cpu", copy=True)
+    assert torch.equal(back, left), "a copy to the device and back changed its content"
+    return figures
+
+
+def _relative(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": properties.name,
+        "gib": round(total / 2**30, 1),
+        "free_gib": round(free / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20),
+    }
+
+
+def _driver() -> str | None:
+    """The driver's version, from its tool or, where that is missing, from the kernel."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.split("\n", 1)[0].strip()
+    with suppress(OSError, IndexError):
+        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+    return None
+
+
+def _dotted(number: int | None) -> str | None:
+    """cuDNN's version, 91002, as 9.10.2."""
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _version(package: str) -> str | None:
+    if importlib.util.find_spec(package) is None:
+        return None
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return "installed"

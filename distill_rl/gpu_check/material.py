@@ -1,0 +1,204 @@
+"""What the parts about engines share: random models and rows, settings, and the same step written plainly in fp64.
+
+The plain step is the truth that the engines are compared with: transformers' model and torch's AdamW on the CPU, whole
+logits, and one document at a time, so that neither padding nor packing can leak into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
+from distill_rl.losses import TopKLogprobs, reference
+from distill_rl.losses.targets import target_of
+from distill_rl.types import IGNORE_INDEX, RankBatch
+
+VOCABULARY = 320
+"""ids in use; tables are wider, as those of real models are"""
+TOP_K = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A small decoder."""
+
+    family: str
+    hidden: int = 32
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    columns: int = 352
+
+
+def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:
+    """A random fp32 model as a Hugging Face folder without a tokenizer; norms are random, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = AutoConfig.for_model(
+        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=2 * shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads, max_position_embeddings=2048, tie_word_embeddings=tied,
+        initializer_range=max(0.02, 3.2 / shape.hidden),
+        bos_token_id=0, eos_token_id=1, pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def settings(student: Path, teacher: Path, *, dtype: str = "fp32", **changes: Any) -> Config:
+    """A configuration for engines; `changes` are dotted keys with double underscores, `train__deterministic=True`."""
+    config = Config(student=StudentConfig(model=str(student), dtype=dtype))  # type: ignore[arg-type]
+    config.teachers = [TeacherConfig(model=str(teacher), dtype=dtype, wire_dtype="fp32")]  # type: ignore[arg-type]
+    config.loss.top_k, config.loss.ce_weight = TOP_K, 0.5
+    config.train.micro_batch_size = 2
+    config.schedule.kind = "constant"
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if not hasattr(getattr(config, section), name):
+            raise AttributeError(f"no setting {section}.{name}")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
+    """Random ids, from a quarter of `longest` to `longest` per document, all of them learnt."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(longest // 4, longest + 1, count)
+    return [
+        Encoded(draw.integers(2, VOCABULARY, size).astype(np.int32), np.ones(size, bool), truncated=False)
+        for size in lengths
+    ]
+
+
+def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index: int = 0) -> RankBatch:
+    """The batch that the aligner makes of these documents for one rank."""
+    rows = lay_out(texts, BatchPlan(Share(1, 2), (), max_length, packing, pad_id=5))
+    return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))
+
+
+def targets_from(teacher: Any, batch: RankBatch) -> Any:
+    """A target source for `StudentEngine` with what a TeacherEngine says of a batch."""
+    parts = [tensors for _, tensors in teacher.forward(batch)]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    width = batch.rows.shape[1]
+
+    @contextmanager
+    def source(first_row: int, num_rows: int) -> Iterator[list[Any]]:
+        part = slice(first_row * width, (first_row + num_rows) * width)
+        yield [target_of({name: each[part] for name, each in whole.items()}, teacher.config.loss.temperature)]
+
+    return source
+
+
+def plain_model(folder: Path) -> nn.Module:
+    """The model on the CPU in fp64, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+
+def plain_logits(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
+    """Logits [N, VOCABULARY] of all positions of all documents, one document after the other."""
+    parts = []
+    for text in texts:
+        ids = torch.tensor(text.input_ids, dtype=torch.long)[None]
+        parts.append(model(input_ids=ids, use_cache=False).logits[0, :, :VOCABULARY])
+    return torch.cat(parts)
+
+
+def plain_labels(texts: Sequence[Encoded]) -> Tensor:
+    """int64 [N]: the next token of the document; the last position of each has none."""
+    return torch.cat([torch.tensor([*text.input_ids[1:], IGNORE_INDEX], dtype=torch.long) for text in texts])
+
+
+@torch.no_grad()
+def plain_topk(model: nn.Module, texts: Sequence[Encoded]) -> TopKLogprobs:
+    """Top-k targets from the definition, fp64."""
+    logprobs = plain_logits(model, texts).log_softmax(1)
+    top, ids = logprobs.topk(TOP_K, 1)
+    return TopKLogprobs(ids, top, logprobs.scatter(1, ids, -torch.inf).logsumexp(1))
+
+
+class PlainStudent:
+    """A training run in fp64 on the CPU with the settings of a `Config`: forward KL to top-k targets, plus CE."""
+
+    def __init__(self, config: Config, targets: Sequence[TopKLogprobs]):
+        self.config, self.targets = config, targets
+        self.model = plain_model(Path(config.student.model))
+        given = config.optimizer
+        groups = [
+            {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": given.weight_decay},
+            {"params": [p for p in self.model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        beta1, beta2 = given.betas
+        self.optimizer = torch.optim.AdamW(groups, lr=given.lr, betas=(beta1, beta2), eps=given.eps)
+
+    def backward(self, step: int, texts: Sequence[Encoded]) -> tuple[float, float]:
+        """Mean KD and CE of a batch; the gradient of their weighted sum is in `.grad`."""
+        ce_weight, logits = self.config.loss.ce_weight, plain_logits(self.model, texts)
+        share = 1 / (1 + ce_weight)  # `reference` mixes by a share, the engines by weights
+        found = reference.kd_loss(logits, self.targets[step], labels=plain_labels(texts), kd_ratio=share)
+        (found.loss / share).backward()
+        assert found.ce_loss is not None
+        return float(found.kd_loss), float(found.ce_loss)
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's whole gradient on the CPU, by name."""
+    return {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every whole parameter on the CPU, by name."""
+    return {name: on_host(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A whole copy on the CPU."""
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.to("cpu", copy=True)
+
+
+def relative_error(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """‖found − truth‖ / ‖truth‖ over all tensors together."""
+    assert found.keys() == truth.keys(), f"other parameters: {sorted(found.keys() ^ truth.keys())[:4]}"
+    difference = sum((found[name].double() - truth[name].double()).square().sum() for name in truth)
+    return float((difference / sum(each.double().square().sum() for each in truth.values())) ** 0.5)
+
+
+def at_most(what: str, error: float, bound: float) -> float:
+    """The error, for the figures.
+
+    Raises:
+        AssertionError: it is above the bound, or not a number.
+    """
+    assert error <= bound, f"{what}: relative error {error:.1e}, more than {bound:.1e}"
+    return error
+
+
+def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that are not equal bit for bit."""
+    assert found.keys() == wanted.keys(), f"other parameters: {sorted(found.keys() ^ wanted.keys())[:4]}"
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]

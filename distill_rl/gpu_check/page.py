@@ -1,0 +1,156 @@
+"""gpu_check.json as one page of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+WIDTH = 118
+_LABEL = 12
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """The page: verdict, machine, one line per part, then the figures of each part."""
+    lines = [headline(content), "", *_machine(content), "", *_summary(content["parts"])]
+    for part in content["parts"]:
+        if part.get("text"):
+            shown = [f"  {line}" for line in part["text"].splitlines()]
+        else:
+            shown = list(_figures(part.get("figures", {}), "  "))
+        if shown:
+            lines += ["", f"{part['name']}: {part['title']}", *shown]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def headline(content: Mapping[str, Any]) -> str:
+    """How it went, in one line."""
+    parts, failures = content["parts"], content["failures"]
+    done = [part for part in parts if part["status"] != "waiting"]
+    well = sum(part["status"] == "ok" for part in parts)
+    skipped = sum(part["status"] == "skipped" for part in parts)
+    text = f"GPU check: {well} of {len(parts)} parts ok"
+    if failures:
+        text += f", {len(failures)} not ok ({', '.join(failures)})"
+    if skipped:
+        text += f", {skipped} skipped"
+    if len(done) < len(parts):
+        text += f", {len(parts) - len(done)} not done"
+    state = "" if content["state"] == "done" else f"; {content['state']}"
+    return f"{text}; {content['seconds']:.0f} s{state}"
+
+
+def _machine(content: Mapping[str, Any]) -> Iterator[str]:
+    machine, call = content["machine"], content["call"]
+    if machine:
+        for gpu in _same(machine["gpus"]):
+            yield _labelled("GPU", gpu)
+        if not machine["gpus"]:
+            yield _labelled("GPU", "none in use")
+        if machine.get("driver"):
+            versions = {
+                "driver": machine["driver"],
+                "CUDA": machine["cuda"],
+                "cuDNN": machine["cudnn"],
+                "NCCL": machine["nccl"],
+            }
+            text = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+            yield _labelled("driver", f"{text}; allocator {machine['allocator']}")
+        cpu = machine["cpu"]
+        yield _labelled("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads in use")
+        packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+        yield _labelled("Python", f"{machine['python']}; {packages}")
+        optional = machine["optional"]
+        present = [f"{name} {number}" for name, number in optional.items() if number]
+        absent = [name for name, number in optional.items() if not number]
+        yield _labelled("optional", f"{', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}")
+        for name, value in machine["settings"].items():
+            yield _labelled("setting", f"{name}={value}")
+        commit = machine["commit"][:12] or "unknown"
+        yield _labelled("code", f"commit {commit}{', with changes' if machine['dirty'] else ''}")
+    options = [name if value is True else f"{name} {value}" for name, value in call.items() if value is not False]
+    yield _labelled("called", f"{', '.join(options)}; {content['started']}")
+
+
+def _same(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for GPUs that are alike."""
+    texts = [
+        f"{gpu['name']}, {gpu['gib']} GiB ({gpu['free_gib']} free), {gpu['multiprocessors']} multiprocessors, "
+        f"compute capability {gpu['capability']}, L2 {gpu['l2_mib']} MiB"
+        for gpu in gpus
+    ]
+    return [f"{texts.count(text)} × {text}" if texts.count(text) > 1 else text for text in dict.fromkeys(texts)]
+
+
+def _labelled(label: str, text: str) -> str:
+    lines = wrap(text, WIDTH - _LABEL, break_on_hyphens=False) or [""]
+    return f"\n{' ' * _LABEL}".join([f"{label:<{_LABEL}}{lines[0]}", *lines[1:]])
+
+
+def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows = []
+    for part in parts:
+        peak = part.get("peak_gib")
+        seconds = f"{part['seconds']:.1f}" if part.get("seconds") else ""
+        # A part that is well says what it is about, any other what is wrong.
+        note = part.get("reason") if part["status"] not in ("ok", "waiting") else part["title"]
+        rows.append([part["name"], part["status"], seconds, "" if peak is None else f"{peak:.1f}", note or ""])
+    peaks = any(row[3] for row in rows)
+    header = ["part", "result", "s", "peak GiB", ""]
+    chosen = [[cell for i, cell in enumerate(row) if peaks or i != 3] for row in [header, *rows]]
+    yield from _aligned(chosen, "", right={2, 3} if peaks else {2})
+
+
+def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """Numbers as lines, mappings as sections, lists of mappings as tables."""
+    plain = {name: value for name, value in figures.items() if not isinstance(value, Mapping | list)}
+    width = max((len(name) for name in plain), default=0)
+    for name, value in plain.items():
+        yield f"{indent}{name:<{width}}  {_text(value)}"
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{name}"
+            yield from _figures(value, indent + "  ")
+        elif isinstance(value, list):
+            if value and all(isinstance(row, Mapping) for row in value):
+                yield from _table(value, indent)
+            else:
+                yield from wrap(
+                    f"{name}: {', '.join(map(_text, value))}",
+                    WIDTH,
+                    initial_indent=indent,
+                    subsequent_indent=indent + "  ",
+                )
+
+
+def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:
+    """Columns in the order in which the rows bring them; those without a value in any row are left out."""
+    names = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row)
+        if any(row.get(name) is not None for row in rows)
+    ]
+    cells = [[_text(row[name]) if row.get(name) is not None else "–" for name in names] for row in rows]
+    numbers = {i for i, name in enumerate(names) if all(not isinstance(row.get(name), str) for row in rows)}
+    yield from _aligned([names, *cells], indent, right=numbers)
+
+
+def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        padded = [f"{cell:>{w}}" if i in right else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
+        yield indent + "  ".join(padded).rstrip()
+
+
+def _text(value: Any) -> str:
+    """Four digits at most for what is measured; counts as they are."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    size = abs(value)
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}" if size < 1 else f"{value:.4g}"

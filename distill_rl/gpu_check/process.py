@@ -1,0 +1,191 @@
+"""One part in a process of its own: started, waited for until its limit, and ended with everything that it started."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from typing import IO, Any
+
+from distill_rl.gpu_check.parts import Part
+
+ROOT = Path(__file__).parents[2]
+OK, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "ok", "failed", "timed out", "skipped", "not run"
+"""What became of a part. NOT_RUN: there was no time left for it."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE_S = 20.0
+"""for a command to end what it has started, such as a Ray cluster, before it is killed"""
+_DEATH_S = 10.0
+"""for processes to go once they are killed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one part."""
+
+    status: str
+    reason: str = ""
+    """one line; empty where everything is well"""
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """what the page shows instead of the figures, where the part brings that"""
+    peak_gib: float | None = None
+    """most memory that torch's allocator held on the GPU, in the part's own process"""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How the kit was called, as far as parts care."""
+
+    device: str
+    tiny: bool
+    out: Path
+    log: Path
+    """gets what the parts print"""
+
+
+def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
+    """Runs one part for at most `limit_s` seconds; when this returns, none of its processes is left."""
+    if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
+        return Outcome(SKIPPED, f"needs {', '.join(missing)}, not installed here")
+    with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder, call.log.open("a+b") as log:
+        result = Path(folder) / "result.json"
+        log.write(f"\n== {part.name}, limit {limit_s:.0f} s\n".encode())
+        log.flush()
+        start, began = log.tell(), monotonic()
+        code = _run(_command(part, call, result, limit_s), _environment(part, call, folder), log, limit_s, part)
+        seconds = round(monotonic() - began, 2)
+        if code is None:
+            return Outcome(TIMED_OUT, f"not done after {limit_s:.0f} s; its stacks are in {call.log.name}", seconds)
+        last = _last_line(log, start)
+        if part.command:
+            figures = _figures_of(part, call) if code == 0 else {}
+            return Outcome(OK if code == 0 else FAILED, last if code == 0 else _death(code, last), seconds, figures)
+        if code != 0 or not result.exists():
+            return Outcome(FAILED, _death(code, last), seconds)
+        said = json.loads(result.read_text("utf-8"))
+        return Outcome(said["status"], said["reason"], seconds, said["figures"], said["text"], said.get("peak_gib"))
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of whatever its descendants leave behind, so that `run_part` finds it (Linux)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
+    if part.command:
+        return [word.format(device=call.device, out=call.out) for word in part.command]
+    command = [sys.executable, "-m", "distill_rl.gpu_check.part", part.module, part.function, str(result)]
+    command += ["--device", call.device, "--limit-s", str(limit_s), "--parent", str(os.getpid())]
+    return command + ["--tiny"] * call.tiny + ["--budget"] * part.takes_budget
+
+
+def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
+    """Without a network there may be no name for this machine, so process groups of one machine use the loopback."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    defaults = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if call.device == "cpu":
+        ours["CUDA_VISIBLE_DEVICES"] = ""
+    if not part.command:  # the paths of Ray's sockets must be short
+        ours["TMPDIR"] = folder
+    return defaults | os.environ | ours
+
+
+def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_s: float, part: Part) -> int | None:
+    """The exit code; None where the time was over."""
+    before = _children()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        if part.command:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+        return None
+    finally:
+        _end(process, before)
+    return process.returncode
+
+
+def _end(process: subprocess.Popen[bytes], before: set[int]) -> None:
+    """Kills what is left of a part: its process, all below it, and orphans of it, which are children of ours now.
+
+    A process that the kernel cannot end (in a driver's call that never returns) is left after `_DEATH_S`.
+    """
+    killed = _kill({process.pid} if process.poll() is None else set())
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_DEATH_S)
+    deadline = monotonic() + _DEATH_S
+    while (orphans := _children() - before - {process.pid}) and monotonic() < deadline:
+        killed |= _kill(orphans)
+        for pid in orphans:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        sleep(0.01)
+    for pid in killed | {process.pid}:  # torch's counters of GPU memory that a killed process had shared
+        for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            with suppress(OSError):
+                file.unlink()
+
+
+def _kill(pids: set[int]) -> set[int]:
+    """SIGKILL for these processes and all that descend from them; which those were."""
+    parents = _parents()
+    family = generation = pids
+    while generation := {pid for pid, parent in parents.items() if parent in generation} - family:
+        family = family | generation
+    for pid in family:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return family
+
+
+def _children() -> set[int]:
+    own = os.getpid()
+    return {pid for pid, parent in _parents().items() if parent == own}
+
+
+def _parents() -> dict[int, int]:
+    """Parent by process, of all processes of this machine that can be seen."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
+    if not part.figures_file:
+        return {}
+    path = Path(part.figures_file.format(out=call.out))
+    return json.loads(path.read_text("utf-8"))["results"] if path.exists() else {}
+
+
+def _last_line(log: IO[bytes], start: int) -> str:
+    log.seek(0, os.SEEK_END)
+    log.seek(max(start, log.tell() - 8192))
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _death(code: int, last: str) -> str:
+    """How a process ended that did not say so itself."""
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{how}; {last}" if last else how

@@ -1,0 +1,104 @@
+"""The same bits: from run to run under `train.deterministic`, and after a checkpoint, written at once or beside the training."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distill_rl.gpu_check.material import (
+    VOCABULARY,
+    Shape,
+    batch_of,
+    differing,
+    documents,
+    settings,
+    targets_from,
+    weights,
+    write_model,
+)
+from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+
+STEPS, SAVED = 4, 2
+Run = tuple[list[float], dict[str, Tensor]]
+"""losses of all steps, weights at the end"""
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """How many tensors and losses were compared, bit for bit.
+
+    Raises:
+        AssertionError: a loss or a weight differs in any bit, or a checkpoint was not written.
+    """
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    compared: dict[str, float] = {"runs": 0, "tensors": 0}
+    try:
+        for dtype in ("fp32", "bf16"):
+            with tempfile.TemporaryDirectory() as folder:
+                runs = _runs(Path(folder), dtype, world, tiny)
+            first = runs.pop("the first run")
+            for what, run in runs.items():
+                _same(f"{dtype}, {what}", run, first)
+                compared["runs"] += 1
+                compared["tensors"] += len(run[1])
+    finally:
+        close_world(world)
+    return compared
+
+
+def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
+    """The same training six times, in other ways."""
+    shape = Shape("llama") if tiny else Shape("llama", 384, 4, 6, 2)
+    student, teacher = write_model(root / "student", shape, seed=1), write_model(root / "teacher", shape, seed=2)
+    config = settings(student, teacher, dtype=dtype, optimizer__lr=1e-3, train__deterministic=True)
+    engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+
+    def new() -> StudentEngine:
+        return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+
+    runs = {name: _train(new(), engine, range(STEPS)) for name in ("the first run", "the second run")}
+    return runs | _saved_and_resumed(new, engine, root)
+
+
+def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine, root: Path) -> dict[str, Run]:
+    """Runs that save half-way, and runs that go on from what was saved."""
+    runs = {}
+    for what, marker in (("a save at once", None), ("a save beside the training", root / "written.json")):
+        saved, engine = root / what.replace(" ", "-"), new()
+        saved.mkdir()
+        losses, _ = _train(engine, teacher, range(SAVED))
+        engine.save(saved, {"note": what}, marker)
+        rest, final = _train(engine, teacher, range(SAVED, STEPS))  # while it is being written
+        engine.finish_saving()
+        if marker is not None:
+            said = json.loads(marker.read_text("utf-8"))
+            assert said["error"] is None, f"{what}: {said['error']}"
+        runs[f"the run with {what}"] = (losses + rest, final)
+        resumed = new()
+        extra = resumed.load(saved)
+        assert extra == {"note": what}, f"{what}: the checkpoint says {extra}"
+        rest, final = _train(resumed, teacher, range(SAVED, STEPS))
+        runs[f"what resumes from {what}"] = (losses + rest, final)
+    return runs
+
+
+def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) -> Run:
+    losses = []
+    for step in steps:
+        batch = batch_of(documents(6, 48, seed=step), 128, packing=True, index=step)
+        losses.append(engine.train_step(batch, targets_from(teacher, batch))["train/loss"].value)
+    return losses, weights(engine.model)
+
+
+def _same(what: str, run: Run, wanted: Run) -> None:
+    for step, (loss, truth) in enumerate(zip(run[0], wanted[0], strict=True)):
+        assert loss == truth, f"{what}: the loss of step {step + 1} is {loss!r} instead of {truth!r}"
+    if names := differing(run[1], wanted[1]):
+        error = (run[1][names[0]].double() - wanted[1][names[0]].double()).abs().max()
+        raise AssertionError(f"{what}: {len(names)} tensors differ, {names[0]} by up to {error:.1e}")

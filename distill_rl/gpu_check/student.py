@@ -1,0 +1,122 @@
+"""StudentEngine and TeacherEngine on the device, against the same training written plainly in fp64 on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from distill_rl.config.schema import Config
+from distill_rl.data.collate import Encoded
+from distill_rl.gpu_check.material import (
+    VOCABULARY,
+    PlainStudent,
+    Shape,
+    at_most,
+    batch_of,
+    documents,
+    gradients,
+    plain_model,
+    plain_topk,
+    relative_error,
+    settings,
+    targets_from,
+    weights,
+    write_model,
+)
+from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+
+STEPS = 4
+TINY = (Shape("llama"), Shape("qwen3"))
+MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
+
+LOSS_BOUND = 1e-5
+GRADIENT_BOUND = 2e-5
+"""fp32 rounds by 6e-8, and a gradient passes some hundred roundings in sums that partly cancel: CPUs come to 1e-6. TF32,
+which must be off, would be at 1e-3, and a token that sees another document's at 1e-1."""
+WEIGHTS_BOUND = 1e-4
+"""of what four steps change. AdamW divides a gradient by its own size, so small gradients' roundings count more."""
+BF16_GRADIENT_BOUND = 0.06
+"""bf16 rounds by 4e-3, and a gradient passes the layers twice; CPUs come to half of this."""
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """Worst errors over the models, each relative to fp64.
+
+    Raises:
+        AssertionError: an error above its bound; TF32 is on.
+    """
+    assert not torch.backends.cuda.matmul.allow_tf32, "TF32 must be off; something has set allow_tf32"
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    figures: dict[str, float] = {}
+    try:
+        for shape in TINY if tiny else TINY + MIDDLE:
+            with tempfile.TemporaryDirectory() as folder:
+                for name, value in _compare(Path(folder), shape, world).items():
+                    figures[name] = max(value, figures.get(name, 0.0))
+    finally:
+        close_world(world)
+    return figures
+
+
+def _compare(folder: Path, shape: Shape, world: World) -> dict[str, float]:
+    """All comparisons for one model."""
+    what = f"{shape.family}, hidden size {shape.hidden}"
+    student = write_model(folder / "student", shape, seed=1, tied=True)
+    teacher = write_model(folder / "teacher", shape, seed=2)
+    # An epsilon well above the roundings of gradients, which AdamW would otherwise make into whole steps.
+    config = settings(student, teacher, optimizer__lr=1e-3, optimizer__eps=1e-5)
+    texts = [documents(5, 40, seed=step) for step in range(STEPS)]
+    oracle = plain_model(teacher)
+    plain = PlainStudent(config, [plain_topk(oracle, each) for each in texts])
+    truth = plain.backward(0, texts[0])
+    gradient = gradients(plain.model)
+    figures: dict[str, float] = {}
+    for name, packing in (("padded", False), ("packed", True)):
+        losses, found = _first_gradient(config, world, texts[0], packing=packing)
+        error = max(abs(loss / wanted - 1) for loss, wanted in zip(losses, truth))
+        figures["loss"] = max(figures.get("loss", 0.0), at_most(f"{what}, loss of {name} rows", error, LOSS_BOUND))
+        error = relative_error(found, gradient)
+        figures[f"gradient, {name}"] = at_most(f"{what}, gradient of {name} rows", error, GRADIENT_BOUND)
+    half = settings(student, teacher, dtype="bf16")
+    _, found = _first_gradient(half, world, texts[0], packing=True)
+    error = relative_error(found, gradient)
+    figures["gradient, bf16"] = at_most(f"{what}, gradient in bf16", error, BF16_GRADIENT_BOUND)
+    return figures | _steps(config, world, texts, plain, what)
+
+
+def _first_gradient(
+    config: Config, world: World, texts: Sequence[Encoded], *, packing: bool
+) -> tuple[tuple[float, float], dict[str, torch.Tensor]]:
+    """(KD, CE), and the gradient of the first step."""
+    batch = batch_of(texts, 96, packing=packing)
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+    metrics = engine.forward_backward(batch, targets_from(teacher, batch))
+    return (metrics["train/kl_loss"].value, metrics["train/nll_loss"].value), gradients(engine.model)
+
+
+def _steps(
+    config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent, what: str
+) -> dict[str, float]:
+    """A few steps on packed rows; `plain` has the gradient of the first one."""
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+    before, worst = weights(plain.model), 0.0
+    for step, each in enumerate(texts):
+        batch = batch_of(each, 96, packing=True, index=step)
+        metrics = engine.train_step(batch, targets_from(teacher, batch))
+        if step:
+            kd, _ = plain.backward(step, each)
+            worst = max(worst, abs(metrics["train/kl_loss"].value / kd - 1))
+        plain.update()
+    moved = {name: weight - before[name] for name, weight in weights(plain.model).items()}
+    found = {name: weight.double() - before[name] for name, weight in weights(engine.model).items()}
+    return {
+        "loss, later steps": at_most(f"{what}, loss of a later step", worst, WEIGHTS_BOUND),
+        "change of weights": at_most(f"{what}, what {STEPS} steps change", relative_error(found, moved), WEIGHTS_BOUND),
+    }

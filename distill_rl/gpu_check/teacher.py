@@ -1,0 +1,131 @@
+"""What TeacherEngine exports on the device, against the definition in fp64 on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from distill_rl.data.collate import Encoded
+from distill_rl.gpu_check.material import (
+    VOCABULARY,
+    Shape,
+    batch_of,
+    documents,
+    on_host,
+    plain_labels,
+    plain_logits,
+    plain_model,
+    settings,
+    write_model,
+)
+from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import IGNORE_INDEX, RankBatch
+
+BOUND = 5e-5
+"""of log-probabilities, absolute, and of hidden states, relative: logits of some units in fp32, which rounds by 6e-8, after
+some hundred roundings; CPUs come to 3e-6. TF32 would be at 1e-2."""
+FP16_BOUND = 2**-10
+"""of log-probabilities that travel in fp16, relative to the larger of 1 and their size: half of the last of eleven bits,
+twice for what fp32 adds"""
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """Worst errors over the models and the exports.
+
+    Raises:
+        AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
+    """
+    shapes = [Shape("llama"), Shape("qwen3")]
+    if not tiny:
+        shapes += [Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2)]
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    figures: dict[str, float] = {}
+    try:
+        for shape in shapes:
+            with tempfile.TemporaryDirectory() as folder:
+                for name, error, bound in _errors(Path(folder), shape, world):
+                    what = f"{shape.family}, hidden size {shape.hidden}: {name}"
+                    assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
+                    figures[name] = max(error, figures.get(name, 0.0))
+    finally:
+        close_world(world)
+    return figures
+
+
+def _errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
+    """(what, error, bound)"""
+    path = write_model(folder / "model", shape, seed=3)
+    texts = documents(5, 60)
+    batch = batch_of(texts, 128, packing=True)
+    kept = _document_order(batch, texts)
+    model = plain_model(path)
+    with torch.no_grad():
+        logits = plain_logits(model, texts)
+    logprobs, labels = logits.log_softmax(1), plain_labels(texts)
+    learnt = labels != IGNORE_INDEX
+
+    top = _exported(path, world, batch, kept, export="topk")
+    ids = top["ids"].long()
+    assert int(ids.max()) < VOCABULARY, "a padded column is among the top k"
+    best = logprobs.topk(ids.shape[1], 1).values
+    yield "top-k log-probs", _largest(top["logprobs"], best), BOUND
+    yield "log-probs at the ids", _largest(top["logprobs"], logprobs.gather(1, ids)), BOUND
+    rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1)
+    yield "log of the rest", _largest(top["rest_logprob"], rest), BOUND
+    of_label = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    yield "label log-probs", _largest(top["label_logprob"][learnt], of_label[learnt]), BOUND
+
+    half = _exported(path, world, batch, kept, export="topk", wire_dtype="fp16")
+    error = (half["logprobs"].double() - best).abs() / best.abs().clamp(min=1)
+    yield "top-k log-probs in fp16", float(error.max()), FP16_BOUND
+
+    dense = _exported(path, world, batch, kept, export="logits")["logits"]
+    assert dense.shape[1] == shape.columns, f"logits have {dense.shape[1]} columns instead of {shape.columns}"
+    assert bool((dense[:, VOCABULARY:] == -torch.inf).all()), "a padded column of the logits is not at -inf"
+    yield "logits", _largest(dense[:, :VOCABULARY].double().log_softmax(1), logprobs), BOUND
+
+    hidden = _exported(path, world, batch, kept, export="hidden")
+    wanted = _plain_hidden(model, texts)
+    (states,) = (each for name, each in hidden.items() if each.ndim == 2)
+    yield "hidden states", float((states.double() - wanted).norm() / wanted.norm()), BOUND
+    yield "label log-probs beside them", _largest(hidden["label_logprob"][learnt], of_label[learnt]), BOUND
+
+
+def _exported(path: Path, world: World, batch: RankBatch, kept: Tensor, **export: str) -> dict[str, Tensor]:
+    """What an engine says of the documents' tokens, on the CPU, one document after the other."""
+    config = settings(path, path)
+    (teacher,) = config.teachers
+    for name, value in export.items():
+        setattr(teacher, name, value)
+    engine = TeacherEngine(config, teacher, world, vocabulary_size=VOCABULARY)
+    parts = [tensors for _, tensors in engine.forward(batch)]
+    return {name: torch.cat([on_host(part[name]) for part in parts])[kept] for name in parts[0]}
+
+
+def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
+    """Where the tokens of each document stand in the flattened rows."""
+    flat = batch.rows.input_ids.reshape(-1)
+    places = []
+    for text in texts:
+        size = len(text.input_ids)
+        (start,) = [i for i in range(len(flat) - size + 1) if (flat[i : i + size] == text.input_ids).all()]
+        places.append(torch.arange(start, start + size))
+    return torch.cat(places)
+
+
+@torch.no_grad()
+def _plain_hidden(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
+    parts = []
+    for text in texts:
+        ids = torch.tensor(text.input_ids, dtype=torch.long)[None]
+        parts.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])  # type: ignore[operator]
+    return torch.cat(parts)
+
+
+def _largest(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).abs().max())

@@ -1,0 +1,110 @@
+"""launch/gpu_check.sh: it runs where nothing but torch, transformers, numpy and safetensors is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distill_rl
+from distill_rl.gpu_check.parts import PARTS
+from tests.helpers.command import leftovers, survivors, until
+
+pytestmark = pytest.mark.cli
+
+SCRIPT = Path(distill_rl.__file__).parents[1] / "launch" / "gpu_check.sh"
+BLOCKED = ("ray", "omegaconf", "datasets", "numba", "pyarrow", "rich", "pytest", "jinja2", "psutil", "tensorboard")
+DEADLINE_S = 400
+# Run by every Python that finds it on its path, before anything else: packages are as if they were not installed.
+SITE = f"""\
+from importlib import machinery
+find = machinery.PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in {BLOCKED!r} else find(name, path, target)
+machinery.PathFinder.find_spec = staticmethod(find_spec)
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> dict[str, str]:
+    """The environment of a machine with nothing but what the kit needs."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(SITE)
+    return os.environ | {"DISTILL_RL_PYTHON": sys.executable, "PYTHONPATH": str(folder)}
+
+
+def test_the_blocked_packages_cannot_be_imported(bare):
+    program = "import importlib.util as u, torch, transformers; print([n for n in {!r} if u.find_spec(n)])"
+    command = [sys.executable, "-c", program.format(BLOCKED)]
+    assert subprocess.run(command, env=bare, capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", "import omegaconf"], env=bare, capture_output=True, text=True)
+    assert "No module named 'omegaconf'" in done.stderr
+
+
+def test_all_parts_run_with_four_packages_and_no_gpu(bare, tmp_path):
+    command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + (tmp_path / "out" / "gpu_check.log").read_text()
+    said = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert (said["state"], said["failures"]) == ("done", [])
+    parts = {part["name"]: part for part in said["parts"]}
+    assert list(parts) == [part.name for part in PARTS]
+    for name in ("environment", "student", "teacher", "resume", "transport", "kernels"):
+        assert parts[name]["status"] == "ok", parts[name]
+        assert parts[name]["figures"]
+    assert 0 < parts["student"]["figures"]["gradient, packed"] < 2e-5
+    assert parts["resume"]["figures"]["tensors"] > 0
+    page = (tmp_path / "out" / "gpu_check.txt").read_text()
+    assert max(map(len, page.splitlines())) <= 140
+    assert all(part.name in page for part in PARTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "it writes into its folder alone"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "gpu_check.json", "gpu_check.log", "gpu_check.txt",
+    ]  # fmt: skip
+    assert done.stdout.splitlines()[-2] == page.splitlines()[0]
+
+
+def test_a_gpu_that_is_not_there_is_bad_input(bare, tmp_path):
+    command = ["bash", str(SCRIPT), "--device", "cuda", "--out", str(tmp_path / "out")]
+    environment = bare | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpu_check: error: --device cuda: needs a GPU; torch ")
+
+
+def test_a_python_without_torch_is_bad_input(bare, tmp_path):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE.replace("'ray', ", "'ray', 'torch', 'safetensors', "))
+    environment = bare | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "torch, safetensors not found; set DISTILL_RL_PYTHON" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_kit_leaves_its_record_and_no_process(bare, tmp_path, number, code):
+    command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "environment,resume"]
+    process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert "environment  ok" in process.stdout.readline()
+        until(lambda: leftovers(process.pid), "the next part")
+        children = leftovers(process.pid)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, rest
+    assert survivors(children.values()) == []
+    said = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert said["state"] == f"stopped by {number.name}"
+    assert [part["status"] for part in said["parts"]] == ["ok", "waiting"]
+    assert "1 not done" in (tmp_path / "gpu_check.txt").read_text().splitlines()[0]

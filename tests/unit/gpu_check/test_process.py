@@ -1,0 +1,104 @@
+"""A part runs in a process of its own, and whatever becomes of it is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill_rl.gpu_check.parts import Part
+from distill_rl.gpu_check.process import FAILED, OK, SKIPPED, TIMED_OUT, Call, Outcome, run_part
+from tests.helpers.command import until
+
+LIMIT_S = 60.0
+"""for a process that imports torch, on a machine that does other things besides"""
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Call:
+    return Call("cpu", True, tmp_path, tmp_path / "log")
+
+
+def run(call: Call, function: str, limit_s: float = LIMIT_S, *, takes_budget: bool = False) -> Outcome:
+    part = Part(function, "", "tests.helpers.kit_parts", function, takes_budget=takes_budget)
+    return run_part(part, call, limit_s)
+
+
+def test_figures_come_back_as_plain_numbers_in_order(call):
+    outcome = run(call, "well")
+    assert (outcome.status, outcome.reason) == (OK, "")
+    assert list(outcome.figures) == ["error", "count", "rows"]
+    assert outcome.figures["error"] == pytest.approx(1e-7)
+    assert outcome.figures["rows"] == [{"name": "first", "ms": "nan"}]
+    assert "printed by a part" in call.log.read_text()
+
+
+def test_a_part_with_a_budget_is_told_less_than_its_limit(call):
+    assert 0 < run(call, "budgeted", takes_budget=True).figures["budget"] < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "reason"),
+    [
+        ("wrong", FAILED, "the gradient is off by 3.0e-01"),
+        ("raises", FAILED, "KeyError: 'a setting'"),
+        ("skips", SKIPPED, "needs two GPUs"),
+        ("missing", FAILED, "AttributeError: module 'tests.helpers.kit_parts' has no attribute 'missing'"),
+    ],
+)
+def test_what_a_part_raises_is_one_line(call, function, status, reason):
+    outcome = run(call, function)
+    assert (outcome.status, outcome.reason) == (status, reason)
+    assert ("Traceback" in call.log.read_text()) == (status == FAILED)
+
+
+def test_a_crash_is_named_by_its_signal_and_leaves_stacks(call):
+    outcome = run(call, "crashes")
+    assert outcome.status == FAILED
+    assert outcome.reason.startswith("killed by SIGSEGV")
+    assert "kit_parts.py" in call.log.read_text()
+
+
+def test_a_part_that_exits_by_itself_has_failed(call):
+    outcome = run(call, "leaves")
+    assert outcome.status == FAILED
+    assert outcome.reason.startswith("exit code 7")
+
+
+def test_a_part_that_hangs_is_killed_with_all_it_started(call):
+    outcome = run(call, "hangs", limit_s=12.0)
+    assert outcome.status == TIMED_OUT
+    log = call.log.read_text()
+    assert "kit_parts.py" in log, "the log says where it hung"
+    child = int(re.search("child ([0-9]+)", log)[1])
+    until(lambda: not alive(child), "the end of the part's child")
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not: here nobody but init waits for the child of a part that is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_no_folder_is_left_in_the_place_for_temporary_files(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", os.fspath(tmp_path))
+    run(call, "leaves")
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_command_is_judged_by_its_exit_code_and_last_line(call):
+    def of(program: str, **more) -> Outcome:
+        return run_part(Part("command", "", command=(sys.executable, "-c", program), **more), call, LIMIT_S)
+
+    done = of("import json, pathlib; pathlib.Path('{out}/f.json').write_text('{{\"results\": {{\"x\": 1}}}}'); print('3 passed')",
+              figures_file="{out}/f.json")  # fmt: skip
+    assert (done.status, done.reason, done.figures) == (OK, "3 passed", {"x": 1})
+    assert of("print('{device}'); print('1 failed'); exit(1)").reason == "exit code 1; 1 failed"
+    missing = of("", needs=("a_package_that_is_not_there",))
+    assert (missing.status, missing.reason) == (SKIPPED, "needs a_package_that_is_not_there, not installed here")
