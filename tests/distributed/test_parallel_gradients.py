@@ -99,7 +99,8 @@ def single_process_gradients(path: str) -> dict[str, Tensor]:
     """The definition: transformers alone, every document alone, in fp64."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    # sdpa would leave out the soft cap of Gemma 2
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     ids, _, labels = batch()
     for document in (slice(0, FIRST), slice(FIRST, None)):
         loss(model(input_ids=ids[:, document], use_cache=False).logits, labels[:, document]).backward()
