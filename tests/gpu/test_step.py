@@ -1,0 +1,14 @@
+"""One training step on a GPU: `distill_rl.gpu_check.step`, the part that the GPU kit runs as well."""
+
+import pytest
+import torch
+
+from distill_rl.gpu_check import step
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_step_on_a_gpu_is_the_step_on_a_cpu_and_waits_for_nothing_else():
+    figures = step.check(torch.device("cuda", 0), tiny=True)
+    assert figures["copies that differ"] == 0
+    assert figures["host waits per micro-batch"] <= step.WAITS_PER_MICRO_BATCH
