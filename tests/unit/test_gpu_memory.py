@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,10 @@ def test_a_forward_pass_says_so(student, batch) -> None:
 
 
 def test_a_backward_pass_says_so(student, batch) -> None:
-    student.parameters[0].register_hook(run_out)
+    def in_backward(module: object, arguments: object, output: Any) -> None:
+        output.logits.register_hook(run_out)
+
+    student.model.register_forward_hook(in_backward)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, backward: .*student\.activation_checkpointing=true"):
         student.forward_backward(batch, no_targets)
 

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"driver", "verify", "service"},
     "cli": {"errors", "commands", "observe", "signals", "evals"},
     "quickstart": BASE | {"observe", "evals"},
+    "gpu_check": {"losses", "align"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
     "__main__": {"cli"},
     "__init__": set(),
