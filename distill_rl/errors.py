@@ -7,7 +7,8 @@
     ├── TransportError           exit code 1   a slot, a handle, a generation
     ├── WorkerError              exit code 1   an actor that raised, died or overran its deadline
     ├── CheckpointError          exit code 2   foreign, newer, damaged or missing checkpoint
-    └── NumericsError            exit code 1   NaN or Inf where none may be
+    ├── NumericsError            exit code 1   NaN or Inf where none may be
+    └── GpuMemoryError           exit code 1   a GPU has no memory left for what was asked
 
 A message is one line: what, the rule, the value received, the remedy. Every error survives pickling,
 because most of them are born in another process.
@@ -105,4 +106,8 @@ class CheckpointError(DistillError):
 
 
 class NumericsError(DistillError):
+    pass
+
+
+class GpuMemoryError(DistillError):
     pass

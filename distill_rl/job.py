@@ -12,7 +12,7 @@ from typing import Any
 
 from distill_rl.config.derive import crossing
 from distill_rl.config.facts import ModelFacts, running_teachers
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
 from distill_rl.errors import ConfigError
@@ -37,6 +37,7 @@ class Job:
     """ids of each running teacher's tokenizer"""
     teacher_facts: tuple[ModelFacts, ...]
     """of each running teacher"""
+    student_facts: ModelFacts
     fingerprints: dict[str, str]
     """What a resumed run must find unchanged: name → hash."""
 
@@ -66,6 +67,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         crossings=crossings,
         teacher_vocabularies=tuple(vocabulary_size(its) for its in tokenizers),
         teacher_facts=tuple(_facts(teacher) for teacher in running),
+        student_facts=_facts(config.student),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
@@ -84,9 +86,9 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     )
 
 
-def _facts(teacher: TeacherConfig) -> ModelFacts:
+def _facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     return read_model_facts(
-        resolve(teacher.model, teacher.revision, weights=True), read_config(teacher.model, teacher.revision)
+        resolve(model.model, model.revision, weights=True), read_config(model.model, model.revision)
     )
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backend import Backend, BackendName, Output, Settings
 from distill_rl.evals.suite import Item
+from distill_rl.gpu_memory import gpu_phase
 
 CHUNKS_PER_CALL = 4
 """batches of log-likelihoods that are handed over at once, so that work on a common prefix is seldom done again"""
@@ -51,6 +52,7 @@ class LocalLane:
         self._backend: Backend | None = None
         self._loaded: tuple[BackendName, Settings] | None = None
 
+    @gpu_phase("evaluation")
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
         if self._backend is None or self._loaded != (backend, settings):
             self.close()
@@ -73,9 +75,11 @@ class LocalLane:
     def outputs(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """The outputs of one chunk."""
         assert self._backend is not None
-        if task.choose:
-            return self._backend.choose(items)
-        return self._backend.generate(items, max_new_tokens=task.max_new_tokens, stop=task.stop)
+        with gpu_phase("evaluation"):
+            if task.choose:
+                yield from self._backend.choose(items)
+            else:
+                yield from self._backend.generate(items, max_new_tokens=task.max_new_tokens, stop=task.stop)
 
     def close(self) -> None:
         """Frees the model's memory."""

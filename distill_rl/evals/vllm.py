@@ -22,6 +22,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backend import Output, Settings
 from distill_rl.evals.encode import Encoder, model_folder
 from distill_rl.evals.suite import Item
+from distill_rl.evals.vllm_room import free_memory, require_room
+from distill_rl.gpu_memory import is_out_of_memory
 from distill_rl.models.facts import weight_files
 
 _DEFAULT = Settings()
@@ -54,6 +56,7 @@ class VLLM:
 
     Raises:
         ConfigError: vllm is not installed or does not start, or the folder is missing or holds no such model.
+        GpuMemoryError: less of a GPU is free than the engine's share.
     """
 
     def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
@@ -147,8 +150,13 @@ class VLLM:
         _require_device(self.settings.device, cpu)
         try:
             with nullcontext() if cpu else one_at_a_time():
-                self._engine = LLM(**engine_arguments(self.folder, self.settings, cpu=cpu))
+                arguments = engine_arguments(self.folder, self.settings, cpu=cpu)
+                if not cpu:
+                    require_room(arguments["gpu_memory_utilization"], free_memory(self.settings.tensor_parallel))
+                self._engine = LLM(**arguments)
         except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"model {self.folder}", "vllm must load it", first, "or take the backend hf") from error
         if cpu:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.memory import reduces_once_per_step
 from distill_rl.config.schema import Config
+from distill_rl.gpu_memory import gpu_phase
 from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
@@ -65,6 +66,7 @@ class StudentEngine:
         crossings: per teacher, how the student learns from it where it has another tokenizer; empty where none has.
     """
 
+    @gpu_phase("student load")
     def __init__(
         self,
         config: Config,
@@ -160,6 +162,7 @@ class StudentEngine:
             metrics["train/kd_scale"] = Metric(blend.kd, "last")
         return metrics
 
+    @gpu_phase("optimizer step")
     def optim_step(self) -> dict[str, Metric]:
         """Clips, updates the weights with this step's learning rate, and clears the gradients; or skips the step, for a
         reason that all ranks see alike (`Guard`)."""
@@ -201,6 +204,7 @@ class StudentEngine:
         report = self._metrics("validation", batch, sums, blend)
         return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
 
+    @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, state_extra: Mapping[str, Any], marker: str | Path | None = None) -> None:
         """Writes weights, optimizer, random state and `state_extra` (JSON) into `directory`; the caller commits it.
 
@@ -260,6 +264,7 @@ class StudentEngine:
             self._seed()
         return dict(state.extra)
 
+    @gpu_phase("weight export")
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
         """Writes the student as a Hugging Face folder; collective."""
         reshard(self.model)
@@ -289,11 +294,12 @@ class StudentEngine:
             labels = to_device(rows.labels, self.world.device)
             start = first_row - batch.first_row
             chunks = [each and each[start : start + rows.shape[0]] for each in batch.chunks]
-            with targets(first_row, rows.shape[0]) as found:
+            with gpu_phase("forward"), targets(first_row, rows.shape[0]) as found:
                 teachers = [target and _on_device(target, self.world.device) for target in found]
                 output = self.objective(self._logits(rows), labels, teachers, batch.num_labels, chunks, blend)
                 if backward:
-                    output.loss.backward()
+                    with gpu_phase("backward"):
+                        output.loss.backward()
             sums.add(output)
         return sums
 

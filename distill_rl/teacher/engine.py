@@ -12,6 +12,7 @@ from torch import Tensor
 from distill_rl.config.facts import teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
+from distill_rl.gpu_memory import gpu_phase
 from distill_rl.losses.targets import HiddenStates, Wire
 from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
@@ -39,6 +40,7 @@ class TeacherEngine:
         ConfigError: a backend that this engine does not have.
     """
 
+    @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
         if teacher.backend != "hf":
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
@@ -88,6 +90,7 @@ class TeacherEngine:
             return self.model.config.vocab_size * self.wire_dtype.itemsize + 4
         return self.config.loss.top_k * (4 + self.wire_dtype.itemsize) + 8
 
+    @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
         """And the entropy per token, where it is the score and the target does not tell it."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
+from distill_rl.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
 from distill_rl.transport.gpu_wait import ALIVE, has_ended, wait_for
 from distill_rl.transport.place import expandable_segments, gpu_uuid
@@ -233,6 +234,7 @@ def _make_ring(ring: Ring, device: torch.device) -> _Own:
     return own
 
 
+@gpu_phase("transport ring")
 def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
     """An allocation that holds nothing else, as readers map all of it; the pool keeps it so."""
     torch.cuda.empty_cache()  # for lack of memory a pool gives back only what is its own

@@ -61,7 +61,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         cluster, own_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
-        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes())
+        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.watch = Watch(config.faults, calls.processes, job.paths.logs)
@@ -170,6 +170,19 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
 def threads_per_worker(num_compute_actors: int) -> int:
     """Torch threads of each student and teacher rank: the machine's cores, shared out."""
     return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
+
+
+def _needs(job: Job, gpus: int) -> dict[str, float]:
+    """Estimated bytes of a rank of the student and of each teacher, by name."""
+    facts = Facts(
+        student=job.student_facts,
+        teachers=job.teacher_facts,
+        teacher_vocabularies=job.teacher_vocabularies,
+        crossings=tuple(crossing and crossing.method for crossing in job.crossings),
+        vocabulary_size=job.vocabulary_size,
+        gpus=gpus,
+    )
+    return {worker.worker: float(worker.total) for worker in sizes(job.config, facts).memory}
 
 
 def _target_bytes(job: Job) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from distill_rl.errors import DistillError, WorkerError
+from distill_rl.errors import DistillError, GpuMemoryError, WorkerError
+from distill_rl.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.rank import Process
 from distill_rl.workers.watch import Watch
 
@@ -168,7 +169,14 @@ def explain(error: BaseException, actor: str, what: str, after_death: str, watch
     if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user's to mend, wherever it was found
         cause.add_note(_plain(error))
         return cause
-    if isinstance(error, RayTaskError):
+    if isinstance(cause, GpuMemoryError):
+        blamed: DistillError = GpuMemoryError(
+            f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy
+        )
+    elif isinstance(error, RayTaskError) and is_out_of_memory(cause):
+        remedy = "see `distill-rl check` for the estimate per worker"
+        blamed = GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), remedy)
+    elif isinstance(error, RayTaskError):
         blamed = WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
     elif isinstance(error, OutOfMemoryError):
         blamed = WorkerError(

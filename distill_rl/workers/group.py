@@ -118,7 +118,7 @@ class WorkerGroup:
         """Has ranks meet in process groups of `size` and load their models: the calls that do it."""
         calls: dict[ray.ObjectRef, str] = {}
         for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
-            calls |= self.submit("start", *address, ranks=[rank])
+            calls |= self.submit("start", *address, self._plan.seats[self.names[rank]].gpu_memory, ranks=[rank])
         return calls
 
     def kill(self) -> None:

@@ -29,6 +29,8 @@ class Seat:
     bundle: int
     num_cpus: float
     num_gpus: float
+    gpu_memory: float = 1.0
+    """share of the GPU's memory that its process is held to; 1: all that it finds"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,14 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     return student, teachers, [aligner_name(i) for i in range(num_aligners)]
 
 
-def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[Node] = ()) -> SeatingPlan:
+def seat(
+    config: Config,
+    num_aligners: int = 1,
+    *,
+    gpus: float,
+    nodes: Sequence[Node] = (),
+    needs: Mapping[str, float] | None = None,
+) -> SeatingPlan:
     """Which actors sit together.
 
     `colocated`: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
@@ -86,10 +95,14 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
 
     Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
     gives them a share of one, they sit with the ranks, in turn. The evaluator, which there is where suites are asked
-    for, has a bundle of its own, with a GPU if one is left over; else `evaluate.gpu_share` of the first.
+    for, has a bundle of its own, with a GPU if one is left over; else `evaluate.gpu_share` of the first. The ranks there
+    are then held to what is left of its memory, divided as they need it, so that the evaluator finds its share; ranks
+    that no evaluator joins take what they find.
 
     Args:
         gpus: in the cluster.
+        needs: memory that a rank of the student (`student`) and of each teacher needs, in any unit, by name; None: all
+            alike.
 
     Raises:
         ConfigError: the guests of one GPU leave nothing of it to the ranks, or the transport that is asked for does not
@@ -115,8 +128,9 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
                 "lower it",
             )
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
+        held = _memory_shares(together, left, needs) if gpus and EVALUATOR in guests else {}
         for name in together:
-            seats[name] = Seat(name, index, 1.0, left / len(together) if gpus else 0.0)
+            seats[name] = Seat(name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0))
         for name, part in guests.items():
             seats[name] = Seat(name, index, 1.0, part)
     ranks = len(bundles)
@@ -133,6 +147,15 @@ def seat(config: Config, num_aligners: int = 1, *, gpus: float, nodes: Sequence[
         own = _replicas_together(bundles, config.student.parallel, nodes)
     pinned = (*own, *[None] * (len(bundles) - len(own))) if own else ()
     return SeatingPlan(tuple(bundles), seats, pinned)
+
+
+def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
+    """`left` of a GPU's memory, divided among ranks in proportion to what they need."""
+    if needs is None:
+        return {name: left / len(ranks) for name in ranks}
+    # `student-dp0-tp0` is a rank of the student, `big/dp0-tp0` of the teacher `big`
+    need = {name: needs[name.rpartition("/")[0] or "student"] for name in ranks}
+    return {name: left * its / sum(need.values()) for name, its in need.items()}
 
 
 def _side_by_side(groups: Sequence[Sequence[str]]) -> list[list[str]]:

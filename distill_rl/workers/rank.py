@@ -125,7 +125,7 @@ class RankWorker:
         )
         return self._transports[name]
 
-    def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int) -> World:
+    def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float = 1.0) -> World:
         """Meets the other ranks at `host:port`; sets up this process's generators and threads."""
         from distill_rl.parallel.mesh import join_store, open_world
 
@@ -133,6 +133,8 @@ class RankWorker:
         deadline_s = self._config.ray.step_timeout_s
         store = self._store or join_store(host, port, parallel.dp * parallel.tp)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() else "cpu"
+        if device != "cpu" and gpu_memory < 1:
+            hold_to(gpu_memory, gpu_index())
         self._world = open_world(
             rank=rank,
             dp=parallel.dp,
@@ -150,6 +152,18 @@ def gpu_index() -> int:
     given, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")]
     return names.index(given) if given in names else int(given) if given.isdigit() and not visible else 0
+
+
+CONTEXT_BYTES = 2**30
+"""What a process takes of a GPU beside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and NCCL."""
+
+
+def hold_to(share: float, index: int) -> None:
+    """Lets this process take no more than that share of a GPU's memory, all in all; beyond it torch is out of memory."""
+    import torch
+
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(share - CONTEXT_BYTES / total, 0.0), index)
 
 
 def _prepare_process(seed: int, threads: int) -> None:

@@ -54,11 +54,11 @@ class StudentWorker(RankWorker):
         self._step_s = self._fetch_s = 0.0
         self._far_bytes = 0
 
-    def start(self, host: str, port: int) -> None:
-        """Loads the model."""
+    def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
+        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
         from distill_rl.student.engine import StudentEngine
 
-        world = self._join(self._rank, self._config.student.parallel, host, port)
+        world = self._join(self._rank, self._config.student.parallel, host, port, gpu_memory)
         self._engine = StudentEngine(
             self._config,
             world,

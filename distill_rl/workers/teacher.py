@@ -51,12 +51,12 @@ class TeacherWorker(RankWorker):
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
         self._gauges = Gauges(config.run.name)
 
-    def start(self, host: str, port: int) -> None:
-        """Loads the model."""
+    def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
+        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
         from distill_rl.teacher.engine import TeacherEngine
 
         tp = self._teacher.parallel.tp
-        world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port)
+        world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port, gpu_memory)
         self._engine = TeacherEngine(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
 
     @reporting

@@ -5,8 +5,9 @@ import signal
 
 import psutil
 import pytest
+import torch
 
-from distill_rl.errors import DataError, NumericsError, WorkerError
+from distill_rl.errors import DataError, GpuMemoryError, NumericsError, WorkerError
 from distill_rl.workers.calls import Calls
 from tests.helpers.command import until
 
@@ -55,6 +56,23 @@ def test_results_come_in_the_order_asked(crew):
     assert calls.gather(
         [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
     ) == [1, 2, 3]
+
+
+def test_a_gpu_without_memory_is_one_line_with_actor_phase_and_setting(crew):
+    calls, student, teacher = crew
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
+    asked = "2.00 GiB asked, 70.00 GiB held and 1.00 GiB more reserved by PyTorch, 1.00 GiB free of 80.00 GiB"
+    text += "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+    raised = GpuMemoryError("rank 0, backward", "needs more GPU memory", asked, "lower train.micro_batch_size")
+    for error, phase, setting in (
+        (raised, "rank 0, backward needs more GPU memory", "lower train.micro_batch_size"),
+        (torch.OutOfMemoryError(text), "needs more GPU memory", "see `distill-rl check`"),
+    ):
+        refs = named(calls, student.fail.remote(error), teacher.echo.remote(1))
+        with pytest.raises(GpuMemoryError) as caught:
+            calls.gather(refs, what="step 3", timeout_s=60)
+        assert str(caught.value).startswith(f"student-dp0-tp0, step 3: {phase}; got {asked}; {setting}")
+        assert caught.value.exit_code == 1
 
 
 def test_an_exception_names_actor_task_and_cause_on_one_line(crew):

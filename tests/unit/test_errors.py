@@ -13,6 +13,7 @@ TREE = {
     "WorkerError": 1,
     "CheckpointError": 2,
     "NumericsError": 1,
+    "GpuMemoryError": 1,
 }
 
 

@@ -15,7 +15,7 @@ import distill_rl
 
 PACKAGE = Path(distill_rl.__file__).parent
 
-BASE = {"errors", "types", "files", "redact"}
+BASE = {"errors", "types", "files", "redact", "gpu_memory"}
 LIBRARY = BASE | {"align", "config", "losses", "models", "parallel", "observe", "data", "transport"}
 ENGINES = LIBRARY | {"student", "teacher"}
 RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "saving", "rundir", "preflight", "job", "evals"}
@@ -23,6 +23,7 @@ RUN = ENGINES | {"workers", "prefetch", "signals", "checkpoints", "saving", "run
 # Part of the package → the other parts that it may import. A part is a folder or a file directly under distill_rl/.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "gpu_memory": {"errors"},
     "types": set(),
     "prefetch": set(),
     "files": set(),
@@ -52,7 +53,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"driver", "verify", "service"},
     "cli": {"errors", "commands", "observe", "signals", "evals"},
     "quickstart": BASE | {"observe", "evals"},
-    "gpu_check": BASE | {"models"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},

@@ -177,6 +177,20 @@ def test_an_evaluator_gets_the_share_that_it_is_given_and_leaves_the_rest():
         seat(asked, 1, gpus=1)
 
 
+def test_ranks_beside_an_evaluator_are_held_to_the_memory_that_is_left():
+    seats = seat(evaluated(student=(2, 1)), 1, gpus=2, needs={"student": 30.0, "t0": 10.0}).seats
+    assert seats["student-dp0-tp0"].gpu_memory == pytest.approx(0.6)
+    assert seats["t0/dp0-tp0"].gpu_memory == pytest.approx(0.2)
+    assert seats["student-dp1-tp0"].gpu_memory == 1.0, "it has a GPU without an evaluator"
+    alike = seat(evaluated(), 1, gpus=1).seats
+    assert alike["student-dp0-tp0"].gpu_memory == alike["t0/dp0-tp0"].gpu_memory == pytest.approx(0.4)
+
+
+def test_ranks_without_an_evaluator_take_the_memory_that_they_find():
+    for plan in (seat(config(), gpus=1), seat(evaluated(), 1, gpus=2), seat(evaluated(), 1, gpus=0)):
+        assert {each.gpu_memory for each in plan.seats.values()} == {1.0}
+
+
 def test_an_evaluator_on_a_cpu_has_a_seat_of_its_own():
     plan = seat(evaluated(), 1, gpus=0)
     assert plan.bundles[plan.seats[EVALUATOR].bundle] == {"CPU": 1.0}

@@ -1,0 +1,64 @@
+"""The aligner's dynamic programme on a device against numpy's, window by window."""
+
+from __future__ import annotations
+
+from unittest import SkipTest
+
+import numpy as np
+import torch
+
+STUDENT = ("", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "cab")
+TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")
+"""Short strings over few letters: many equal tokens and joins. The empty one stands for a special token."""
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """How many windows were compared and how many tokens found a partner.
+
+    Raises:
+        AssertionError: a window's chunk numbers differ from numpy's.
+        SkipTest: Numba is not here, or has no CUDA target for a GPU.
+    """
+    try:
+        from distill_rl.align.canonical import CanonicalTables
+        from distill_rl.align.dp import align_windows
+        from distill_rl.align.dp_device import missing_for_cuda
+    except ImportError as error:
+        raise SkipTest(f"needs numba: {error}") from error
+    if device.type == "cuda" and (missing := missing_for_cuda()):
+        raise SkipTest(f"{missing.rule}; {missing.remedy}")
+    tables = CanonicalTables(_vocabulary(STUDENT), _vocabulary(TEACHER))
+    draw = np.random.default_rng(0)
+    count, longest = (40, 24) if tiny else (1000, 120)
+    windows = [
+        tuple(draw.integers(0, len(side), draw.integers(0, longest)).astype(np.int32) for side in (STUDENT, TEACHER))
+        for _ in range(count)
+    ]
+    backend, matched = "cuda" if device.type == "cuda" else "numba", 0
+    for band in (1, 8, 64):
+        found, wanted = (align_windows(windows, tables, backend=name, band=band) for name in (backend, "numpy"))  # type: ignore[arg-type]
+        for number, (one, other) in enumerate(zip(found, wanted)):
+            same = all(np.array_equal(ours, theirs) for ours, theirs in zip(one, other))
+            assert same, f"window {number}, band {band}: {backend} and numpy align it differently"
+            matched += int((other[0] >= 0).sum())
+    assert matched > 0, "no window had anything in common"
+    return {"windows": 3.0 * count, "tokens_matched": float(matched)}
+
+
+def _vocabulary(tokens: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    from distill_rl.align.vocabulary import Vocabulary
+
+    spelled = [token.encode() for token in tokens]
+    lengths = np.array([len(token) for token in spelled], np.int32)
+    return Vocabulary(
+        flat=np.frombuffer(b"".join(spelled), np.uint8),
+        starts=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
+        lengths=lengths,
+        special=lengths == 0,
+        byte_fallback=np.zeros(len(spelled), bool),
+        roles={},
+        normalization="none",
+        lossy=None,
+        family="byte_level",
+        hash="",
+    )

@@ -1,0 +1,131 @@
+"""Losses on a device against the plain fp64 reference: one vocabulary, fused with the output layer, and two vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses import (
+    METHODS,
+    Bridge,
+    Chunks,
+    DenseLogits,
+    chunk_kd_loss,
+    fused_linear_kd_loss,
+    kd_loss,
+    reference,
+    reference_chunks,
+    vocab_parallel_topk,
+)  # fmt: skip
+from distill_rl.losses.targets import Teacher
+
+# A bf16 gradient is rounded once, to 2^-9 of itself at most; the fused loss also rounds its logits' gradient for the
+# products. In fp32 only the order of summation differs.
+BOUNDS = {"logits": 3e-3, "fused": 1e-2, "chunks": 1e-5}
+
+
+def check(device: torch.device, tiny: bool) -> dict[str, float]:
+    """The largest relative error of a gradient, by kind of loss; fp32 for chunks, bf16 for the others.
+
+    Raises:
+        AssertionError: one is above its bound in `BOUNDS`; the line names it.
+    """
+    rows, columns = (24, 503) if tiny else (512, 32_003)
+    draw = torch.Generator().manual_seed(0)
+    found = dict.fromkeys(BOUNDS, 0.0)
+    for kind, name, error in [*_same_vocabulary(device, rows, columns, draw), *_two_vocabularies(device, tiny, draw)]:
+        assert error <= BOUNDS[kind], f"{name}: gradient off by {error:.1e} of its norm; the bound is {BOUNDS[kind]:g}"
+        found[kind] = max(found[kind], error)
+    return {f"{kind}_gradient_error": error for kind, error in found.items()}
+
+
+def _same_vocabulary(
+    device: torch.device, rows: int, columns: int, draw: torch.Generator
+) -> Iterator[tuple[str, str, float]]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(device)
+
+    hidden, weight = normal(rows, 64).bfloat16(), (normal(columns, 64) / 4).bfloat16()
+    logits, teacher = (2 * normal(rows, columns)).bfloat16(), 2 * normal(rows, columns)
+    labels = torch.randint(0, columns, (rows,), generator=draw).to(device)
+    targets: dict[str, Teacher] = {
+        "dense": DenseLogits(teacher), "top-k": vocab_parallel_topk(teacher, 64, labels=labels),
+    }  # fmt: skip
+    for divergence in reference.DIVERGENCES:
+        for target_name, target in targets.items():
+
+            def loss_of(
+                function: Callable[..., reference.KDOutput], *leaves: Tensor, divergence: str = divergence,
+                target: Teacher = target,
+            ) -> Tensor:  # fmt: skip
+                return function(*leaves, target, labels=labels, divergence=divergence, kd_ratio=0.7).loss
+
+            def plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: object) -> reference.KDOutput:
+                return reference.kd_loss(states @ layer.T, target, **keywords)  # type: ignore[arg-type]
+
+            name = f"{divergence}, {target_name}"
+            truth = _gradients(lambda leaf: loss_of(reference.kd_loss, leaf), logits.double())
+            yield "logits", name, _error(_gradients(lambda leaf: loss_of(kd_loss, leaf), logits), truth)
+            truth = _gradients(lambda *leaves: loss_of(plain_fused, *leaves), hidden.double(), weight.double())
+            given = _gradients(lambda *leaves: loss_of(fused_linear_kd_loss, *leaves), hidden, weight)
+            yield "fused", f"{name}, fused", _error(given, truth)
+
+
+def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
+    student, teacher, repeats = (53, 71, 2) if tiny else (2003, 3001, 8)
+    kinds = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
+    sides = [torch.repeat_interleave(torch.tensor([kind[side] for kind in kinds])) for side in (0, 1)]
+    chunks, bridge = Chunks(*sides, len(kinds)), _bridge(student, teacher)
+    ours, theirs = (
+        2 * torch.randn(len(side), columns, generator=draw, dtype=torch.float64)
+        for side, columns in zip(sides, (student, teacher))
+    )
+    labels, their_labels = (torch.randint(0, columns, (len(side),), generator=draw)
+                            for side, columns in zip(sides, (student, teacher)))  # fmt: skip
+    target = DenseLogits(theirs, theirs.log_softmax(1).gather(1, their_labels[:, None])[:, 0])
+    there = DenseLogits(theirs.to(device), target.label_logprob.to(device))  # type: ignore[union-attr]
+    chunks_there = Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count)
+    for method in METHODS:
+        for average in ("mean", "chain"):
+            settings = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
+
+            def plain(leaf: Tensor, settings: dict = settings) -> Tensor:
+                output = reference_chunks.chunk_kd_loss(leaf, target, chunks, bridge, labels=labels, **settings)
+                return output.kd + output.ce
+
+            def loss(leaf: Tensor, settings: dict = settings) -> Tensor:
+                output = chunk_kd_loss(
+                    leaf, there, chunks_there, bridge.to(device), labels=labels.to(device), chunk_size=16, **settings
+                )
+                return output.kd + output.ce
+
+            truth = _gradients(plain, ours)
+            yield "chunks", f"{method}, {average}", _error(_gradients(loss, ours.float().to(device)), truth)
+
+
+def _bridge(student: int, teacher: int) -> Bridge:
+    """Even ids are common; an odd one goes into two teacher tokens, mostly the first."""
+    indices, values, indptr = [], [], [0]
+    for token in range(student):
+        indices += [token] if token % 2 == 0 else [token, token + 1]
+        values += [1.0] if token % 2 == 0 else [0.75, 0.25]
+        indptr.append(len(indices))
+    common = list(range(0, student, 2))
+    return Bridge.from_arrays(
+        indptr, indices, values, num_teacher=teacher, student_common=common, teacher_common=common
+    )  # fmt: skip
+
+
+def _gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    return list(torch.autograd.grad(loss(*leaves), leaves))
+
+
+def _error(given: list[Tensor], truth: list[Tensor]) -> float:
+    """Relative to the norm of the truth, the worst of several."""
+    return max(
+        float((one.double().cpu() - other.cpu()).norm() / other.norm().cpu().clamp_min(1e-30))
+        for one, other in zip(given, truth)
+    )
