@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and commit; `dirty` when files differ from the commit."""
-    import psutil  # here, because the GPU check uses this module where psutil is not installed
 
     facts: dict[str, Any] = {
         "cpu": cpu_name(),

@@ -8,6 +8,8 @@ from typing import Any
 
 WIDTH = 118
 _LABEL = 12
+_FEW, _GAP = 12, 4
+"""More numbers than these stand in several columns, so many spaces apart."""
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -104,9 +106,7 @@ def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
     """Numbers as lines, mappings as sections, lists of mappings as tables."""
     plain = {name: value for name, value in figures.items() if not isinstance(value, Mapping | list)}
-    width = max((len(name) for name in plain), default=0)
-    for name, value in plain.items():
-        yield f"{indent}{name:<{width}}  {_text(value)}"
+    yield from _numbers([(name, _text(value)) for name, value in plain.items()], indent)
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield f"{indent}{name}"
@@ -121,6 +121,19 @@ def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
                     initial_indent=indent,
                     subsequent_indent=indent + "  ",
                 )
+
+
+def _numbers(pairs: Sequence[tuple[str, str]], indent: str) -> Iterator[str]:
+    """Name and number, one below the other; many of them in as many columns as fit, to be read downwards."""
+    if not pairs:
+        return
+    width, digits = (max(len(pair[i]) for pair in pairs) for i in (0, 1))
+    fit = max((WIDTH - len(indent) + _GAP) // (width + 2 + digits + _GAP), 1)
+    columns = 1 if len(pairs) <= _FEW else fit
+    height = -(-len(pairs) // columns)
+    for i in range(height):
+        cells = [f"{name:<{width}}  {value:<{digits}}" for name, value in pairs[i::height]]
+        yield indent + (" " * _GAP).join(cells)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:

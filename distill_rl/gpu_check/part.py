@@ -76,8 +76,6 @@ def call(module: str, function: str, device: str, tiny: bool, budget_s: float | 
     except Exception as error:
         traceback.print_exc()
         status, reason = "failed", one_line(error)
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("distill_rl."):
-            status, reason = "skipped", f"not built: {error.name}"
     outcome: dict[str, Any] = {"status": status, "reason": reason, "text": text, "figures": figures}
     if torch.cuda.is_initialized():
         outcome["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)

@@ -31,6 +31,8 @@ class Part:
     """where a command leaves its figures, JSON under `results`"""
     needs: tuple[str, ...] = ()
     """packages without which the part is skipped"""
+    gpu_only: bool = False
+    """skipped on a CPU"""
 
 
 def _check(name: str, title: str, limit_s: float = 90.0) -> Part:
@@ -66,6 +68,7 @@ RAY_PARTS = (
         limit_s=420,
         command=(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"),
         needs=("pytest", "ray", "omegaconf"),
+        gpu_only=True,
     ),
     Part(
         "pipeline",

@@ -60,6 +60,8 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
     """Runs one part for at most `limit_s` seconds; when this returns, none of its processes is left."""
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return Outcome(SKIPPED, f"needs {', '.join(missing)}, not installed here")
+    if part.gpu_only and call.device != "cuda":
+        return Outcome(SKIPPED, "needs a GPU")
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder, call.log.open("a+b") as log:
         result = Path(folder) / "result.json"
         log.write(f"\n== {part.name}, limit {limit_s:.0f} s\n".encode())
@@ -68,7 +70,8 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
         code = _run(_command(part, call, result, limit_s), _environment(part, call, folder), log, limit_s, part)
         seconds = round(monotonic() - began, 2)
         if code is None:
-            return Outcome(TIMED_OUT, f"not done after {limit_s:.0f} s; its stacks are in {call.log.name}", seconds)
+            where = "" if part.command else f"; its stacks are in {call.log.name}"
+            return Outcome(TIMED_OUT, f"not done after {limit_s:.0f} s{where}", seconds)
         last = _last_line(log, start)
         if part.command:
             figures = _figures_of(part, call) if code == 0 else {}
@@ -107,39 +110,40 @@ def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
 
 def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_s: float, part: Part) -> int | None:
     """The exit code; None where the time was over."""
-    before = _children()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-    )
+    before, process = _children(), None
     try:
-        process.wait(limit_s)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        if part.command:
+        if part.command and process is not None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
         return None
     finally:
         _end(process, before)
-    return process.returncode
 
 
-def _end(process: subprocess.Popen[bytes], before: set[int]) -> None:
+def _end(process: subprocess.Popen[bytes] | None, before: set[int]) -> None:
     """Kills what is left of a part: its process, all below it, and orphans of it, which are children of ours now.
 
     A process that the kernel cannot end (in a driver's call that never returns) is left after `_DEATH_S`.
     """
-    killed = _kill({process.pid} if process.poll() is None else set())
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_DEATH_S)
+    own = set() if process is None else {process.pid}
+    killed = own | _kill(own if process is not None and process.poll() is None else set())
+    if process is not None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DEATH_S)
     deadline = monotonic() + _DEATH_S
-    while (orphans := _children() - before - {process.pid}) and monotonic() < deadline:
+    while (orphans := _children() - before - own) and monotonic() < deadline:
         killed |= _kill(orphans)
         for pid in orphans:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         sleep(0.01)
-    for pid in killed | {process.pid}:  # torch's counters of GPU memory that a killed process had shared
+    for pid in killed:  # torch's counters of GPU memory that a killed process had shared
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
             with suppress(OSError):
                 file.unlink()

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             machine = run_part(MACHINE, call, MACHINE.limit_s)
             record.machine = machine.figures
             if machine.status == OK and options.device == "cuda" and not machine.figures.get("gpus"):
+                call.log.unlink()
                 return _refuse(f"--device cuda: needs a GPU; {machine.figures['why_no_gpu']}; see --device cpu --tiny")
             if machine.status != OK:
                 record.parts, record.outcomes = (MACHINE, *parts), {MACHINE.name: machine}

@@ -76,6 +76,7 @@ def test_a_gpu_that_is_not_there_is_bad_input(bare, tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("gpu_check: error: --device cuda: needs a GPU; torch ")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_python_without_torch_is_bad_input(bare, tmp_path):

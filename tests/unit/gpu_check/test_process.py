@@ -86,6 +86,13 @@ def alive(pid: int) -> bool:
     return False
 
 
+def test_a_command_that_hangs_is_asked_to_end_before_it_is_killed(call):
+    program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(print('ended well'))); print('waits', flush=True); signal.pause()"
+    outcome = run_part(Part("command", "", command=(sys.executable, "-c", program)), call, 5.0)
+    assert (outcome.status, outcome.reason) == (TIMED_OUT, "not done after 5 s")
+    assert "waits\nended well" in call.log.read_text()
+
+
 def test_no_folder_is_left_in_the_place_for_temporary_files(call, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", os.fspath(tmp_path))
     run(call, "leaves")
@@ -102,3 +109,4 @@ def test_a_command_is_judged_by_its_exit_code_and_last_line(call):
     assert of("print('{device}'); print('1 failed'); exit(1)").reason == "exit code 1; 1 failed"
     missing = of("", needs=("a_package_that_is_not_there",))
     assert (missing.status, missing.reason) == (SKIPPED, "needs a_package_that_is_not_there, not installed here")
+    assert of("", gpu_only=True).reason == "needs a GPU"
