@@ -16,10 +16,11 @@ Written by `bash launch/bench.sh cost_model --write`; edit [cost_model.py](../..
 These are predictions, not measurements. `bash launch/bench.sh engine_throughput` runs both engines on a GPU and prints what it
 measures beside them.
 
-Teacher and student share one {card}, so a token costs the sum of both. A step has {rows} rows of {length:,} tokens in
-micro-batches of {micro_batch} rows; the teacher reads as many tokens as the student, without activation checkpointing,
-kernels of transformers and torch only. Rates ({source}): {bandwidth:.1f} TB/s, read and written bytes counted, and
-{matmul:.0f} TFLOP/s in bf16. Attention is assumed to reach {forward:.0%} of that forward and {backward:.0%} backward.
+Teacher and student share one {card} and run one after the other, so a token costs the sum of both. A step has {rows} rows of
+{length:,} tokens in micro-batches of {micro_batch} rows, without activation checkpointing; the teacher reads as many tokens.
+Kernels are those of transformers and torch. Rates ({source}):
+{bandwidth:.1f} TB/s, read and written bytes counted, and {matmul:.0f} TFLOP/s in bf16. Attention is assumed to reach {forward:.0%} of the
+latter forward and {backward:.0%} backward; it is the one rate here that nobody has measured on this card.
 
 `ours` counts every pass of this package's code. `ideal` has the same matrix products, attention at the full rate, and a
 fused kernel that reads its inputs and writes its results once for everything else.
@@ -31,8 +32,9 @@ _LEFT_OUT = """\
   below copy bandwidth. Both make a real step slower than `ours`.
 - Kernel launches: a micro-batch launches a few thousand kernels, some 10 ms of CPU time against some 150 ms on the card. They are
   hidden unless micro-batches are small.
-- A teacher with another tokenizer reads somewhat more or fewer tokens than the student, and the loss over chunks adds
-  passes over small tensors.
+- A teacher with another tokenizer reads somewhat more or fewer tokens than the student. The loss over chunks (`hybrid`) makes
+  the same passes over logits as the one over tokens; what it adds is small.
+- Copies of weights and gradients run in streams of their own and may overlap with arithmetic.
 - Reuse in the level-2 cache: a chunk of fp32 logits (128 MiB) does not fit, activations of a micro-batch do in part.
 """
 

@@ -44,12 +44,12 @@ digits of 8 bits and a gathering pass, five readings of 4."""
 FUSED_TOP_K = 2
 
 # Bytes per parameter of the student, fp32 master weights and bf16 compute, data-parallel size 1.
-GATHER = 14
-"""Once per step: fp32 to bf16 6, into the flat buffer 4, out of it 4."""
+GATHER = 10
+"""Once per step: fp32 to bf16 6, into the gathered parameter 4."""
 FIRST_GRADIENT, MORE_GRADIENT = 6, 10
 """A micro-batch's bf16 gradient becomes the fp32 sum 6, or is added to it 10."""
 REDUCE = 16
-"""Once per step, on one rank: into the flat buffer 8, into the sharded gradient 8."""
+"""Once per step, on one rank: the fp32 sum into a flat buffer 8, from there into the sharded gradient 8."""
 CLIP = 12
 """The norm reads 4, the factor 8."""
 ADAMW = 28
@@ -148,6 +148,8 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
     multiplied = shape.body_parameters + shape.head_parameters
     per_step = shape.parameters / step.tokens
     more = step.micro_batches - 1
+    # The gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum.
+    first, reduce = (FIRST_GRADIENT, REDUCE) if more else (0, REDUCE - 2)
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
     return [
@@ -164,11 +166,11 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
              card.attention[1]),
         _elementwise(backward, shape, 1),
         Part(backward, "accumulation",
-             f"({FIRST_GRADIENT} + {MORE_GRADIENT} · (micro-batches − 1)) bytes · parameters / tokens per step, "
-             f"and {8 if shape.tied else 2} bytes · embedding / tokens per micro-batch; ideal 4 and 8",
-             bytes=(FIRST_GRADIENT + MORE_GRADIENT * more) * per_step + table, ideal_bytes=(4 + 8 * more) * per_step),
-        Part(backward, "copies", f"gradient to its shard: {REDUCE} bytes · parameters / tokens per step; ideal 0",
-             bytes=REDUCE * per_step),
+             f"({first} + {MORE_GRADIENT} · (micro-batches − 1)) bytes · parameters / tokens per step, "
+             f"and {8 if shape.tied else 2} bytes · embedding / tokens per micro-batch; ideal 8 for each further micro-batch",
+             bytes=(first + MORE_GRADIENT * more) * per_step + table, ideal_bytes=8 * more * per_step),
+        Part(backward, "copies", f"gradient to its shard: {reduce} bytes · parameters / tokens per step; ideal 0",
+             bytes=reduce * per_step),
         Part(optimizer, "optimizer", f"clipping {CLIP} and AdamW {ADAMW} bytes · parameters / tokens per step; ideal 32",
              bytes=(CLIP + ADAMW) * per_step, ideal_bytes=(4 + ADAMW) * per_step),
     ]  # fmt: skip

@@ -59,7 +59,8 @@ def measure(
 
     Returns:
         `card`: the rates measured first; `step`: the sizes; `pairs`: by name, each with a `status` ("ok", "out of
-        memory", "no time left" or "failed: …") and, where that is ok, with the figures of `_measure_pair`.
+        memory", "no time left", or "failed: …" with the `traceback` beside it) and, where that is ok, with the figures
+        of `_measure_pair`.
     """
     deadline = time.monotonic() + budget_s
     step = step or (TINY if tiny else Step())
@@ -87,7 +88,8 @@ def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float)
     except Exception as error:
         if _ran_out_of_memory(error):
             return {"status": OUT_OF_MEMORY}
-        return {"status": f"failed: {traceback.format_exception_only(error)[-1].strip()}"}
+        line = traceback.format_exception_only(error)[-1].strip()
+        return {"status": f"failed: {line}", "traceback": traceback.format_exc()}
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:

@@ -159,6 +159,9 @@ def test_a_failure_is_named_and_ends_with_code_1(
         raise ValueError("a shape is wrong")
 
     monkeypatch.setattr(bench, "Engines", fail)
+    found = bench.measure(CPU, tiny=True, budget_s=60.0, pairs=["llama-8b"])["pairs"]["llama-8b"]
+    assert found["status"] == "failed: ValueError: a shape is wrong"
+    assert "in fail" in found["traceback"]
     assert bench.main(["--device", "cpu", "--tiny", "--pair", "llama-8b"]) == 1
     assert "failed: ValueError: a shape is wrong" in capsys.readouterr().out
 
