@@ -10,7 +10,6 @@ from torch import Tensor
 
 from distill_rl.types import RankBatch, TokenRows
 
-
 PINNED_BYTES = 64 * 2**20
 """A top-k target of 64 entries takes 3 MiB per 8,192 tokens; whole logits take gigabytes, too much to page-lock."""
 
