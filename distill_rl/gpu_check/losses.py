@@ -77,7 +77,7 @@ def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -
     student, teacher, repeats = (53, 71, 2) if tiny else (2003, 3001, 8)
     kinds = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
     sides = [torch.repeat_interleave(torch.tensor([kind[side] for kind in kinds])) for side in (0, 1)]
-    chunks, bridge = Chunks(*sides, len(kinds)), _bridge(student, teacher)
+    chunks, bridge = Chunks(sides[0], sides[1], len(kinds)), _bridge(student, teacher)
     ours, theirs = (
         2 * torch.randn(len(side), columns, generator=draw, dtype=torch.float64)
         for side, columns in zip(sides, (student, teacher))
