@@ -290,7 +290,7 @@ class EvaluateConfig:
     batch_size: int = 64
     """Prompts that are run together (hf)."""
     gpu_share: float = 0.2
-    """Share of the first GPU, and of its memory, that the evaluator gets where no GPU is left over for it; what it takes, the ranks there lack."""
+    """Share of the first GPU, and of its memory, that the evaluator gets where no GPU is left over for it; the ranks there are held to the rest."""
     timeout_s: float = 7200.0
     """Seconds in which an evaluation must end."""
 

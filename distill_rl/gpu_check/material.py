@@ -89,7 +89,7 @@ def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
 
 def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index: int = 0) -> RankBatch:
     """The batch that the aligner makes of these documents for one rank."""
-    rows = lay_out(texts, BatchPlan(Share(1, 2), (), max_length, packing, pad_id=5))
+    rows = lay_out(texts, BatchPlan(Share(1, 2), (), max_length, packing, pad_id=5, on_gpu=torch.cuda.is_available()))
     return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))
 
 

@@ -178,7 +178,7 @@ def _needs(job: Job, gpus: int) -> dict[str, float]:
         student=job.student_facts,
         teachers=job.teacher_facts,
         teacher_vocabularies=job.teacher_vocabularies,
-        crossings=tuple(None if crossing is None else crossing.method for crossing in job.crossings),
+        crossings=tuple(None if found is None else found.method for found in job.crossings),
         vocabulary_size=job.vocabulary_size,
         gpus=gpus,
     )
