@@ -106,7 +106,7 @@ def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, t
 
 
 def installed(package: str) -> bool:
-    """A folder of this name where Python was started is no package."""
+    """A folder of this name where Python was started, such as W&B leaves behind, is no package."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 

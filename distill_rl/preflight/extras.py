@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from distill_rl.config.schema import Config
+from distill_rl.models.attention import installed
 from distill_rl.preflight.opened import line
 
 
@@ -18,12 +18,6 @@ def extra_problems(config: Config) -> Iterator[str]:
         "ray.dashboard": (dashboard, "true", "aiohttp_cors", "dashboard"),
     }
     for key, (wanted, value, package, extra) in needed.items():
-        if wanted and not _installed(package):
+        if wanted and not installed(package):
             rule, remedy = f"needs {package}, which is not installed", f"pip install 'distill_rl[{extra}]'"
             yield line(key, rule, value, remedy)
-
-
-def _installed(package: str) -> bool:
-    """A folder of this name where Python was started, such as W&B leaves behind, is no package."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config
-from distill_rl.preflight import extras
+from distill_rl.models import attention
 from distill_rl.preflight.extras import extra_problems
 
 
@@ -20,7 +20,7 @@ def asked() -> Config:
 
 
 def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert list(extra_problems(asked())) == [
         "student.kernels: needs liger_kernel, which is not installed; got liger; pip install 'distill_rl[liger]'",
         "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
@@ -30,7 +30,7 @@ def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_needed_for_what_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert list(extra_problems(Config())) == []
     config = Config()
     config.ray.dashboard, config.ray.address = True, "auto"
@@ -38,15 +38,15 @@ def test_nothing_is_needed_for_what_is_not_asked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_package_is_no_problem_and_a_folder_of_its_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None, origin=f"/site/{name}/__init__.py"))
+    monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None, origin=f"/site/{name}/__init__.py"))
     assert list(extra_problems(asked())) == []
     monkeypatch.undo()
-    monkeypatch.setattr(extras, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None))
     assert len(list(extra_problems(asked()))) == 4
 
 
 def test_the_folder_that_wandb_leaves_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow_of_nobody").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not extras._installed("mlflow_of_nobody")
-    assert extras._installed("json")
+    assert not attention.installed("mlflow_of_nobody")
+    assert attention.installed("json")
