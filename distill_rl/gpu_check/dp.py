@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from unittest import SkipTest
 
 import numpy as np
 import torch
+
+from distill_rl.align.canonical import CanonicalTables
+from distill_rl.align.dp import align_windows
+from distill_rl.align.dp_device import missing_for_cuda
 
 STUDENT = ("", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "cab")
 TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")
@@ -19,12 +24,8 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         AssertionError: a window's chunk numbers differ from numpy's.
         SkipTest: Numba is not here, or has no CUDA target for a GPU.
     """
-    try:
-        from distill_rl.align.canonical import CanonicalTables
-        from distill_rl.align.dp import align_windows
-        from distill_rl.align.dp_device import missing_for_cuda
-    except ImportError as error:
-        raise SkipTest(f"needs numba: {error}") from error
+    if find_spec("numba") is None:
+        raise SkipTest("needs numba, which is not installed")
     if device.type == "cuda" and (missing := missing_for_cuda()):
         raise SkipTest(f"{missing.rule}; {missing.remedy}")
     tables = CanonicalTables(_vocabulary(STUDENT), _vocabulary(TEACHER))

@@ -15,6 +15,7 @@ from distill_rl.errors import DistillError
 from distill_rl.files import sync_directory, sync_tree
 from distill_rl.models.hub import resolve
 from distill_rl.models.weights import WeightFiles, names_in_files
+from distill_rl.parallel.fsdp import reshard
 from distill_rl.parallel.shards import gather_to_first
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def export_model(
     """
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
+    reshard(model)  # a forward without a backward may have left weights gathered
     state = _gather(model, files)
     if state is None:
         return

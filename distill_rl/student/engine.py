@@ -267,7 +267,6 @@ class StudentEngine:
     @gpu_phase("weight export")
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
         """Writes the student as a Hugging Face folder; collective."""
-        reshard(self.model)
         export_model(
             self.model,
             source=self.config.student.model,
