@@ -15,6 +15,7 @@ from distill_rl.evals.backend import Output, Settings
 from distill_rl.evals.encode import Encoder, model_folder
 from distill_rl.evals.sharing import Beginning, abilities, group
 from distill_rl.evals.suite import Item
+from distill_rl.models.determinism import start_vector_math
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DEFAULT = Settings()
@@ -40,6 +41,7 @@ class Generator:
             torch.cuda.set_per_process_memory_fraction(float(settings.gpu_share), self.device.index)
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        start_vector_math()
         self._take(folder)
 
     def reload(self, folder: Path) -> None:

@@ -59,11 +59,14 @@ def call(module: str, function: str, device: str, tiny: bool, budget_s: float | 
     """
     import torch
 
+    from distill_rl.models.determinism import start_vector_math
+
     status, reason, text, figures = "ok", "", "", {}
     try:
         chosen = torch.device(device)
         if chosen.type == "cuda" and torch.cuda.is_available():
             torch.cuda.set_device(chosen.index or 0)
+        start_vector_math()
         arguments = (chosen, tiny) if budget_s is None else (chosen, tiny, budget_s)
         loaded = importlib.import_module(module)
         found = getattr(loaded, function)(*arguments)
