@@ -82,7 +82,7 @@ class DenseRows:
         for sums, x, y in sides:
             exponentials = sums.add(rows, x, work)
             if sums.weighted is not None:
-                sums.weighted[rows] = row_sum(exponentials.mul_(x - y))
+                sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
         combine(self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.logit] if self.label else [])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
+from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine
 
 
 class LabelTerm:
@@ -143,7 +143,7 @@ class LabelRows:
         self.label.collect(rows, u)
         exponentials = self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
         if self.sums.weighted is not None:
-            self.sums.weighted[rows] = row_sum(exponentials.mul_(u))
+            self.sums.weigh(rows, exponentials, u)
 
     def _complete(self, rows: slice) -> None:
         combine(self.shard, rows, [self.sums], [self.label.logit])

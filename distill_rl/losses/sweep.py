@@ -137,7 +137,7 @@ class LogSums:
     """Σ_v exp(power · (x_v − m)) · y_v per row, with m the row's maximum: first over this rank's columns, then over all.
 
     One total per power, with y = 1: power 1 is the normaliser, power T that of logits divided by T at temperature 1.
-    With `weighted` there is one more, of power 1, for the caller to fill; with `columns` many more of that kind.
+    With `weighted` there is one more, of power 1 (`weigh`); with `columns` many more of that kind for the caller to fill.
     """
 
     def __init__(
@@ -158,6 +158,16 @@ class LogSums:
                 work.mul_(power)
             total[rows] = row_sum(work.exp_())
         return work
+
+    def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
+        """Takes the weighted sum of what `add` returned, which it overwrites.
+
+        A row of which this rank has masked columns only counts as 0. Its part of the whole is exp(floor − m) = 0 times
+        the sum, but so many floors would add up to −inf, and 0 · inf is NaN.
+        """
+        assert self.weighted is not None
+        total = row_sum(exponentials.mul_(y))
+        self.weighted[rows] = total.masked_fill_(self.max[rows] <= floor_of(total.dtype), 0)
 
     def log(self, rows: slice, number: int = 0) -> Tensor:
         """log Σ exp(power · x), not below the floor."""
