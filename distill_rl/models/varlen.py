@@ -79,6 +79,11 @@ class Documents:
         return {"cu_seq_lens_q": self.starts, "cu_seq_lens_k": self.starts, **length}
 
 
+def documents_for(hf_config: PreTrainedConfig, position_ids: np.ndarray, device: torch.device) -> Documents | None:
+    """The documents of some rows, for a model whose attention function asks for them; else None."""
+    return Documents.of(position_ids, device) if reads_documents(hf_config) else None
+
+
 def reads_documents(hf_config: PreTrainedConfig) -> bool:
     """Whether the model's attention function takes the boundaries of documents: this module's, or transformers' flash
     attention."""

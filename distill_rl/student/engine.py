@@ -30,7 +30,7 @@ from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
-from distill_rl.models.varlen import Documents
+from distill_rl.models.varlen import documents_for
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.fsdp import GradientReduction, reshard
 from distill_rl.parallel.mesh import World, data_mesh
@@ -346,7 +346,7 @@ class StudentEngine:
 
     def _logits(self, rows: TokenRows) -> Tensor:
         device = self.world.device
-        documents = Documents.of(rows.position_ids, device)
+        documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
         logits = families.logits(self.model, ids, positions, documents)
         return mask_padded_columns(logits, self.vocabulary_size)

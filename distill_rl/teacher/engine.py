@@ -18,7 +18,7 @@ from distill_rl.models import families
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
-from distill_rl.models.varlen import Documents
+from distill_rl.models.varlen import documents_for
 from distill_rl.parallel.mesh import World
 from distill_rl.teacher.targets import chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
@@ -95,7 +95,7 @@ class TeacherEngine:
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
         """And the entropy per token, where it is the score and the target does not tell it."""
         device, loss = self.world.device, self.config.loss
-        documents = Documents.of(rows.position_ids, device)
+        documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
         hidden = families.body(self.model, ids, positions, documents)
         flat, head = hidden.flatten(0, 1), partial(families.head, self.model)
