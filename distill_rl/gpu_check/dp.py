@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from unittest import SkipTest
 
@@ -11,6 +12,7 @@ import torch
 from distill_rl.align.canonical import CanonicalTables
 from distill_rl.align.dp import align_windows
 from distill_rl.align.dp_device import missing_for_cuda
+from distill_rl.align.vocabulary import Vocabulary
 
 STUDENT = ("", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "cab")
 TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")
@@ -28,7 +30,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         raise SkipTest("needs numba, which is not installed")
     if device.type == "cuda" and (missing := missing_for_cuda()):
         raise SkipTest(f"{missing.rule}; {missing.remedy}")
-    tables = CanonicalTables(_vocabulary(STUDENT), _vocabulary(TEACHER))
+    tables = CanonicalTables(vocabulary(STUDENT), vocabulary(TEACHER))
     draw = np.random.default_rng(0)
     count, longest = (40, 24) if tiny else (1000, 120)
     windows = [
@@ -46,10 +48,9 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     return {"windows": 3.0 * count, "tokens_matched": float(matched)}
 
 
-def _vocabulary(tokens: tuple[str, ...]):  # type: ignore[no-untyped-def]
-    from distill_rl.align.vocabulary import Vocabulary
-
-    spelled = [token.encode() for token in tokens]
+def vocabulary(tokens: Sequence[str | bytes]) -> Vocabulary:
+    """Token i spells the i-th string; "" is a special."""
+    spelled = [token.encode() if isinstance(token, str) else token for token in tokens]
     lengths = np.array([len(token) for token in spelled], np.int32)
     return Vocabulary(
         flat=np.frombuffer(b"".join(spelled), np.uint8),

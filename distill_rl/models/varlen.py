@@ -79,6 +79,20 @@ class Documents:
         return {"cu_seq_lens_q": self.starts, "cu_seq_lens_k": self.starts, **length}
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a model turns products of queries and keys into weights."""
+
+    scale: float
+    """of the products"""
+    window: int | None = None
+    """positions that a query sees, itself among them; None: all before it"""
+    softcap: float | None = None
+    """bound of the scores"""
+    dropout: float = 0.0
+    """of the weights"""
+
+
 def documents_for(hf_config: PreTrainedConfig, position_ids: np.ndarray, device: torch.device) -> Documents | None:
     """The documents of some rows, for a model whose attention function asks for them; else None."""
     return Documents.of(position_ids, device) if reads_documents(hf_config) else None
@@ -145,116 +159,74 @@ def attend(
         for each in (query, key, value)
     )
     kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
-    out = kernel(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        max_length_q,
-        scale=size**-0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        dropout=dropout,
-    )
+    scoring = Scoring(size**-0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
+    out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring)
     return out.view(rows, width, heads, size), None
 
 
 @torch.compiler.disable
-def per_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
     """What the kernels compute, one document after another: the twin for CPUs, on a GPU a reference.
 
     Args:
         query: [T, H, E], `key` and `value` [T, K, E].
         starts: int32 [D + 1].
+        longest: not used; the kernels need it.
 
     Returns:
         [T, H, E]
     """
-    bounds = starts.tolist()
     parts = []
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in itertools.pairwise(starts.tolist()):
         q, k, v = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
-        if softcap is None and (window is None or window >= stop - start):
-            options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-            part = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
+        if scoring.softcap is None and (scoring.window is None or scoring.window >= stop - start):
+            options: dict[str, Any] = {"dropout_p": scoring.dropout, "scale": scoring.scale, "is_causal": True}
+            part = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
         else:
-            part = _plain(q, k, v, scale, window, softcap, dropout)
+            part = _plain(q, k, v, scoring)
         parts.append(part[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None, dropout: float
-) -> Tensor:
+def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """One document [1, heads, n, E]; the scores are whole."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    scores = query.float() @ key.float().transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+    scores = query.float() @ key.float().transpose(-1, -2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = (scores / scoring.softcap).tanh() * scoring.softcap
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if window is not None:
-        seen = seen.triu(1 - window)
+    if scoring.window is not None:
+        seen = seen.triu(1 - scoring.window)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
-    return torch.dropout(weights, dropout, dropout > 0) @ value
+    return torch.dropout(weights, scoring.dropout, scoring.dropout > 0) @ value
 
 
-def _torch_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
+def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
     """FlashAttention 2 as torch brings it: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
-    if softcap is not None or dropout:
+    if scoring.softcap is not None or scoring.dropout:
         raise ValueError("torch's variable-length attention has neither a soft cap nor dropout")
     # A query sees itself and `left` positions before it. (-1, 0) is how torch asks for plain causal attention.
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **_GROUPED_HEADS}
+    left = -1 if scoring.window is None else scoring.window - 1
+    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **_GROUPED_HEADS}
     out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
     assert isinstance(out, Tensor)  # nothing else is asked for
     return out
 
 
 def _package_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring
 ) -> Tensor:
     """FlashAttention 2 of the package flash_attn, which has soft caps and dropout, too."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return flash_attn_varlen_func(
         query, key, value, starts, starts, longest, longest,
-        dropout_p=dropout,
-        softmax_scale=scale,
+        dropout_p=scoring.dropout,
+        softmax_scale=scoring.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=(-1, -1) if scoring.window is None else (scoring.window - 1, 0),
+        softcap=scoring.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 

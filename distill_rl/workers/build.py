@@ -61,7 +61,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         cluster, own_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
-        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_needs(job, int(gpus)))
+        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.watch = Watch(config.faults, calls.processes, job.paths.logs)
@@ -172,9 +172,9 @@ def threads_per_worker(num_compute_actors: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
 
 
-def _needs(job: Job, gpus: int) -> dict[str, float]:
-    """Estimated bytes of a rank of the student and of each teacher, by name."""
-    facts = Facts(
+def _facts(job: Job, gpus: int) -> Facts:
+    """What sizes and memory estimates follow from, with the GPUs that the run really has."""
+    return Facts(
         student=job.student_facts,
         teachers=job.teacher_facts,
         teacher_vocabularies=job.teacher_vocabularies,
@@ -182,7 +182,14 @@ def _needs(job: Job, gpus: int) -> dict[str, float]:
         vocabulary_size=job.vocabulary_size,
         gpus=gpus,
     )
-    return {worker.worker: float(worker.total) for worker in sizes(job.config, facts).memory}
+
+
+def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
+    """Estimated bytes of a rank of the student and of each teacher, by name; None where no evaluator can share a GPU
+    with them."""
+    if not (gpus and job.config.evaluate.suites):
+        return None
+    return {worker.worker: float(worker.total) for worker in sizes(job.config, _facts(job, gpus)).memory}
 
 
 def _target_bytes(job: Job) -> int:
@@ -190,9 +197,8 @@ def _target_bytes(job: Job) -> int:
     next is there; 0 where they are sure to go another way."""
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
-    facts = Facts(teachers=job.teacher_facts, teacher_vocabularies=job.teacher_vocabularies, gpus=visible_gpus())
-    derived = sizes(job.config, facts)
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
+    derived = sizes(job.config, _facts(job, visible_gpus()))
     return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
 
 

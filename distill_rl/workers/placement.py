@@ -138,15 +138,20 @@ def seat(
         of_gpu = 1.0 if gpus and name in alone else 0.0
         bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
         seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
-    own: Sequence[str] | None
+    own = _own_nodes(config, bundles[:ranks], len(student), nodes)
+    return SeatingPlan(tuple(bundles), seats, (*own, *[None] * (len(bundles) - len(own))) if own else ())
+
+
+def _own_nodes(
+    config: Config, bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
+) -> Sequence[str] | None:
+    """The nodes of the first bundles, where it matters; None where Ray may put all of them as it likes."""
+    if config.ray.placement != "disaggregated":
+        return _replicas_together(bundles, config.student.parallel, nodes)
+    apart = _nodes_apart(bundles, num_student, nodes)
     if apart:
-        own = _nodes_apart(bundles[:ranks], len(student), nodes)
-        if own:
-            require_crossing(config.transport)
-    else:
-        own = _replicas_together(bundles, config.student.parallel, nodes)
-    pinned = (*own, *[None] * (len(bundles) - len(own))) if own else ()
-    return SeatingPlan(tuple(bundles), seats, pinned)
+        require_crossing(config.transport)
+    return apart
 
 
 def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.gpu_check import dp
 
 Window = tuple[np.ndarray, np.ndarray]
 
@@ -19,20 +21,8 @@ TEACHER = ["b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ", "é"
 
 def vocabulary(tokens: Sequence[str | bytes], normalization: str = "none") -> Vocabulary:
     """Token i spells the i-th string; "" is a special."""
-    spelled = [token.encode() if isinstance(token, str) else token for token in tokens]
-    lengths = np.array([len(token) for token in spelled], np.int32)
-    return Vocabulary(
-        flat=np.frombuffer(b"".join(spelled), np.uint8),
-        starts=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
-        lengths=lengths,
-        special=lengths == 0,
-        byte_fallback=np.zeros(len(spelled), bool),
-        roles={},
-        normalization=normalization,
-        lossy="made so" if normalization == "lossy" else None,
-        family="byte_level",
-        hash="",
-    )
+    lossy = "made so" if normalization == "lossy" else None
+    return replace(dp.vocabulary(tokens), normalization=normalization, lossy=lossy)
 
 
 def random_windows(seed: int, count: int, longest: int) -> list[Window]:

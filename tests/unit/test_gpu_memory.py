@@ -14,7 +14,6 @@ from distill_rl.evals.backend import Settings
 from distill_rl.evals.lane import LocalLane, Task
 from distill_rl.evals.suite import Item
 from distill_rl.gpu_memory import REMEDIES, gpu_phase, is_out_of_memory
-from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from tests.helpers.engines import engine_config, engine_targets, no_targets, random_documents, rank_batch, token_rows
@@ -36,13 +35,6 @@ VOCABULARY, WIDTH = 320, 24
 
 def run_out(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError(TEXT)
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world(rank=0, dp=1, tp=1)
-    yield world
-    close_world(world)
 
 
 @pytest.fixture(scope="module")

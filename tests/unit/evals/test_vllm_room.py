@@ -13,6 +13,8 @@ GIB = 2**30
 
 def test_a_share_that_is_free_on_every_gpu_is_granted() -> None:
     require_room(0.25, [(20 * GIB, 80 * GIB), (79 * GIB, 80 * GIB)])
+    with pytest.raises(GpuMemoryError):
+        require_room(0.25, [(20 * GIB - 1, 80 * GIB), (79 * GIB, 80 * GIB)])
 
 
 def test_a_gpu_with_less_free_is_named_with_what_is_asked_and_free() -> None:

@@ -216,7 +216,7 @@ def test_torchs_kernel_takes_grouped_heads_and_windows(heads: int, groups: int, 
         for count in (heads, groups, groups)
     )
     starts = torch.empty(5, dtype=torch.int32, device="meta")
-    out = varlen._torch_kernel(query, key, value, starts, 128, scale=0.2, window=window, softcap=None, dropout=0.0)
+    out = varlen._torch_kernel(query, key, value, starts, 128, varlen.Scoring(0.2, window))
     out.sum().backward()
     assert out.shape == query.shape
     assert key.grad is not None
@@ -229,6 +229,4 @@ def test_what_no_kernel_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="set attention=sdpa"):
         varlen.attend(nn.Module(), query, query, query, mask, package="torch")
     with pytest.raises(ValueError, match="soft cap"):
-        varlen._torch_kernel(
-            query[0], query[0], query[0], torch.tensor([0, 2]), 2, scale=1.0, window=None, softcap=5.0, dropout=0.0
-        )
+        varlen._torch_kernel(query[0], query[0], query[0], torch.tensor([0, 2]), 2, varlen.Scoring(1.0, softcap=5.0))

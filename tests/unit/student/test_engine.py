@@ -11,7 +11,6 @@ import torch
 
 from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
 from distill_rl.errors import NumericsError
-from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
@@ -34,13 +33,6 @@ from tests.helpers.engines import (
 from tests.helpers.models import write_tiny_model
 
 VOCABULARY, WIDTH, TOP = 320, 24, 16
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world(rank=0, dp=1, tp=1)
-    yield world
-    close_world(world)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from distill_rl.losses import HiddenStates, kd_loss
 from distill_rl.models import families
 from distill_rl.models.load import load_model
 from distill_rl.models.output import read_output_layer
-from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.heads import TeacherHead, open_heads
 from distill_rl.types import Crossing
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -21,13 +20,6 @@ from tests.helpers.zoo import write_model
 
 COLUMNS, TOKENS = 300, 290
 """Of the models; the last columns stand for no token."""
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world(rank=0, dp=1, tp=1)
-    yield world
-    close_world(world)
 
 
 def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:

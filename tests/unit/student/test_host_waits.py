@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
 from distill_rl.data.pairing import BatchBuilder, Partner
 from distill_rl.losses import checks, chunk_task, chunks
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
 from distill_rl.teacher.engine import TeacherEngine
@@ -59,13 +58,6 @@ STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
     ("_local_scalar_dense", "student/engine.py:_global_loss"): 1,
 }
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    opened = open_world(rank=0, dp=1, tp=1)
-    yield opened
-    close_world(opened)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
-from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.teacher.engine import TeacherEngine, wire_dtype
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch, TokenRows
@@ -22,13 +21,6 @@ from tests.helpers.engines import (
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 VOCABULARY, WIDTH = 320, 24
-
-
-@pytest.fixture(scope="module")
-def world():
-    world = open_world(rank=0, dp=1, tp=1)
-    yield world
-    close_world(world)
 
 
 @pytest.fixture(scope="module")
