@@ -148,7 +148,8 @@ def test_the_oldest_set_is_the_lower_end_of_every_range() -> None:
     from packaging.version import Version
 
     pins = pinned("constraints-oldest.txt")
-    for text in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"]["liger"]]:
         requirement = Requirement(text)
         (lowest,) = [each.version for each in requirement.specifier if each.operator == ">="]
         assert Version(pins[canonicalize_name(requirement.name)]) == Version(lowest), text
