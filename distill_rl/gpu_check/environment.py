@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench import record
+from distill_rl.errors import GpuMemoryError
+from distill_rl.gpu_memory import gpu_phase
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegaconf", "pytest", "datasets", "vllm")
@@ -55,10 +58,11 @@ def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Matrix products against fp64, and copies to the device and back.
+    """Matrix products against fp64, copies to the device and back, and what is said where a GPU runs out of memory.
 
     Raises:
-        AssertionError: a product is worse than its dtype allows, TF32 is on, or a copy changes its content.
+        AssertionError: a product is worse than its dtype allows, TF32 is on, a copy changes its content, or torch's
+            words on memory are not understood.
     """
     size = 128 if tiny else 1024
     draw = torch.Generator().manual_seed(0)
@@ -72,7 +76,20 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     host = left.pin_memory() if device.type == "cuda" else left
     back = host.to(device, non_blocking=True).to("cpu", copy=True)
     assert torch.equal(back, left), "a copy to the device and back changed its content"
+    if device.type == "cuda":
+        _run_out_of_memory(device)
     return figures
+
+
+def _run_out_of_memory(device: torch.device) -> None:
+    told = "nothing: 64 TiB were granted"
+    try:
+        with gpu_phase("forward"):
+            torch.empty(2**46, dtype=torch.uint8, device=device)
+    except GpuMemoryError as error:
+        told = str(error)
+    amounts = r"65536\.00 GiB asked, .+ held and .+ reserved by PyTorch, .+ free of "
+    assert re.search(amounts, told), f"out of memory must be told with all amounts, and is told as {told}"
 
 
 def _relative(found: Tensor, truth: Tensor) -> float:
