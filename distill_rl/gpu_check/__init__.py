@@ -1,6 +1,6 @@
 """One call that shows what works on a GPU and how fast it is, with torch, transformers, numpy and safetensors alone.
 
-`python -m distill_rl.gpu_check`, or `bash launch/gpu_check.sh`. A part is a function in a module of this folder, called
+`python -m distill_rl.gpu_check`, or `bash launch/gpu_check.sh`. A part is a function in a module of `checks/`, called
 with the device and whether to use tiny sizes. It runs in a process of its own under a time limit (`process`), so that a
 part that fails, hangs or crashes costs its own result and no other's. `parts` lists them; docs/gpu.md explains the page.
 

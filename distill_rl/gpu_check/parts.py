@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-HERE = "distill_rl.gpu_check"
+HERE = "distill_rl.gpu_check.checks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from distill_rl.gpu_check.record import JSON, LOG, TEXT, Record
 REQUIRED = ("torch", "transformers", "numpy", "safetensors")
 BUDGET_S = 570.0
 """under ten minutes, what is needed to write the record included"""
-MACHINE = Part("machine", "what this machine is", "distill_rl.gpu_check.environment", "facts", limit_s=120)
+MACHINE = Part("machine", "what this machine is", "distill_rl.gpu_check.checks.environment", "facts", limit_s=120)
 _LEAST_S = 5.0
 """A part with less time than this is not started."""
 

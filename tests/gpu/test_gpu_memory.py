@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.errors import GpuMemoryError
-from distill_rl.gpu_check import environment
+from distill_rl.gpu_check.checks import environment
 from distill_rl.gpu_memory import gpu_phase
 from distill_rl.workers.rank import hold_to
 

@@ -5,7 +5,7 @@ import unittest
 import pytest
 import torch
 
-from distill_rl.gpu_check import dp, losses
+from distill_rl.gpu_check.checks import dp, losses
 
 pytestmark = pytest.mark.gpu
 

@@ -1,9 +1,9 @@
-"""One training step on a GPU: `distill_rl.gpu_check.step`, the part that the GPU kit runs as well."""
+"""One training step on a GPU: `distill_rl.gpu_check.checks.step`, the part that the GPU kit runs as well."""
 
 import pytest
 import torch
 
-from distill_rl.gpu_check import step
+from distill_rl.gpu_check.checks import step
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
 from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
-from distill_rl.gpu_check.attention import check
+from distill_rl.gpu_check.checks.attention import check
 from distill_rl.models import families, varlen
 from distill_rl.models.attention import VARLEN
 from distill_rl.models.load import load_model, skeleton

@@ -1,6 +1,6 @@
 import torch
 
-from distill_rl.gpu_check import dp
+from distill_rl.gpu_check.checks import dp
 
 
 def test_the_compiled_programme_gives_numpys_answers() -> None:
