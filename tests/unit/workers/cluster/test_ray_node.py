@@ -66,7 +66,7 @@ def test_a_taken_port_is_named_with_the_setting(tmp_path):
         other.bind(("", 0))
         other.listen()
         taken = node(tmp_path, first_port=other.getsockname()[1])
-        with pytest.raises(WorkerError, match=f"RAY_PORT: .*{taken.first_port} taken; set another RAY_PORT"):
+        with pytest.raises(WorkerError, match=rf"RAY_PORT: .* got {taken.first_port}[ ,].*taken; set another RAY_PORT"):
             require_free(taken)
 
 
