@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from distill_rl import cli
 from distill_rl.align.projection import build_projection, save_projection
 from distill_rl.checkpoints import CheckpointStore, SavedState
+from distill_rl.models.attention import installed
 from distill_rl.types import TrainState
 from tests.helpers.command import Ended, distill_rl, environment
 from tests.helpers.corpus import write_corpus
@@ -32,6 +33,11 @@ pytestmark = pytest.mark.cli
 PREFIX = "distill-rl: error: "
 POSITIONS = 8192
 """of the models whose length is not what is wrong"""
+NO_LIGER = {
+    "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install 'distill_rl[liger]'"),
+}
+if installed("liger_kernel"):  # as where the oldest packages are
+    NO_LIGER = {}
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "a slow tokenizer": ("teachers.6.tokenizer", "must be a fast tokenizer", "ByT5Tokenizer", "tokenizer.json"),
         "top_k over the vocabulary": ("loss.top_k", "320 ids of the student's tokenizer", "1000", "use 320 or less"),
         "CUDA IPC without GPUs": ("transport", "cuda_ipc", "GPU", "transport="),
-        "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install 'distill_rl[liger]'"),
+        **NO_LIGER,
         "kernels without a GPU": ("student.kernels", "needs a GPU; none is visible", "set student.kernels=torch"),
         "a GPU asked, none visible": ("aligner.dp.backend", "none is visible", "cuda", "numba"),
         "flash attention without its package": ("teachers.0.attention", "flash_attn", "not installed", "pip install"),

@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,12 @@ OLDEST = Path(sys.prefix).name == ".venv-oldest"
 """Whether the tests run with the oldest supported packages (`launch/test.sh oldest`)."""
 
 
+def version_here(name: str) -> str:
+    """In this environment: Ray puts packages of its own, such as psutil, before it on the path."""
+    (found,) = distributions(name=name, path=[sysconfig.get_path("purelib")])
+    return found.version
+
+
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
@@ -138,7 +145,7 @@ def test_every_direct_dependency_is_pinned_within_its_range() -> None:
         name = canonicalize_name(requirement.name)
         assert name in pins, f"{name} is not in launch/{file}"
         assert pins[name] in requirement.specifier
-        installed = version(name).partition("+")[0]
+        installed = version_here(name).partition("+")[0]
         assert installed == pins[name], f"the environment has {name} {installed}: run launch/{setup}"
 
 
