@@ -98,7 +98,7 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     rank is raised on all of them.
 
     Returns:
-        The names of all ranks' files.
+        On the first rank the names of all ranks' files, none on the others.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -107,6 +107,8 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
     writer = dcp.FileSystemWriter(directory)
     _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
+    if world.rank:
+        return []  # once the first rank has told, the directory may be renamed at any time
     # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
     metadata = dcp.FileSystemReader(directory).read_metadata()
     return sorted({STATE_FILE, ".metadata", *(info.relative_path for info in metadata.storage_data.values())})

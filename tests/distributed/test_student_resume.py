@@ -9,6 +9,7 @@ import torch
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.student import checkpoint
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
 from distill_rl.teacher.engine import TeacherEngine
@@ -227,6 +228,28 @@ def save_error(folder: Path, student: Path, teacher: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         engine.save(folder / "checkpoint", {})
     return str(caught.value)
+
+
+def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, folder: Path) -> bool:
+    """As soon as it has told which files there are, the driver may rename their directory."""
+    world, read = world_of(2, 1, "one-reader"), []
+    engine = engine_on(world, student, teacher)
+    original = checkpoint.dcp.FileSystemReader.read_metadata
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            checkpoint.dcp.FileSystemReader, "read_metadata", lambda reader: read.append(1) or original(reader)
+        )
+        engine.save(folder, {}, folder.parent / "written.json")
+        engine.finish_saving()
+    close_world(world)
+    return bool(read)
+
+
+def test_only_the_first_rank_looks_at_what_is_written(folders, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    found = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
+    assert found == [True, False]
+    assert '"error": null' in (tmp_path / "written.json").read_text()
 
 
 def test_directory_that_cannot_be_written_is_an_error_on_every_rank(folders, tmp_path):
