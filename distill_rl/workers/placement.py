@@ -121,12 +121,7 @@ def seat(
         guests = dict.fromkeys(aligners[index :: len(tables)] if share else [], share) | (shared if not index else {})
         left = 1.0 - sum(guests.values())
         if left <= 0:
-            raise ConfigError(
-                " and ".join(["aligner.num_gpus"] * bool(share) + ["evaluate.gpu_share"] * (EVALUATOR in guests)),
-                "who shares a GPU with ranks must leave them some of it",
-                f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU",
-                "lower it",
-            )
+            raise _too_greedy(guests, bool(share))
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         held = _memory_shares(together, left, needs) if gpus and EVALUATOR in guests else {}
         for name in together:
@@ -140,6 +135,16 @@ def seat(
         seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
     own = _own_nodes(config, bundles[:ranks], len(student), nodes)
     return SeatingPlan(tuple(bundles), seats, (*own, *[None] * (len(bundles) - len(own))) if own else ())
+
+
+def _too_greedy(guests: Mapping[str, float], aligners: bool) -> ConfigError:
+    """Guests of one GPU, aligners among them or not, that leave nothing of it."""
+    return ConfigError(
+        " and ".join(["aligner.num_gpus"] * aligners + ["evaluate.gpu_share"] * (EVALUATOR in guests)),
+        "who shares a GPU with ranks must leave them some of it",
+        f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU",
+        "lower it",
+    )
 
 
 def _own_nodes(

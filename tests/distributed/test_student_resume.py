@@ -223,13 +223,6 @@ def test_checkpoint_of_another_model_is_refused_in_one_line_before_anything_is_r
     assert "\n" not in messages[0]
 
 
-def save_error(folder: Path, student: Path, teacher: Path) -> str:
-    engine = engine_on(open_world(rank=ranks.rank(), dp=2, tp=1), student, teacher)
-    with pytest.raises(CheckpointError) as caught:
-        engine.save(folder / "checkpoint", {})
-    return str(caught.value)
-
-
 def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, folder: Path) -> bool:
     """As soon as it has told which files there are, the driver may rename their directory."""
     world, read = world_of(2, 1, "one-reader"), []
@@ -250,6 +243,13 @@ def test_only_the_first_rank_looks_at_what_is_written(folders, tmp_path):
     found = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
     assert found == [True, False]
     assert '"error": null' in (tmp_path / "written.json").read_text()
+
+
+def save_error(folder: Path, student: Path, teacher: Path) -> str:
+    engine = engine_on(open_world(rank=ranks.rank(), dp=2, tp=1), student, teacher)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(folder / "checkpoint", {})
+    return str(caught.value)
 
 
 def test_directory_that_cannot_be_written_is_an_error_on_every_rank(folders, tmp_path):
