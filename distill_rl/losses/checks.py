@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distill_rl.losses.targets import TopKLogprobs
 
@@ -24,6 +25,8 @@ def in_unit_interval(name: str, value: float) -> None:
 
 
 def positive(name: str, value: float) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name}: must be one number for all rows; got a tensor {list(value.shape)}")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name}: must be positive and finite; got {value!r}")
 
@@ -31,6 +34,25 @@ def positive(name: str, value: float) -> None:
 def at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name}: must be at least 1; got {value!r}")
+
+
+def count(name: str, value: int | float | Tensor | None) -> None:
+    """What a mean is divided by. A tensor of a GPU is not looked at."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype == torch.bool:
+            raise ValueError(f"{name}: must be one number; got {value.dtype} {list(value.shape)}")
+        if value.requires_grad:
+            raise ValueError(f"{name}: is a constant; got a tensor that requires a gradient")
+        if value.device.type != "cpu":
+            return
+        value = float(value)
+    if value is not None and not (value == 0 or 1 <= value < math.inf):
+        raise ValueError(f"{name}: must be a count, at least 1, or 0 where nothing counts; got {value!r}")
+
+
+def constant(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.requires_grad:
+        raise ValueError(f"{name}: are constants and get no gradient; got a tensor that requires one, detach it")
 
 
 def chunk_size(value: int | None) -> None:
@@ -44,6 +66,8 @@ def inplace(inplace_backward: bool, logits: Tensor) -> None:
 
 
 def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
     if tensor.ndim not in dims or not tensor.is_floating_point():
         wanted = " or ".join(str(dim) for dim in dims)
         raise ValueError(
@@ -53,6 +77,8 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
     """The tensor as [N], given that the logits have the leading dimensions [N] or [B, S]."""
+    if isinstance(tensor, DTensor):
+        raise ValueError(f"{name}: must be a plain tensor, this rank's rows; got a DTensor, give its local part")
     count = math.prod(leading)
     if tensor.shape not in (leading, torch.Size([count])):
         raise ValueError(f"{name}: must have the shape of the logits' rows, {list(leading)}; got {list(tensor.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,11 +56,12 @@ class DistributionRows(RealisedRows):
     def __init__(self, sweep: RowSweep, teacher: TeacherDistributions, comparison: Comparison):
         task = sweep.task
         super().__init__(sweep, realised=task.chain)
-        self.task, self.sweep, self.teacher, self.comparison = task, sweep, teacher, comparison
+        self.groups = {group.start if task.chain else task.ends[0][group.start]: group for group in task.groups}
+        task = task.bare()
+        self.task, self.sweep, self.teacher, self.comparison = task, replace(sweep, task=task), teacher, comparison
         side = task.pairing.student
         count = task.pairing.count
         self.starts = torch.arange(count, device=side.start.device) if task.chain else side.start
-        self.groups = {group.start if task.chain else task.ends[0][group.start]: group for group in task.groups}
         self.counted: dict[int, Tensor] = {}
         self.after = task.like.new_zeros(count)
         self.divergence, self.shared_part = (task.like.new_empty(count) for _ in range(2))
@@ -76,6 +78,12 @@ class DistributionRows(RealisedRows):
         kd = torch.zeros_like(values[0])
         kd[self.starts] = self.task.temperature**2 * self.divergence
         return (*values, kd), (self.slope_after, *self.mass)
+
+    def lend(self) -> tuple[Tensor, ...]:
+        return self.teacher.lend()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.teacher.take_back(tensors)
 
     def _complete_first(self, rows: slice) -> None:
         self.complete(rows)

@@ -14,7 +14,7 @@ from distill_rl.losses.chunk_teacher import TeacherDistributions
 from distill_rl.losses.chunks import segment_sum
 from distill_rl.losses.labels import given
 from distill_rl.losses.projection import ColumnProduct
-from distill_rl.losses.sweep import Scratch, floor_of
+from distill_rl.losses.sweep import LearningFunction, Scratch, floor_of
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
 """Projected probabilities below it count as this much, and have no gradient."""
@@ -31,7 +31,7 @@ class Top(NamedTuple):
     """[count], log of all other mass"""
 
 
-class ProjectedRows(RealisedRows):
+class ProjectedRows(RealisedRows, LearningFunction):
     """(cross-entropy, label's log-probability, projected probabilities [M, k + 1]) per row.
 
     The last are those of the teacher's columns that go with the row, and their rest: Σ_s q_s (1 − Σ_t W_st) over these

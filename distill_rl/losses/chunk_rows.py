@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from distill_rl.losses.chunk_task import RowSweep
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.once import first_derivative
+from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, floor_of
 
 _CERTAIN = -1e-30
 """The logarithm of a probability that counts as one."""
@@ -32,7 +32,7 @@ class Terms(NamedTuple):
     student_mass: Tensor | None = None
 
 
-class RealisedRows:
+class RealisedRows(RowFunction):
     """(cross-entropy at T = 1, log-probability of the label at T) per row, the latter where it is asked for, else 0.
 
     The base of the row functions that compare whole distributions: they collect, complete and differentiate more.
@@ -102,7 +102,7 @@ class Compared(torch.autograd.Function):
         return total.clamp_min(0) if balanced else total
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad: Tensor):
         (slope,) = ctx.saved_tensors
         return slope * grad[:, None], None, None, None
@@ -128,7 +128,7 @@ class Bernoulli(torch.autograd.Function):
         return value.clamp_min(0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad: Tensor):
         (slope,) = ctx.saved_tensors
         return slope * grad, None, None

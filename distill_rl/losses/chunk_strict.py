@@ -45,6 +45,12 @@ class StrictRows(RealisedRows):
         kd, masses = self.top.outputs()
         return (*values, *kd), masses
 
+    def lend(self) -> tuple[Tensor, ...]:
+        return self.top.lend()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.top.take_back(tensors)
+
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         self.collect(rows, u, scratch)
         if rows.start < self.num_first:

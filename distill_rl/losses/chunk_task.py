@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -81,6 +81,13 @@ class ChunkTask:
             start = groups[-1].stop
         return groups
 
+    def bare(self) -> ChunkTask:
+        """Without the student's logits and the teacher, for what lives until backward."""
+        nothing = self.logits.new_empty(0, 0)
+        bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
+        bare.__dict__.update({name: self.__dict__[name] for name in ("ends", "groups") if name in self.__dict__})
+        return bare
+
     def dense_teacher(self) -> DenseLogits:
         assert isinstance(self.teacher, DenseLogits), "checked on entry"
         return self.teacher
@@ -94,7 +101,7 @@ class ChunkTask:
         count = self.labelled.shape[0]
         if first is None:
             whole = count == self.logits.shape[0]
-            return RowSweep(self, None if whole else self.labelled, RowPlan.all_rows(count, self.piece).pieces, 0)
+            return RowSweep(self, None if whole else self.labelled, RowPlan.of(count, self.piece).pieces, 0)
         waiting = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=first.device)
         waiting[self.labelled] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])

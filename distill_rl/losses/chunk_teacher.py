@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -17,8 +18,24 @@ class TeacherDistributions:
     """By mean: the geometric mean of a chunk's rows, normalised. By chain: its first row; what the others hold is `realised`."""
 
     def __init__(self, task: ChunkTask):
-        self._task, self._logits = task, task.dense_teacher().logits
+        self._logits = task.dense_teacher().logits
         self._side = task.pairing.teacher
+        self.realised = (
+            self._side.after_first(task.teacher_label).clamp_max(0)
+            if task.chain
+            else task.like.new_zeros(task.pairing.count)
+        )
+        """[count], log-probability of a chunk's tokens after the first; 0 by mean"""
+        self._task = task.bare()
+
+    def lend(self) -> tuple[Tensor, ...]:
+        """As `RowFunction.lend`."""
+        logits, self._logits = self._logits, self._logits.new_empty(0)
+        return (logits,)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """As `RowFunction.take_back`."""
+        (self._logits,) = tensors
 
     def of(self, group: slice) -> Tensor:
         """Log-probabilities [n, V_t] of the chunks with these numbers, not below the floor."""
@@ -39,13 +56,6 @@ class TeacherDistributions:
     @property
     def _starts(self) -> list[int]:
         return self._task.ends[1]
-
-    @cached_property
-    def realised(self) -> Tensor:
-        """[count], log-probability of a chunk's tokens after the first; 0 by mean."""
-        if not self._task.chain:
-            return self._task.like.new_zeros(self._task.pairing.count)
-        return self._side.after_first(self._task.teacher_label).clamp_max(0)
 
     @cached_property
     def otherwise(self) -> Tensor:

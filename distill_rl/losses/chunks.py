@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.checks import looked_at
+from distill_rl.losses.trees import as_tree
 
 METHODS: dict[str, tuple[str, ...]] = {
     "hybrid": ("topk", "logits"),
@@ -39,6 +40,7 @@ class Chunks:
     """chunks are numbered 0 … count − 1"""
 
 
+@as_tree
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
     """Two sums and what they are sums of; the caller weighs and divides them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, row_sum
+from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, row_sum
 
 
 class TeacherChunks(Protocol):
@@ -22,6 +22,12 @@ class TeacherChunks(Protocol):
 
     def select(self, kept: Tensor) -> TeacherChunks:
         """Of the rows with these numbers only."""
+
+    def lend(self) -> tuple[Tensor, ...]:
+        """As `RowFunction.lend`."""
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """As `RowFunction.take_back`."""
 
 
 class LogitChunks:
@@ -36,8 +42,15 @@ class LogitChunks:
     def select(self, kept: Tensor) -> LogitChunks:
         return LogitChunks(self.logits, kept)
 
+    def lend(self) -> tuple[Tensor, ...]:
+        logits, self.logits = self.logits, self.logits.new_empty(0)
+        return (logits,)
 
-class DenseRows:
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        (self.logits,) = tensors
+
+
+class DenseRows(RowFunction):
     """(T²·D, cross-entropy) per row; also the mass that either side has in the compared columns, 1.
 
     The two KLs need one sweep: with m the leading side's maximum, D = Σ exp(x − m)·(x − y)/Z_x − lse_x + lse_y for
@@ -72,6 +85,12 @@ class DenseRows:
         values, self.values = tuple(self.values), []
         one = torch.ones_like(values[0])
         return values, (one, one.clone())
+
+    def lend(self) -> tuple[Tensor, ...]:
+        return self.teacher.lend()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.teacher.take_back(tensors)
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         w = self.teacher.load(rows, scratch, self.scale)
@@ -109,6 +128,7 @@ class DenseRows:
 
     def _complete_terms(self, rows: slice) -> None:
         self.shard.sum_(self.values[0][rows], self.slope[rows])
+        self.slope[rows].masked_fill_(self.values[0][rows].isnan(), torch.nan)  # the sign in TVD's slope hides a NaN
         self._set_value(rows, self.values[0][rows])
 
     def _set_value(self, rows: slice, divergence: Tensor) -> None:

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distill_rl.losses import checks
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.linear import FusedRows
+from distill_rl.losses.once import Anchor
 from distill_rl.losses.reduce import ReductionName
 from distill_rl.losses.shards import VocabularyShard, local_like, split
 from distill_rl.losses.sparse import Tail
 from distill_rl.losses.sweep import RowFunction, accumulator
 from distill_rl.losses.targets import Teacher
-from distill_rl.losses.task import KDOutput, local_teacher, make_task
+from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
 _CPU_CHUNK = 64
 
@@ -60,7 +61,8 @@ def fused_linear_kd_loss(
     Args:
         student_hidden: [N, H] or [B, S, H], the same on every tensor-parallel rank (plain, or a DTensor Replicate); its
             gradient arrives complete on every rank.
-        lm_head_weight: [V, H]; a DTensor Shard(0), or with `tp_group` this rank's [Vl, H]. Its gradient is the shard's.
+        lm_head_weight: [V, H]; a DTensor Shard(0) over ranks that work on the same rows (the hidden states are replicated
+            over the same group, or `tp_group` names it), or with `tp_group` this rank's [Vl, H]. Its gradient is the shard's.
         teacher: TeacherHidden has its own output layer and hidden size, sharded as the student's.
         bias: [V], sharded as the weight.
         softcap: softcap · tanh(logits / softcap), before the temperature.
@@ -85,9 +87,7 @@ def fused_linear_kd_loss(
     function = small.rows(targets, like)
     if reduction == "none":
         values = layer.rows(flat, function)
-        if kept is not None:
-            values = tuple(value.new_zeros(task.num_rows).index_copy(0, kept, value) for value in values)
-        return task.output(values, teacher is not None)
+        return task.output(spread(values, kept, task.num_rows), teacher is not None)
     total, *constants = layer.rows(flat, function, small.row_weights(like.dtype, teacher is not None))
     return small.output(constants, teacher is not None, loss=total)
 
@@ -134,7 +134,11 @@ class Layer:
         self, hidden: Tensor, function: RowFunction, weights: Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor, ...]:
         """The row function's values of hidden [N, H], as `FusedRows` returns them."""
-        return FusedRows.apply(hidden, self.weight, self.bias, self.softcap, function, self.shard, self.chunk, weights)
+        given = (hidden, self.weight, *([] if self.bias is None else [self.bias]))
+        anchors = [Anchor.apply(each) for each in given if each.requires_grad and torch.is_grad_enabled()]
+        return FusedRows.apply(
+            hidden, self.weight, self.bias, self.softcap, function, self.shard, self.chunk, weights, *anchors
+        )
 
 
 def _inputs(
@@ -147,7 +151,10 @@ def _inputs(
     checks.floating("lm_head_weight", weight, (2,))
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
-    local_weight, shard = split(weight, tp_group, dim=0, name="lm_head_weight")
+    sharded = isinstance(weight, DTensor)
+    local_weight, shard = split(weight, None if sharded else tp_group, dim=0, name="lm_head_weight")
+    if sharded:
+        _require_same_rows(hidden, shard, tp_group)
     if isinstance(hidden, DTensor):
         if not all(_keeps_width(placement, hidden.ndim) for placement in hidden.placements):
             raise ValueError(f"hidden: a DTensor must be replicated over the group; got {hidden.placements}")
@@ -155,6 +162,28 @@ def _inputs(
     if bias is not None:
         bias = local_like(bias, shard, dim=0, name="bias")
     return hidden, local_weight, bias, shard
+
+
+def _require_same_rows(hidden: Tensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
+    """The ranks among which a DTensor weight is sharded must work on the same rows: said by the hidden states, which are
+    replicated over the same group, or by the caller, who names it. FSDP's shards are alike to look at, and its ranks have
+    other rows each."""
+    if shard.group is None:
+        return
+    name = shard.group.group_name
+    if tp_group is not None:
+        if tp_group.group_name != name:
+            raise ValueError("tp_group: must be the group over which lm_head_weight is sharded; got another one")
+        return
+    if isinstance(hidden, DTensor):
+        mesh = hidden.device_mesh
+        for dim, placement in enumerate(hidden.placements):
+            if mesh.get_group(dim).group_name == name and placement.is_replicate():
+                return
+    raise ValueError(
+        "lm_head_weight: is sharded over ranks of which nobody has said that they work on the same rows; give hidden as a "
+        "DTensor that is replicated over them, or name them with tp_group; a weight that FSDP has sharded must be gathered"
+    )
 
 
 def _keeps_width(placement: Placement, ndim: int) -> bool:

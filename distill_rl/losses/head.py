@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -75,3 +77,12 @@ class HiddenChunks:
 
     def select(self, kept: Tensor) -> HiddenChunks:
         return HiddenChunks(self.hidden[kept], self.head)
+
+    def lend(self) -> tuple[Tensor, ...]:
+        head, hidden, nothing = self.head, self.hidden, self.hidden.new_empty(0)
+        self.hidden, self.head = nothing, Head(head.weight.new_empty(0), None, head.softcap, head.scale)
+        return (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.hidden, weight, *bias = tensors
+        self.head = Head(weight, bias[0] if bias else None, self.head.softcap, self.head.scale)

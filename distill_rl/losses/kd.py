@@ -11,7 +11,7 @@ from distill_rl.losses.shards import split
 from distill_rl.losses.sparse import Tail
 from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
 from distill_rl.losses.targets import Teacher
-from distill_rl.losses.task import KDOutput, local_teacher, make_task
+from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
 
 def kd_loss(
@@ -73,7 +73,16 @@ def kd_loss(
         num_items_in_batch=num_items_in_batch, device=local.device, validate=validate,
     )  # fmt: skip
     flat = local.reshape(task.num_rows, shard.size)
-    like = flat.new_empty(0, dtype=accumulator(flat.dtype))
-    rows = task.rows(local_teacher(teacher, task, validate), like)
-    plan = RowPlan.all_rows(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
-    return task.output(StreamedRows.apply(flat, rows, plan, inplace_backward), teacher is not None)
+    targets = local_teacher(teacher, task, validate)
+    # Only on a CPU are ignored rows left out: a GPU would have to be waited for to learn how many there are.
+    on_cpu = flat.device.type == "cpu"
+    small, kept = task.compact() if on_cpu else (task, None)
+    if kept is not None and targets is not None:
+        targets = targets.select(kept)
+    function = small.rows(targets, flat.new_empty(0, dtype=accumulator(flat.dtype)))
+    counts = None if on_cpu or labels is None else task.reduction.valid
+    plan = RowPlan.of(small.num_rows, chunk_size or default_chunk(shard.size, flat.device), order=kept, counts=counts)
+    values = StreamedRows.apply(flat, function, plan, inplace_backward)
+    if reduction == "none":
+        return task.output(spread(values, kept, task.num_rows), teacher is not None)
+    return small.output(values, teacher is not None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine
+from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine
 
 
 class LabelTerm:
@@ -115,7 +115,7 @@ def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
     return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
 
 
-class LabelRows:
+class LabelRows(RowFunction):
     """log q(target) and, if asked for, the entropy of q, for q at temperature T.
 
     ∂ log q_t/∂u_v = 1[v = t] − q_v and ∂ entropy/∂u_v = −q_v (log q_v + entropy).

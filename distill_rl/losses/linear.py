@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from distill_rl.losses.head import Head, multiply
+from distill_rl.losses.once import first_derivative
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
 
@@ -32,7 +32,9 @@ class FusedRows(torch.autograd.Function):
         shard: VocabularyShard,
         chunk: int,
         weights: Sequence[Tensor | None] | None,
+        *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """anchors: of the inputs that require a gradient, so that a second derivative finds its way to its refusal."""
         needs = ctx.needs_input_grad[:3]
         gradients = _Gradients(hidden, weight, bias, needs, shard) if weights is not None and any(needs) else None
         head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
@@ -46,33 +48,35 @@ class FusedRows(torch.autograd.Function):
         values, constants = function.outputs()
         ctx.set_materialize_grads(False)
         if weights is None:
-            ctx.save_for_backward(hidden, weight, bias)
-            ctx.rest = softcap, function, shard, chunk, len(values)
+            ctx.save_for_backward(hidden, weight, bias, *function.lend())
+            ctx.rest = softcap, function, shard, chunk, len(values), len(anchors)
             ctx.mark_non_differentiable(*constants)
             return *values, *constants
         ctx.rest = None
-        ctx.save_for_backward(*(gradients.finish() if gradients is not None else ()))
+        ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
         ctx.mark_non_differentiable(*values, *constants)
         parts = [(value * share).sum() for value, share in zip(values, weights) if share is not None]
         total = torch.stack(parts).sum()
         return total, *values, *constants
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, *grads: Tensor | None):
         if ctx.rest is None:
-            factor = grads[0]
+            factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
             assert factor is not None
-            made = (None if one is None else (one.to(factor.dtype) * factor).to(one.dtype) for one in ctx.saved_tensors)
-            return *made, *[None] * 5
-        hidden, weight, bias = ctx.saved_tensors
-        softcap, function, shard, chunk, count = ctx.rest
+            scaled = (None if one is None else (one.to(factor.dtype) * factor).to(one.dtype) for one in made)
+            return *scaled, *[None] * (5 + len(anchors))
+        hidden, weight, bias, *lent = ctx.saved_tensors
+        softcap, function, shard, chunk, count, num_anchors = ctx.rest
+        function.take_back(lent)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard)
         head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
         for rows in chunks(hidden.shape[0], chunk):
             u = head.load("student", hidden[rows], scratch, function.scale)
             gradients.add(rows, u, function, grads[:count], head, scratch)
-        return *gradients.finish(), *[None] * 5
+        function.lend()
+        return *gradients.finish(), *[None] * (5 + num_anchors)
 
 
 class _Gradients:

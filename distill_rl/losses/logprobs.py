@@ -47,7 +47,7 @@ def vocab_parallel_logprobs(
     flat = local.reshape(local.shape[:-1].numel(), shard.size)
     like = flat.new_empty(0, dtype=accumulator(flat.dtype))
     function = LabelRows(targets, shard, like, temperature, return_entropy)
-    plan = RowPlan.all_rows(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
+    plan = RowPlan.of(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
     values = StreamedRows.apply(flat, function, plan, inplace_backward)
     values = [value.view(target_ids.shape) for value in values]
     return (values[0], values[1]) if return_entropy else values[0]

@@ -5,6 +5,7 @@ Nothing here is shared with the fast path except the types, and nothing is fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,20 +15,37 @@ from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKL
 from distill_rl.losses.task import KDOutput
 
 
-def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """a·log(a/b), 0 where a is 0."""
-    nothing = a == 0
-    return torch.where(nothing, 0, a * (torch.where(nothing, 1, a).log() - torch.where(nothing, 1, b).log()))
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """a·log(a/b) from logarithms, 0 where a is 0: probabilities too small for a double still have a logarithm."""
+    nothing = log_a == -torch.inf
+    safe = torch.where(nothing, 0, log_a)
+    return torch.where(nothing, 0, safe.exp() * (safe - torch.where(nothing, 0, log_b)))
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+def _mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
+    """log(share·a + (1 − share)·b); −inf where both are 0."""
+    nothing = (log_a == -torch.inf) & (log_b == -torch.inf)
+    a, b = (torch.where(nothing, 0, each) for each in (log_a, log_b))
+    return torch.where(nothing, -torch.inf, torch.logaddexp(a + math.log(share), b + math.log1p(-share)))
+
+
+LOG_DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "forward_kl": lambda p, q, _: _kl(p, q),
     "reverse_kl": lambda p, q, _: _kl(q, p),
-    "jsd": lambda p, q, b: b * _kl(p, b * p + (1 - b) * q) + (1 - b) * _kl(q, b * p + (1 - b) * q),
-    "skewed_forward_kl": lambda p, q, a: _kl(p, a * p + (1 - a) * q),
-    "skewed_reverse_kl": lambda p, q, a: _kl(q, a * q + (1 - a) * p),
-    "tvd": lambda p, q, _: (p - q).abs() / 2,
+    "jsd": lambda p, q, b: b * _kl(p, _mixture(p, q, b)) + (1 - b) * _kl(q, _mixture(p, q, b)),
+    "skewed_forward_kl": lambda p, q, a: _kl(p, _mixture(p, q, a)),
+    "skewed_reverse_kl": lambda p, q, a: _kl(q, _mixture(q, p, a)),
+    "tvd": lambda p, q, _: (p.exp() - q.exp()).abs() / 2,
 }
+"""Terms of a divergence between log-probabilities of the teacher p and the student q."""
+
+
+def _of_probabilities(terms: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Tensor]:
+    return lambda p, q, beta: terms(p.log(), q.log(), beta)
+
+
+DIVERGENCES = {name: _of_probabilities(terms) for name, terms in LOG_DIVERGENCES.items()}
+"""The same of probabilities."""
 
 # −a + b beside every a·log(a/b), so that probabilities that do not sum to one compare term by term.
 BALANCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -94,31 +112,29 @@ def _rows(
     if teacher is None:
         return 0 * u.sum(1), 0 * u.sum(1), 0 * u.sum(1)
     name = _limit(divergence, beta)
-    f = DIVERGENCES[name]
+    f = LOG_DIVERGENCES[name]
     if not isinstance(teacher, TopKLogprobs):
-        w = teacher_logits(teacher) / temperature
-        p, q = w.softmax(1), u.softmax(1)
-        return f(p, q, beta).sum(1), p.sum(1), q.sum(1)
+        p, q = (teacher_logits(teacher) / temperature).log_softmax(1), u.log_softmax(1)
+        return f(p, q, beta).sum(1), p.exp().sum(1), q.exp().sum(1)
     ids = teacher.ids.long()
-    p, q = teacher.logprobs.double().exp(), u.softmax(1).gather(1, ids)
-    masses = p.sum(1), q.sum(1)
+    p, q = teacher.logprobs.double(), u.log_softmax(1).gather(1, ids)
+    masses = p.exp().sum(1), q.exp().sum(1)
     if tail == "truncate":
         return f(p, q, beta).sum(1), *masses
     if tail == "renormalize":
-        p, q = p / p.sum(1, keepdim=True), u.gather(1, ids).softmax(1)
-        return f(p, q, beta).sum(1), *masses
+        return f(p.log_softmax(1), u.gather(1, ids).log_softmax(1), beta).sum(1), *masses
     rest_u = u.scatter(1, ids, -torch.inf)
     empty = (rest_u == -torch.inf).all(1)
     rest_lse = torch.where(empty[:, None], 0, rest_u).logsumexp(1)
-    rest_q = torch.where(empty, 0, (rest_lse - u.logsumexp(1)).exp())
+    rest_q = torch.where(empty, -torch.inf, rest_lse - u.logsumexp(1))
     if teacher.rest_logprob is not None:
-        rest_p = teacher.rest_logprob.double().exp()
+        rest_p = teacher.rest_logprob.double()
     else:
-        rest_p = torch.where(masses[0] >= 1 - 1e-6, 0, 1 - masses[0])
-    kept = ~empty & ((rest_p > 0) | (name != "reverse_kl"))
-    p = torch.cat([p, torch.where(kept, rest_p, 0)[:, None]], 1)
-    q = torch.cat([q, torch.where(kept, rest_q, 0)[:, None]], 1)
-    return (f(p, q, beta) + BALANCES[name](p, q, beta)).sum(1), *masses
+        rest_p = torch.where(masses[0] >= 1 - 1e-6, 0, 1 - masses[0]).log()
+    kept = ~empty & ((rest_p > -torch.inf) | (name != "reverse_kl"))
+    p = torch.cat([p, torch.where(kept, rest_p, -torch.inf)[:, None]], 1)
+    q = torch.cat([q, torch.where(kept, rest_q, -torch.inf)[:, None]], 1)
+    return (f(p, q, beta) + BALANCES[name](p.exp(), q.exp(), beta)).sum(1), *masses
 
 
 def _limit(divergence: str, beta: float) -> str:

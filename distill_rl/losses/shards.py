@@ -11,6 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+_EQUAL: set[tuple[str, int] | None] = set()
+"""(group, size) that every rank has been seen to share"""
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -20,6 +23,8 @@ class VocabularyShard:
     size: int
     total: int
     group: ProcessGroup | None = None
+    assumed: str = ""
+    """where other ranks' sizes have been taken to be this one's: the argument's name, for the message if they are not"""
 
     @property
     def rank(self) -> int:
@@ -32,8 +37,29 @@ class VocabularyShard:
         return torch.where((local >= 0) & (local < self.size), local, self.size)
 
     def max_(self, *tensors: Tensor) -> None:
-        """Replace the tensors by their maximum over the group, in one collective."""
-        self._all_reduce(tensors, dist.ReduceOp.MAX)
+        """Replace the tensors by their maximum over the group, in one collective.
+
+        Raises:
+            ValueError: on all ranks alike, if sizes that were assumed to be equal are not.
+        """
+        if not self.assumed or self.group is None:
+            return self._all_reduce(tensors, dist.ReduceOp.MAX)
+        sizes = tensors[0].new_tensor([self.size, -self.size])
+        self._all_reduce((*tensors, sizes), dist.ReduceOp.MAX)
+        self.require_equal(sizes)
+
+    def require_equal(self, sizes: Tensor) -> None:
+        """Args: the largest size of any rank, and minus the smallest. A GPU is waited for once per group and size."""
+        known = (self.group.group_name, self.size) if self.group is not None else None
+        if sizes.device.type != "cpu" and known in _EQUAL:
+            return
+        largest, smallest = int(sizes[0]), -int(sizes[1])
+        if largest != smallest:
+            raise ValueError(
+                f"{self.assumed}: plain shards must be equally wide on all ranks of tp_group; got {smallest} to {largest} "
+                "columns; pad them, or give a DTensor Shard"
+            )
+        _EQUAL.add(known)
 
     def sum_(self, *tensors: Tensor) -> None:
         """Replace the tensors by their sum over the group, in one collective."""
@@ -79,7 +105,7 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return tensor, VocabularyShard(0, size, size)
     ranks, rank = dist.get_world_size(tp_group), dist.get_rank(tp_group)
-    return tensor, VocabularyShard(rank * size, size, ranks * size, tp_group)
+    return tensor, VocabularyShard(rank * size, size, ranks * size, tp_group, assumed=name)
 
 
 class _OwnPart(torch.autograd.Function):

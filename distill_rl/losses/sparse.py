@@ -11,7 +11,7 @@ from torch import Tensor
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 Tail = Literal["bucket", "truncate", "renormalize"]
@@ -21,7 +21,7 @@ FULL_MASS = 1 - 1e-6
 """Where the k columns hold this much and the rest did not travel, there is no telling what rounding left of it."""
 
 
-class TopKRows:
+class TopKRows(RowFunction):
     """(T²·D, cross-entropy, the label's log-probability at T) per row, the last two where there are labels, the last only on
     request and of rows whose label is an entry; also the mass of teacher and student in the teacher's k columns.
 
@@ -64,6 +64,16 @@ class TopKRows:
         values, masses, self.values, self.masses = tuple(self.values), tuple(self.masses), [], []
         self.top = self.top.new_empty(0)
         return values, masses
+
+    def lend(self) -> tuple[Tensor, ...]:
+        teacher, rest = self.teacher, self.teacher.rest_logprob
+        nothing = teacher.logprobs.new_empty(0)
+        self.teacher = TopKLogprobs(teacher.ids.new_empty(0), nothing, temperature=teacher.temperature)
+        return (teacher.ids, teacher.logprobs) if rest is None else (teacher.ids, teacher.logprobs, rest)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        ids, logprobs, *rest = tensors
+        self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         if self.label is not None:
@@ -114,6 +124,7 @@ class TopKRows:
         if self.tail != "truncate":
             value = value.clamp_min(0)  # what is left below zero is rounding
         self.values[0][rows] = self.temperature**2 * value
+        slope = slope.masked_fill(value.isnan(), torch.nan)  # the sign in TVD's slope hides a NaN
         self.slope[rows] = slope
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 

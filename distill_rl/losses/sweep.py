@@ -10,14 +10,14 @@ derivative with respect to its own columns. A collective inside the graph would 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from distill_rl.losses.once import first_derivative
 from distill_rl.losses.shards import VocabularyShard
 
 _CPU_CHUNK = 2**17
@@ -53,11 +53,13 @@ class RowPlan:
     """positions in the order of the sweep; they tile it"""
     order: Tensor | None = None
     """int64 [M], distinct row numbers; None: all rows as they stand"""
+    counts: Tensor | None = None
+    """bool [N]: the gradient of a row that does not count is 0 whatever the row holds, NaN included; None: all count"""
 
     @classmethod
-    def all_rows(cls, num_rows: int, size: int) -> RowPlan:
-        """Every row, `size` at once."""
-        return cls(tuple(chunks(num_rows, size)))
+    def of(cls, num_rows: int, size: int, *, order: Tensor | None = None, counts: Tensor | None = None) -> RowPlan:
+        """So many rows, `size` at once: all that there are, or those of `order`."""
+        return cls(tuple(chunks(num_rows, size)), order, counts)
 
     @property
     def length(self) -> int:
@@ -72,11 +74,19 @@ class RowPlan:
         """[n, Vl]"""
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
 
+    def clear_others(self, out: Tensor) -> Tensor:
+        """Sets the rows that are not swept to 0."""
+        assert self.order is not None
+        others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, self.order, False)
+        return out.index_fill_(0, others.nonzero()[:, 0], 0)
+
     def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
-        if self.order is None:
-            out[rows].copy_(gradient)
-        else:
+        if self.order is not None:
             out.index_copy_(0, self.order[rows], gradient.to(out.dtype))
+            return
+        out[rows].copy_(gradient)
+        if self.counts is not None:
+            out[rows].masked_fill_(~self.counts[rows, None], 0)
 
 
 def row_sum(x: Tensor) -> Tensor:
@@ -207,30 +217,43 @@ Sweep = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
 """Collect the sums of a chunk; then, over any range of rows, combine them over the ranks."""
 
 
-class RowFunction(Protocol):
+class RowFunction(ABC):
     """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
 
     u stands for a loaded chunk, [n, width] (see `Scratch`). Collecting leaves it as it was, `gradient` may overwrite it.
     """
 
-    @property
-    def scale(self) -> float:
-        """Factor on the logits before anything else, 1/T."""
+    scale: float
+    """Factor on the logits before anything else, 1/T."""
 
     @property
+    @abstractmethod
     def sweeps(self) -> list[Sweep]:
         """One after the other; a later one needs what an earlier one combined."""
 
+    @abstractmethod
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The [N] values, differentiable and not. The object lets go of them: they will refer to it."""
 
+    @abstractmethod
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
         """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, width]."""
 
+    def lend(self) -> tuple[Tensor, ...]:
+        """The caller's tensors that `gradient` reads, which the object lets go of until `take_back`.
 
-class LearningFunction(RowFunction, Protocol):
+        Autograd keeps them in between: it notices when somebody has written to them, and frees them after backward.
+        """
+        return ()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have lent nothing
+        """What `lend` returned, in the same order; others in their place if hooks have moved them."""
+
+
+class LearningFunction(RowFunction):
     """One that has parameters of its own."""
 
+    @abstractmethod
     def parameter_gradients(self) -> tuple[Tensor, ...]:
         """Added up over the calls of `gradient`, and forgotten."""
 
@@ -251,7 +274,7 @@ class StreamedRows(torch.autograd.Function):
             for rows in plan.pieces:
                 collect(rows, scratch.load("student", plan.take(logits, rows), function.scale), scratch)
             complete(slice(0, plan.length))
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits, *function.lend())
         ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
         ctx.num_parameters = len(parameters)
         ctx.set_materialize_grads(False)
@@ -261,22 +284,25 @@ class StreamedRows(torch.autograd.Function):
         return *values, *constants
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, *grads: Tensor | None):
         if ctx.spent:
             raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
-        (logits,) = ctx.saved_tensors
+        logits, *lent = ctx.saved_tensors
+        ctx.function.take_back(lent)
         ctx.spent = ctx.inplace
         plan: RowPlan = ctx.plan
+        whole = plan.length == logits.shape[0]
         if ctx.inplace:
-            out = logits.detach()
+            out = logits.detach() if whole else plan.clear_others(logits.detach())
         else:
-            out = torch.empty_like(logits) if plan.length == logits.shape[0] else torch.zeros_like(logits)
+            out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
         scratch = _scratch_for(logits, plan)
         for rows in plan.pieces:
             u = scratch.load("student", plan.take(logits, rows), ctx.function.scale)
             gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
             plan.put(out, rows, gradient[:, : scratch.columns])
+        ctx.function.lend()
         parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()  # those of a LearningFunction
         return out, None, None, None, *parameters
 

@@ -18,8 +18,10 @@ from distill_rl.losses.shards import VocabularyShard, local_like
 from distill_rl.losses.sparse import TAILS, Tail, TopKRows
 from distill_rl.losses.sweep import RowFunction
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
+from distill_rl.losses.trees import as_tree
 
 
+@as_tree
 @dataclass(frozen=True, slots=True)
 class KDOutput:
     """A loss and what it is made of, all reduced in the same way; all detached except `loss`.
@@ -107,10 +109,37 @@ class Task:
         )
 
 
+def spread(values: Sequence[Tensor], kept: Tensor | None, num_rows: int) -> Sequence[Tensor]:
+    """Values of the rows with these numbers as [num_rows] each, 0 elsewhere; as they are where all rows were kept."""
+    if kept is None:
+        return values
+    return [value.new_zeros(num_rows).index_copy(0, kept, value) for value in values]
+
+
 def _mix(kd_loss: Tensor, ce_loss: Tensor | None, kd_ratio: float) -> Tensor:
     if kd_ratio == 1 or ce_loss is None:
         return kd_loss
     return ce_loss if kd_ratio == 0 else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
+
+
+def check_settings(
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tail: str = "bucket",
+    kd_ratio: float = 1.0,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    **others: object,
+) -> None:
+    """What needs no batch to be checked; `others` are settings of which any value will do."""
+    checks.positive("temperature", temperature)
+    checks.one_of("tail", tail, TAILS)
+    checks.one_of("reduction", reduction, REDUCTIONS)
+    checks.in_unit_interval("kd_ratio", kd_ratio)
+    checks.chunk_size(chunk_size)
+    resolve(divergence, beta)
 
 
 def make_task(
@@ -131,14 +160,14 @@ def make_task(
     validate: bool | None,
 ) -> Task:
     """Check what both entries share. `leading`: the dimensions of the rows, [N] or [B, S]."""
-    checks.positive("temperature", temperature)
-    checks.one_of("tail", tail, TAILS)
-    checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.in_unit_interval("kd_ratio", kd_ratio)
-    resolve(divergence, beta)
+    check_settings(
+        divergence=divergence, beta=beta, temperature=temperature, tail=tail, kd_ratio=kd_ratio, reduction=reduction
+    )
+    checks.count("num_items_in_batch", num_items_in_batch)
+    checks.constant("token_weights", token_weights)
     if kd_ratio < 1 and labels is None:
         raise ValueError(f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {kd_ratio}")
-    weights = None if token_weights is None else checks.rows("token_weights", token_weights.detach(), leading)
+    weights = None if token_weights is None else checks.rows("token_weights", token_weights, leading)
     num_rows, flat = leading.numel(), None
     if labels is None:
         valid = torch.ones(num_rows, dtype=torch.bool, device=device)

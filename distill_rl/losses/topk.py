@@ -91,7 +91,11 @@ def best_of_all(
     shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best k of every rank's best k; candidates that lose join the rest. Two collectives."""
-    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None]], 1))
+    sizes = top.new_full((len(top), 1), shard.size)
+    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], sizes], 1))
+    if shard.assumed and len(top):
+        found = torch.stack([part[0, -1] for part in parts])
+        shard.require_equal(torch.stack([found.amax(), -found.amin()]))
     candidates = torch.cat([part[:, :k] for part in parts], 1)
     candidate_ids = torch.cat(shard.gather(ids), 1)
     best, places = candidates.topk(k, dim=1)

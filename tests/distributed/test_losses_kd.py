@@ -11,7 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distill_rl.losses import DenseLogits, KDOutput, TeacherHidden, fused_linear_kd_loss, kd_loss, reference
+from distill_rl.losses import (
+    DenseLogits,
+    KDOutput,
+    TeacherHidden,
+    TopKLogprobs,
+    fused_linear_kd_loss,
+    kd_loss,
+    reference,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+)
 from tests.helpers.losses import Batch, Case, all_cases, assert_close, assert_same, batch, mask_of, oracle, sharded
 from tests.helpers.ranks import run_ranks
 
@@ -57,7 +67,7 @@ def compare_fused(case: Case, data: Batch, mesh: DeviceMesh, truth: tuple[KDOutp
     head, bias = (sharded(whole, mesh, 0).requires_grad_() for whole in (data.head, data.bias))
     output = fused_linear_kd_loss(
         hidden, head, shard_target(case, data, mesh), bias=bias, labels=data.labels, token_weights=data.weights,
-        chunk_size=chunk, **case.keywords,
+        chunk_size=chunk, tp_group=mesh.get_group(), **case.keywords,
     )  # fmt: skip
     (FACTOR * output.loss.sum()).backward()
     assert_same(output, expected)
@@ -181,6 +191,43 @@ def compare_saved_output() -> None:
     assert torch.equal(upstream.to_local(), before)
     reference.kd_loss(truth, target, **keywords).loss.backward()
     assert_close(source.grad.to_local(), local(whole.grad, mesh, 1))
+
+
+def refuse_a_weight_whose_ranks_have_rows_of_their_own() -> None:
+    """What FSDP has sharded over data-parallel ranks looks like a sharded vocabulary."""
+    mesh, data, case = line(), batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
+    target, head = data.target(case), sharded(data.head, mesh, 0)
+    rows = DTensor.from_local(data.hidden, mesh, [Shard(0)], run_check=False)
+    for hidden in (data.hidden, rows):
+        with pytest.raises(ValueError, match=r"^lm_head_weight: is sharded over ranks of which nobody has said"):
+            fused_linear_kd_loss(hidden, head, target)
+    other = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    with pytest.raises(ValueError, match=r"^tp_group: must be the group over which lm_head_weight is sharded"):
+        fused_linear_kd_loss(data.hidden, head, target, tp_group=other)
+
+
+def refuse_plain_shards_of_unequal_width() -> None:
+    widths = [20 + rank for rank in range(dist.get_world_size())]
+    own = torch.randn(5, widths[dist.get_rank()])
+    teacher = TopKLogprobs(torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), -1.0), torch.full((5,), -1.3))
+    for call in (
+        lambda: kd_loss(own, teacher, tp_group=dist.group.WORLD),
+        lambda: vocab_parallel_topk(own, 4, tp_group=dist.group.WORLD),
+        lambda: vocab_parallel_logprobs(own, torch.zeros(5, dtype=torch.int64), tp_group=dist.group.WORLD),
+    ):
+        with pytest.raises(ValueError, match=f"equally wide on all ranks of tp_group; got 20 to {widths[-1]} columns"):
+            call()
+    equal = kd_loss(own[:, :20], teacher, tp_group=dist.group.WORLD)  # and the ranks are still in step
+    assert equal.loss.isfinite()
+
+
+def test_a_weight_that_is_sharded_over_data_parallel_ranks_is_refused() -> None:
+    run_ranks(2, refuse_a_weight_whose_ranks_have_rows_of_their_own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plain_shards_of_unequal_width_are_refused_by_all_ranks(ranks: int) -> None:
+    run_ranks(ranks, refuse_plain_shards_of_unequal_width)
 
 
 def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:

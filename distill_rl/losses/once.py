@@ -1,0 +1,61 @@
+"""Gradients that exist once: a derivative of them is refused instead of silently taken for 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the `backward` of an autograd function. Where the graph of the gradient is asked for (`create_graph=True`),
+    the gradients refuse to be differentiated.
+
+    torch's `once_differentiable` does so only where an incoming gradient requires one: the second derivative of a loss
+    that is the root of its graph would be 0 there, without a word.
+    """
+
+    @wraps(backward)
+    def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        # Through what was saved the gradients stay connected with the inputs, so that a derivative reaches the refusal.
+        sources = [each for each in (*ctx.saved_tensors, *grads) if each is not None and each.requires_grad]
+        alone = not isinstance(found, tuple)
+        made = tuple(
+            _Refusing.apply(each, *sources) if isinstance(each, Tensor) else each
+            for each in ((found,) if alone else found)
+        )
+        return made[0] if alone else made
+
+    return wrapped
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        raise RuntimeError(
+            "second derivative: the losses of this package have first derivatives only; take it of "
+            "losses.reference, which is plain autograd in fp64"
+        )
+
+
+class Anchor(torch.autograd.Function):
+    """An empty tensor that autograd connects with another one, and that does not keep its memory alive."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None

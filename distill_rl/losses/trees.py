@@ -1,0 +1,22 @@
+"""Results that torch's tree functions look into, as they do into tuples and dicts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TypeVar
+
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+def as_tree(cls: type[T]) -> type[T]:
+    """For a dataclass: makes its fields the leaves of a pytree (torch.compile, checkpointing, FSDP's hooks)."""
+    names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+    pytree.register_pytree_node(
+        cls,
+        lambda output: ([getattr(output, name) for name in names], None),
+        lambda leaves, _: cls(*leaves),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return cls
