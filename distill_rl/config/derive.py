@@ -22,6 +22,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "alm": ("topk", "logits", "hidden"),
     "xtoken": ("logits", "hidden"),
     "gold": ("logits", "hidden"),
+    "hkl": ("logits", "hidden"),
     "uld": ("logits", "hidden"),
     "strict": ("logits", "hidden"),
 }

@@ -15,9 +15,9 @@ MISSING = "???"
 """A value that must be given, as OmegaConf marks it; the engines must not need OmegaConf to be installed."""
 
 
-CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "uld", "alm", "strict"]
+CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher with another tokenizer than the student's."""
-TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "uld", "alm", "strict"]
+TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 

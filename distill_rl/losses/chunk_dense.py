@@ -22,16 +22,24 @@ class Comparison:
     """D of one chunk: balanced terms over pairs of columns, and sorted L1 over other columns."""
 
     def __init__(
-        self, divergence: Divergence, columns: Tensor, counterparts: Tensor, rest: SortedL1, others: Tensor | None
+        self,
+        divergence: Divergence,
+        columns: Tensor,
+        counterparts: Tensor,
+        rest: SortedL1,
+        others: Tensor | None,
+        *,
+        balanced: bool = True,
     ):
         """columns: this rank's columns of the student that have a counterpart; `others`: the teacher's that have none."""
         self.divergence, self.columns, self.counterparts = divergence, columns, counterparts
-        self.rest, self.others = rest, others
+        self.rest, self.others, self.balanced = rest, others, balanced
+        self._balance = divergence.balance if balanced else 0.0
 
     def value(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's part of D [n], the part that every rank has [n], and what `slope` needs later."""
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
-        paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self.divergence.balance).sum(1)
+        paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self._balance).sum(1)
         left = log_p if self.others is None else log_p[:, self.others]
         sorted_, counted = self.rest.compare(log_q, left.exp())
         return paired, sorted_, counted
@@ -40,7 +48,7 @@ class Comparison:
         """∂D/∂log q, [n, width]"""
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         slope = torch.zeros_like(log_q)
-        slope[:, self.columns] = self.divergence.slope(p, q).add_(q.prob, alpha=self.divergence.balance)
+        slope[:, self.columns] = self.divergence.slope(p, q).add_(q.prob, alpha=self._balance)
         self.rest.add_slope(slope, log_q, counted)
         return slope
 
@@ -112,7 +120,8 @@ class DistributionRows(RealisedRows):
             q, p = (side.exp() for side in (otherwise(self.after), self.teacher.otherwise))
             self.divergence += (q - p).abs()
             self.slope_after = self.mean - (q - p).sign() * self.after.exp()
-        self.divergence.clamp_min_(0)
+        if self.comparison.balanced:
+            self.divergence.clamp_min_(0)
 
     def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, which lies in `out`."""
@@ -156,7 +165,16 @@ class DistributionRows(RealisedRows):
 
 
 def gold(task: ChunkTask) -> Terms:
-    """Balanced terms on the common vocabulary plus sorted L1 on the rest (H-KL of NeMo-RL #2245; TRL's GOLD)."""
+    """Balanced terms on the common vocabulary plus sorted L1 on the rest (after H-KL of NeMo-RL #2245 and TRL's GOLD)."""
+    return _by_parts(task, balanced=True)
+
+
+def hkl(task: ChunkTask) -> Terms:
+    """H-KL as NeMo-RL #2245 publishes it: the plain sum of p·log(p/q) on the common vocabulary, which may be negative."""
+    return _by_parts(task, balanced=False)
+
+
+def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
     student, teacher = task.bridge.matches(task.relaxed)
     of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.bridge.num_teacher)
     length = min(len(of_student), len(of_teacher), task.uncommon_top_k)
@@ -164,7 +182,8 @@ def gold(task: ChunkTask) -> Terms:
     rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length)
     columns = task.shard.columns(student)
     held = columns < task.shard.size
-    return _compared(task, Comparison(task.divergence, columns[held], teacher[held], rest, of_teacher))
+    comparison = Comparison(task.divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
+    return _compared(task, comparison)
 
 
 def uld(task: ChunkTask) -> Terms:

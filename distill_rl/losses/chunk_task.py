@@ -249,7 +249,7 @@ def _check_bridge(bridge: Bridge, method: str, columns: int) -> None:
         raise ValueError(
             f"bridge: must have a row for each of the student's {columns} columns; got {bridge.num_student}"
         )
-    if method in ("hybrid", "gold", "strict") and not len(bridge.student_common):
+    if method in ("hybrid", "gold", "hkl", "strict") and not len(bridge.student_common):
         raise ValueError(f"bridge: {method} needs a common vocabulary; got an empty one")
     if method == "xtoken" and not len(bridge.indices):
         raise ValueError(f"bridge: {method} needs a projection; got one without entries")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "hybrid": ("topk", "logits"),
     "xtoken": ("logits",),
     "gold": ("logits",),
+    "hkl": ("logits",),
     "uld": ("logits",),
     "alm": ("topk", "logits"),
     "strict": ("logits",),
@@ -39,6 +42,42 @@ class Chunks:
     count: int
     """chunks are numbered 0 … count − 1"""
 
+    @classmethod
+    def from_alignment(
+        cls, *alignments: Any, student_length: int | None = None, teacher_length: int | None = None, stops: bool = True
+    ) -> Chunks:
+        """Of aligned texts, one to a row, for logits [R, S, V] of either side that begin with the text's first token.
+
+        The row of logits that predicts a token is that of the token before, so numbers move by one, and a chunk that
+        holds the first token of a side, which nobody predicts, is left out.
+
+        Args:
+            alignments: as `TokenAligner` makes them (`distill_rl.align.Alignment`).
+            student_length, teacher_length: S of either side; None: the longest text.
+            stops: paired special tokens (`stop_pairs`) are chunks of one token each, or a student never learns to stop.
+
+        Raises:
+            ValueError: a text is longer than its rows.
+        """
+        sides, count = ([], []), 0
+        for each in alignments:
+            numbers = [np.array(each.student_chunk, np.int64), np.array(each.teacher_chunk, np.int64)]
+            total = int(each.num_chunks)
+            for pair in each.stop_pairs if stops else ():
+                for side, position in zip(numbers, pair):
+                    side[position] = total
+                total += 1
+            kept = np.ones(total + 1, bool)  # the last entry is what a −1 reads
+            kept[-1] = False
+            for side in numbers:
+                kept[side[:1]] = False
+            renumbered = np.where(kept, np.cumsum(kept) - 1 + count, -1)
+            for found, side in zip(sides, numbers):
+                found.append(renumbered[side][1:])
+            count += int(kept.sum())
+        lengths = (student_length, teacher_length)
+        return cls(*(_in_rows(name, *given) for name, given in zip(("student", "teacher"), zip(sides, lengths))), count)
+
 
 @as_tree
 @dataclass(frozen=True, slots=True)
@@ -55,6 +94,18 @@ class ChunkOutput:
     """detached, summed over the 1:1 chunks: the teacher's probability in the columns compared; 0 for uld and alm"""
     student_mass: Tensor
     """detached: the student's there"""
+
+
+def _in_rows(name: str, found: list[np.ndarray], length: int | None) -> Tensor:
+    """int64 [R·S]: the numbers of each text, then −1."""
+    longest = max((len(each) + 1 for each in found), default=0)
+    width = longest if length is None else length
+    if longest > width:
+        raise ValueError(f"{name}_length: must hold the longest text, {longest} tokens; got {width}")
+    rows = np.full((len(found), width), -1, np.int64)
+    for row, each in zip(rows, found):
+        row[: len(each)] = each
+    return torch.from_numpy(rows.reshape(-1))
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
-from distill_rl.losses.chunk_dense import gold, uld
+from distill_rl.losses.chunk_dense import gold, hkl, uld
 from distill_rl.losses.chunk_hybrid import alm, hybrid
 from distill_rl.losses.chunk_projected import xtoken
 from distill_rl.losses.chunk_rows import Terms
@@ -24,6 +24,7 @@ _TERMS: dict[str, Callable[[ChunkTask], Terms]] = {
     "hybrid": hybrid,
     "xtoken": xtoken,
     "gold": gold,
+    "hkl": hkl,
     "uld": uld,
     "alm": alm,
     "strict": strict,
@@ -66,18 +67,18 @@ def chunk_kd_loss(
         chunks: which rows of both sides stand for the same text.
         bridge: from the student's vocabulary to the teacher's. If its values require a gradient, `xtoken` gives them one:
             this rank's share, complete once summed over the tensor-parallel group (see `LearnableProjection`).
-        method: hybrid, xtoken, gold, uld, alm or strict.
+        method: hybrid, xtoken, gold, hkl, uld, alm or strict.
         labels: int [N_s] or [R, S], already shifted. Every row of a chunk has one.
         divergence, beta: as in `kd_loss`; `strict` is reverse KL whatever they say, and `uld` has none.
         temperature: of both sides; D is scaled by its square. The cross-entropy is at 1.
         tail: as in `kd_loss`, of `hybrid` and `xtoken`.
         top_k: of a dense teacher's columns, for `hybrid` (per row) and `xtoken` (per chunk).
-        chunk_average: what `xtoken`, `gold` and `uld` take for a chunk's distribution. `mean`: the arithmetic mean of the
+        chunk_average: what `xtoken`, `gold`, `hkl` and `uld` take for a chunk's distribution. `mean`: the arithmetic mean of the
             student's rows, the normalised geometric mean of the teacher's (NeMo-RL #2245). `chain`: that of the first
             token times the probability of the chunk's other tokens as they stand, and what is missing to 1 as one more
             outcome.
-        uncommon_top_k: how many of the sorted probabilities `gold` and `uld` compare.
-        relaxed: `gold` also takes for common what W sends mostly into one token.
+        uncommon_top_k: how many of the sorted probabilities `gold`, `hkl` and `uld` compare.
+        relaxed: `gold` and `hkl` also take for common what W sends mostly into one token.
         tau: `alm` compares probabilities to the power 1/tau.
         reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
         chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.

@@ -54,6 +54,14 @@ class Bridge:
         weights = torch.tensor(values, dtype=torch.float32)
         return cls(ids(indptr), ids(indices), weights, num_teacher, ids(student_common), ids(teacher_common))
 
+    @classmethod
+    def from_projection(cls, projection: Any) -> Bridge:
+        """Of `distill_rl.align.Projection`."""
+        return cls.from_arrays(
+            projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
+            student_common=projection.student_common, teacher_common=projection.teacher_common,
+        )  # fmt: skip
+
     @property
     def num_student(self) -> int:
         """V_s"""

@@ -32,11 +32,11 @@ class _Settings:
     relaxed: bool
     tau: float
 
-    def compare(self, p: Tensor, q: Tensor) -> Tensor:
-        """Σ of balanced terms over outcomes [m]."""
+    def compare(self, p: Tensor, q: Tensor, *, balanced: bool = True) -> Tensor:
+        """Σ of terms over outcomes [m]."""
         name = reference._limit(self.divergence, self.beta)
-        f, balance = reference.DIVERGENCES[name], reference.BALANCES[name]
-        return (f(p, q, self.beta) + balance(p, q, self.beta)).sum()
+        terms = reference.DIVERGENCES[name](p, q, self.beta)
+        return (terms + reference.BALANCES[name](p, q, self.beta) if balanced else terms).sum()
 
 
 def chunk_kd_loss(
@@ -108,13 +108,13 @@ def _chunk(
         return _coins(realised.sum(), _realised(teacher).sum(), settings)
     if method == "hybrid":
         return _common_top_k(student, teacher, settings)
-    assert isinstance(teacher, DenseLogits)
+    teacher = _dense(teacher)
     p, other_p = _teacher_distribution(teacher, settings)
     q, other_q = student.exp().mean(0), student.new_zeros(())
     if settings.chain:
         rest = realised[1:].sum().exp()
         q, other_q = student[0].exp() * rest, 1 - rest
-    compare = {"xtoken": _projected, "gold": _gold, "uld": _uld}[method]
+    compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
     return compare(p, other_p, q, other_q, settings)
 
 
@@ -126,8 +126,15 @@ def _teacher_distribution(teacher: DenseLogits, settings: _Settings) -> tuple[Te
     return log_p.mean(0).softmax(0), log_p.new_zeros(())
 
 
+def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
+    if not isinstance(teacher, DenseLogits):
+        raise ValueError(f"teacher: must be DenseLogits for this method; got {type(teacher).__name__}")
+    return teacher
+
+
 def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
-    assert teacher.label_logprob is not None, "this method needs it"
+    if teacher.label_logprob is None:
+        raise ValueError("teacher.label_logprob: needed by this method; got None")
     return teacher.label_logprob.double()
 
 
@@ -207,11 +214,22 @@ def _others(size: int, taken: list[int]) -> Tensor:
 def _gold(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
     """H-KL: balanced terms on the common vocabulary, sorted L1 on the rest; never fewer sorted than either side has."""
     of_student, of_teacher = _matches(settings)
-    common = settings.compare(p[of_teacher], q[of_student])
+    return settings.compare(p[of_teacher], q[of_student]) + _sorted_rest(p, other_p, q, other_q, settings)
+
+
+def _hkl(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+    """The same without the balance: p·log(p/q) as it stands."""
+    of_student, of_teacher = _matches(settings)
+    common = settings.compare(p[of_teacher], q[of_student], balanced=False)
+    return common + _sorted_rest(p, other_p, q, other_q, settings)
+
+
+def _sorted_rest(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+    of_student, of_teacher = _matches(settings)
     left_q, left_p = q[_others(len(q), of_student)], p[_others(len(p), of_teacher)]
     length = min(len(left_q), len(left_p), settings.uncommon_top_k)
     difference = left_q.sort(descending=True).values[:length] - left_p.sort(descending=True).values[:length]
-    return common + difference.abs().sum() + (other_q - other_p).abs()
+    return difference.abs().sum() + (other_q - other_p).abs()
 
 
 def _uld(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
@@ -226,10 +244,10 @@ def _uld(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Sett
 
 def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
     """Reverse KL, both sides conditioned on the common vocabulary: the student's first columns and the rest of it."""
-    assert isinstance(teacher, DenseLogits)
+    logits = _dense(teacher).logits
     bridge = settings.bridge
     q = student[0, bridge.student_common].softmax(0)
-    p = (teacher.logits[0].double() / settings.temperature)[bridge.teacher_common].softmax(0)
+    p = (logits[0].double() / settings.temperature)[bridge.teacher_common].softmax(0)
     top = q.detach().topk(min(STRICT_TOP_K, len(q))).indices
     outside = torch.ones_like(q, dtype=torch.bool).index_fill(0, top, False)
     rest_p, rest_q = p[outside].sum()[None], q[outside].sum()[None]

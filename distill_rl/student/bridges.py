@@ -31,15 +31,7 @@ def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnabl
 
 
 def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
-    found = load_projection(crossing.projection)
-    bridge = Bridge.from_arrays(
-        found.indptr,
-        found.indices,
-        found.values,
-        num_teacher=found.num_teacher,
-        student_common=found.student_common,
-        teacher_common=found.teacher_common,
-    ).to(world.device)
+    bridge = Bridge.from_projection(load_projection(crossing.projection)).to(world.device)
     if not learnable or crossing.method != "xtoken":
         return crossing.method, bridge
     projection = LearnableProjection(bridge)

@@ -39,7 +39,7 @@ ROWS_OF_ITSELF = 12
 TOP_K = 32
 ABSENT = -1e4
 """a logit whose probability is 0, also in fp64"""
-AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "uld": ("mean", "chain")}
+AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "hkl": ("mean", "chain"), "uld": ("mean", "chain")}
 """methods that `chunk_average` makes a difference to"""
 
 
