@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.losses.targets import TopKLogprobs
@@ -43,7 +44,7 @@ def count(name: str, value: int | float | Tensor | None) -> None:
             raise ValueError(f"{name}: must be one number; got {value.dtype} {list(value.shape)}")
         if value.requires_grad:
             raise ValueError(f"{name}: is a constant; got a tensor that requires a gradient")
-        if value.device.type != "cpu":
+        if not readable(value):
             return
         value = float(value)
     if value is not None and not (value == 0 or 1 <= value < math.inf):
@@ -85,8 +86,13 @@ def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
     return tensor.reshape(count)
 
 
+def readable(tensor: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device: it is on the CPU, and no stand-in without values."""
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+
+
 def looked_at(validate: bool | None, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" if validate is None else validate
+    return readable(tensor) if validate is None else validate
 
 
 def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_index: int, validate: bool | None) -> None:

@@ -75,12 +75,12 @@ def kd_loss(
     flat = local.reshape(task.num_rows, shard.size)
     targets = local_teacher(teacher, task, validate)
     # Only on a CPU are ignored rows left out: a GPU would have to be waited for to learn how many there are.
-    on_cpu = flat.device.type == "cpu"
-    small, kept = task.compact() if on_cpu else (task, None)
+    readable = checks.readable(flat)
+    small, kept = task.compact() if readable else (task, None)
     if kept is not None and targets is not None:
         targets = targets.select(kept)
     function = small.rows(targets, flat.new_empty(0, dtype=accumulator(flat.dtype)))
-    counts = None if on_cpu or labels is None else task.reduction.valid
+    counts = None if readable or labels is None else task.reduction.valid
     plan = RowPlan.of(small.num_rows, chunk_size or default_chunk(shard.size, flat.device), order=kept, counts=counts)
     values = StreamedRows.apply(flat, function, plan, inplace_backward)
     if reduction == "none":

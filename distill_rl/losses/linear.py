@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.head import Head, multiply
-from distill_rl.losses.once import first_derivative
+from distill_rl.losses.autograd import first_derivative, own_dtypes
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
 
@@ -22,6 +22,7 @@ class FusedRows(torch.autograd.Function):
     """
 
     @staticmethod
+    @own_dtypes
     def forward(
         ctx,
         hidden: Tensor,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill_rl.losses.once import first_derivative
+from distill_rl.losses.autograd import first_derivative, own_dtypes
 from distill_rl.losses.shards import VocabularyShard
 
 _CPU_CHUNK = 2**17
@@ -265,6 +265,7 @@ class StreamedRows(torch.autograd.Function):
     """
 
     @staticmethod
+    @own_dtypes
     def forward(
         ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Gradients that exist once: a derivative of them is refused instead of silently taken for 0."""
+"""What all autograd functions of this package have in common: they choose their dtypes themselves, and a derivative of
+their gradients is refused instead of silently taken for 0."""
 
 from __future__ import annotations
 
@@ -10,9 +11,20 @@ import torch
 from torch import Tensor
 
 
+def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the `forward` of an autograd function: autocast would have its matrix products in bf16."""
+
+    @wraps(forward)
+    def wrapped(ctx: Any, tensor: Tensor, *arguments: Any) -> Any:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return forward(ctx, tensor, *arguments)
+
+    return wrapped
+
+
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `backward` of an autograd function. Where the graph of the gradient is asked for (`create_graph=True`),
-    the gradients refuse to be differentiated.
+    """For the `backward` of an autograd function, which is done in the dtypes that it chooses. Where the graph of the
+    gradient is asked for (`create_graph=True`), the gradients refuse to be differentiated.
 
     torch's `once_differentiable` does so only where an incoming gradient requires one: the second derivative of a loss
     that is the root of its graph would be 0 there, without a word.
@@ -20,7 +32,8 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
-        with torch.no_grad():
+        device = next(each.device.type for each in grads if each is not None)
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
