@@ -32,7 +32,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
-        device = next(each.device.type for each in grads if each is not None)
+        device = next((each.device.type for each in grads if each is not None), "cpu")
         with torch.no_grad(), torch.autocast(device, enabled=False):
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():

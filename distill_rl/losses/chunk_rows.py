@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distill_rl.losses.autograd import first_derivative
 from distill_rl.losses.chunk_task import RowSweep
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.autograd import first_derivative
 from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, floor_of
 
 _CERTAIN = -1e-30

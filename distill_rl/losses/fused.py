@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distill_rl.losses import checks
+from distill_rl.losses.autograd import Anchor
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.linear import FusedRows
-from distill_rl.losses.autograd import Anchor
 from distill_rl.losses.reduce import ReductionName
 from distill_rl.losses.shards import VocabularyShard, local_like, split
 from distill_rl.losses.sparse import Tail

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distill_rl.losses.head import Head, multiply
 from distill_rl.losses.autograd import first_derivative, own_dtypes
+from distill_rl.losses.head import Head, multiply
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
 
