@@ -74,7 +74,7 @@ class ProjectedRows(RealisedRows, LearningFunction):
             self.product.learn(q, columns, rest)
         mean = (grad * self.projected[rows]).sum(1)
         back = self.product.project_back(columns, rest)
-        q.mul_(back.mul_(self.scale).add_((label.shared - mean * self.scale)[:, None]))
+        q.mul_(back.div_(self.temperature).add_((label.shared - mean / self.temperature)[:, None]))
         return label.add_to(q)
 
     def parameter_gradients(self) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from distill_rl.losses.autograd import first_derivative
 from distill_rl.losses.chunk_task import RowSweep
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.sweep import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
 
 _CERTAIN = -1e-30
 """The logarithm of a probability that counts as one."""
@@ -42,10 +42,11 @@ class RealisedRows(RowFunction):
         """columns: how many further sums of exponentials `sums.table` holds per row."""
         task, labels, like = sweep.task, sweep.labels, sweep.task.like
         shard, temperature = task.shard, task.temperature
-        self.shard, self.temperature, self.scale = shard, temperature, 1 / temperature
+        self.shard, self.temperature = shard, temperature
+        self.centre = Centre(labels.shape[0], like, shard, 1 / temperature)
         self.label = LabelTerm(labels, shard, like, temperature)
-        self.sums = LogSums(labels.shape[0], self.label.powers, like, columns=columns)
-        self.others = LogSums(labels.shape[0], (1.0,), like) if realised else None
+        self.sums = LogSums(labels.shape[0], self.label.powers, self.centre, whole=True, columns=columns)
+        self.others = LogSums(labels.shape[0], (1.0,), self.centre, whole=False) if realised else None
         self.lse = like.new_empty(labels.shape[0])
         self.values = [like.new_zeros(labels.shape[0]) for _ in range(2)]
 
@@ -71,7 +72,7 @@ class RealisedRows(RowFunction):
         self.collect(rows, u, scratch)
 
     def complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.logit])
+        combine(self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.cross_entropy(rows, self.sums.log(rows, -1))
         if self.others is not None:

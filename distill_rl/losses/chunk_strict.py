@@ -33,7 +33,8 @@ class StrictRows(RealisedRows):
         super().__init__(sweep)
         self.num_first, self.unshared = sweep.num_first, unshared
         self.top = TopKRows(
-            teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like
+            teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like,
+            centre=self.centre,
         )  # fmt: skip
 
     @property
@@ -98,8 +99,8 @@ def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
     for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
         masked = task.logits.index_select(0, rows[part]).index_fill_(1, unshared, -torch.inf)
         parts.append(candidates(masked, task.shard, k, None, task.temperature, task.piece))
-    ids, top, rest, label = (torch.cat(part) for part in zip(*parts))
-    return ids if task.shard.group is None else best_of_all(task.shard, k, ids, top, rest, label)[0]
+    ids, *others = (torch.cat(part) for part in zip(*parts))
+    return ids if task.shard.group is None else best_of_all(task.shard, k, ids, *others)[0]
 
 
 @torch.no_grad()

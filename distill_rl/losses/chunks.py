@@ -59,7 +59,8 @@ class Chunks:
         Raises:
             ValueError: a text is longer than its rows.
         """
-        sides, count = ([], []), 0
+        sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        count = 0
         for each in alignments:
             numbers = [np.array(each.student_chunk, np.int64), np.array(each.teacher_chunk, np.int64)]
             total = int(each.num_chunks)
@@ -75,8 +76,8 @@ class Chunks:
             for found, side in zip(sides, numbers):
                 found.append(renumbered[side][1:])
             count += int(kept.sum())
-        lengths = (student_length, teacher_length)
-        return cls(*(_in_rows(name, *given) for name, given in zip(("student", "teacher"), zip(sides, lengths))), count)
+        student, teacher = sides
+        return cls(_in_rows("student", student, student_length), _in_rows("teacher", teacher, teacher_length), count)
 
 
 @as_tree

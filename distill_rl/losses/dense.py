@@ -11,14 +11,14 @@ from torch import Tensor
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, row_sum
+from distill_rl.losses.sweep import Centre, LogSums, RowFunction, Scratch, Sweep, combine, row_sum
 
 
 class TeacherChunks(Protocol):
     """Where the teacher's logits come from, a chunk of rows at a time."""
 
-    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        """This rank's columns of these rows times `scale`, [n, width], in a buffer of `scratch`, not to be changed."""
+    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
+        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `scratch`, not to be changed."""
 
     def select(self, kept: Tensor) -> TeacherChunks:
         """Of the rows with these numbers only."""
@@ -36,8 +36,9 @@ class LogitChunks:
     def __init__(self, logits: Tensor, kept: Tensor | None = None):
         self.logits, self.kept = logits, kept
 
-    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        return scratch.load("teacher", self.logits[rows if self.kept is None else self.kept[rows]], scale)
+    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
+        logits = self.logits[rows if self.kept is None else self.kept[rows]]
+        return scratch.load("teacher", logits, centre, rows, first=first)
 
     def select(self, kept: Tensor) -> LogitChunks:
         return LogitChunks(self.logits, kept)
@@ -68,10 +69,25 @@ class DenseRows(RowFunction):
         like: Tensor,
     ):
         self.teacher, self.shard, self.divergence, self.label = teacher, shard, divergence, label
-        self.temperature, self.scale = temperature, 1 / temperature
+        self.temperature = temperature
+        self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
         powers = (1.0,) if label is None else label.powers
-        self.student_sums = LogSums(num_rows, powers, like, weighted=divergence.leads == "student")
-        self.teacher_sums = LogSums(num_rows, (1.0,), like, weighted=divergence.leads == "teacher")
+        self.student_sums = LogSums(
+            num_rows,
+            powers,
+            self.centre,
+            whole=True,
+            weighted=divergence.leads == "student",
+            against=self.teacher_centre,
+        )
+        self.teacher_sums = LogSums(
+            num_rows,
+            (1.0,),
+            self.teacher_centre,
+            whole=True,
+            weighted=divergence.leads == "teacher",
+            against=self.centre,
+        )
         self.student_lse, self.teacher_lse, self.slope = (like.new_empty(num_rows) for _ in range(3))
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
 
@@ -93,7 +109,7 @@ class DenseRows(RowFunction):
         self.teacher.take_back(tensors)
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        w = self.teacher.load(rows, scratch, self.scale)
+        w = self.teacher.load(rows, scratch, self.teacher_centre, first=True)
         if self.label is not None:
             self.label.collect(rows, u)
         work = scratch.buffer("work", u.shape[0])
@@ -104,7 +120,9 @@ class DenseRows(RowFunction):
                 sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.logit] if self.label else [])
+        combine(
+            self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.picked(rows)] if self.label else []
+        )
         self.student_lse[rows] = self.student_sums.log(rows)
         self.teacher_lse[rows] = self.teacher_sums.log(rows)
         if self.label is not None:
@@ -139,7 +157,7 @@ class DenseRows(RowFunction):
         self, rows: slice, u: Tensor, scratch: Scratch, out: Tensor
     ) -> tuple[Distribution, Distribution]:
         """Teacher and student; `out` receives the student's log-probabilities and may be u."""
-        w = self.teacher.load(rows, scratch, self.scale)
+        w = self.teacher.load(rows, scratch, self.teacher_centre, first=False)
         log_q = torch.sub(u, self.student_lse[rows, None], out=out)
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 

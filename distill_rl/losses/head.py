@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distill_rl.losses.sweep import Scratch, accumulator
+from distill_rl.losses.sweep import Centre, Scratch, accumulator
 
 
 class Head:
@@ -17,11 +17,13 @@ class Head:
         self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
         self._wide = None if weight.is_cuda else weight.to(accumulator(weight.dtype))
 
-    def load(self, name: str, hidden: Tensor, scratch: Scratch, scale: float) -> Tensor:
-        """Logits times `scale` in the buffer of that name, [n, width]."""
+    def load(
+        self, name: str, hidden: Tensor, scratch: Scratch, centre: Centre, rows: slice, *, first: bool = False
+    ) -> Tensor:
+        """Logits of these rows, centred and scaled, in the buffer of that name, [n, width]."""
         buffer = scratch.buffer(name, hidden.shape[0])
         self.logits(hidden, buffer[:, : scratch.columns])
-        return scratch.finish(buffer, scale)
+        return scratch.finish(buffer, centre, rows, first=first)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""
@@ -35,11 +37,12 @@ class Head:
             if self.bias is not None:
                 out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap makes −softcap of a masked column
 
-    def cap_slope(self, loaded: Tensor, scale: float, scratch: Scratch) -> Tensor | None:
+    def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, scratch: Scratch) -> Tensor | None:
         """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
         if self.softcap is None:
             return None
-        slope = torch.mul(loaded, 1 / (scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
+        slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
+        slope.add_((centre.value[rows] / self.softcap)[:, None])
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
@@ -69,10 +72,15 @@ class HiddenChunks:
     def __init__(self, hidden: Tensor, head: Head):
         self.hidden, self.head = hidden, head
 
-    def load(self, rows: slice, scratch: Scratch, scale: float) -> Tensor:
-        if scratch.held.get("teacher") != rows:
-            self.head.load("teacher", self.hidden[rows], scratch, scale)
-            scratch.held["teacher"] = rows
+    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
+        if scratch.held.get("teacher") != (rows, first):
+            again = scratch.held.get("teacher") == (rows, True)
+            buffer = scratch.buffer("teacher", rows.stop - rows.start)
+            if not again:
+                self.head.load("teacher", self.hidden[rows], scratch, centre, rows, first=first)
+            elif centre.split:
+                buffer.add_(centre.moved(rows)[:, None])
+            scratch.held["teacher"] = rows, first
         return scratch.buffer("teacher", rows.stop - rows.start)
 
     def select(self, kept: Tensor) -> HiddenChunks:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine
+from distill_rl.losses.sweep import Centre, LogSums, Picked, RowFunction, Scratch, Sweep, combine
 
 
 class LabelTerm:
@@ -26,6 +26,10 @@ class LabelTerm:
         self.lse = like.new_empty(labels.shape[0])
         self.others = like.new_empty(labels.shape[0])
         """[N], the other columns' probability at T, once the log-probability was asked for"""
+
+    def picked(self, rows: slice) -> Picked:
+        """For `combine`."""
+        return self.logit, self.columns[rows]
 
     @property
     def powers(self) -> tuple[float, ...]:
@@ -124,9 +128,10 @@ class LabelRows(RowFunction):
     def __init__(self, targets: Tensor, shard: VocabularyShard, like: Tensor, temperature: float, entropy: bool):
         """targets: [N] global ids. `like`: any tensor of the device and the dtype of the arithmetic."""
         num_rows = targets.shape[0]
-        self.shard, self.scale, self.with_entropy = shard, 1 / temperature, entropy
+        self.shard, self.temperature, self.with_entropy = shard, temperature, entropy
+        self.centre = Centre(num_rows, like, shard, 1 / temperature)
         self.label = LabelTerm(targets, shard, like)
-        self.sums = LogSums(num_rows, (1.0,), like, weighted=entropy)
+        self.sums = LogSums(num_rows, (1.0,), self.centre, whole=True, weighted=entropy)
         self.lse = like.new_empty(num_rows)
         self.entropy = like.new_empty(num_rows if entropy else 0)
         self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
@@ -146,7 +151,7 @@ class LabelRows(RowFunction):
             self.sums.weigh(rows, exponentials, u)
 
     def _complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.sums], [self.label.logit])
+        combine(self.shard, rows, [self.sums], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.logit[rows] - self.lse[rows]
         if self.with_entropy:
@@ -154,7 +159,7 @@ class LabelRows(RowFunction):
             self.values[1][rows] = self.entropy[rows]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label, entropy = (weight_of(grads, number, u) * self.scale for number in (0, 1))
+        label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
         log_q = u.sub_(self.lse[rows, None])
         if self.with_entropy:
             q = torch.exp(log_q, out=scratch.buffer("work", u.shape[0]))

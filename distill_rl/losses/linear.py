@@ -40,10 +40,12 @@ class FusedRows(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, needs, shard) if weights is not None and any(needs) else None
         head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
         for rows in chunks(hidden.shape[0], chunk):
-            u = head.load("student", hidden[rows], scratch, function.scale)
-            for collect, complete in function.sweeps:
+            u = head.load("student", hidden[rows], scratch, function.centre, rows, first=True)
+            for number, (collect, complete) in enumerate(function.sweeps):
                 collect(rows, u, scratch)
                 complete(rows)
+                if number == 0 and shard.group is not None:
+                    u.add_(function.centre.moved(rows)[:, None])
             if gradients is not None and weights is not None:
                 gradients.add(rows, u, function, weights, head, scratch)
         values, constants = function.outputs()
@@ -74,7 +76,7 @@ class FusedRows(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard)
         head, scratch = Head(weight, bias, softcap), _scratch(hidden, weight, chunk)
         for rows in chunks(hidden.shape[0], chunk):
-            u = head.load("student", hidden[rows], scratch, function.scale)
+            u = head.load("student", hidden[rows], scratch, function.centre, rows)
             gradients.add(rows, u, function, grads[:count], head, scratch)
         function.lend()
         return *gradients.finish(), *[None] * (5 + num_anchors)
@@ -101,7 +103,7 @@ class _Gradients:
         head: Head,
         scratch: Scratch,
     ) -> None:
-        cap_slope = head.cap_slope(u, function.scale, scratch)
+        cap_slope = head.cap_slope(u, function.centre, rows, scratch)
         gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
         if cap_slope is not None:
             gradient.mul_(cap_slope)

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import LogSums, RowFunction, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.sweep import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 Tail = Literal["bucket", "truncate", "renormalize"]
@@ -44,12 +44,15 @@ class TopKRows(RowFunction):
         label: LabelTerm | None,
         like: Tensor,
         realised: bool = False,
+        centre: Centre | None = None,
     ):
+        """centre: where the student's logits are already centred by somebody else."""
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
-        self.temperature, self.scale = temperature, 1 / temperature
+        self.temperature = temperature
         self.balance = divergence.balance if tail == "bucket" else 0.0
         num_rows, k = teacher.ids.shape
-        self.rest = LogSums(num_rows, (1.0,) if label is None else label.powers, like)
+        self.centre = centre or Centre(num_rows, like, shard, 1 / temperature)
+        self.rest = LogSums(num_rows, (1.0,) if label is None else label.powers, self.centre, whole=False)
         self.top = like.new_empty(num_rows, k)
         # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
         self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
@@ -85,7 +88,8 @@ class TopKRows(RowFunction):
         u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.rest], [self.top] + ([self.label.logit] if self.label else []))
+        picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
+        combine(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
         top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
         # Where R is empty or masked everywhere its sums count columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))

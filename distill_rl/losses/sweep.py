@@ -119,8 +119,8 @@ class Scratch:
         self.columns = columns
         self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
-        self.held: dict[str, slice] = {}
-        """which rows a buffer holds, for those who would rather not fill it again"""
+        self.held: dict[str, tuple[slice, bool]] = {}
+        """which rows a buffer holds, and whether by their first centre, for those who would rather not fill it again"""
 
     def buffer(self, name: str, rows: int) -> Tensor:
         """[rows, width], contiguous, with whatever was left in it."""
@@ -128,56 +128,105 @@ class Scratch:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
-    def load(self, name: str, logits: Tensor, scale: float) -> Tensor:
-        """The logits [n, columns] times `scale`, with the floor for −inf and in the dummy columns."""
+    def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
+        """Logits [n, columns] of these rows, centred and scaled, with the floor for −inf and in the dummy columns."""
         buffer = self.buffer(name, logits.shape[0])
         buffer[:, : self.columns].copy_(logits)
-        return self.finish(buffer, scale)
+        return self.finish(buffer, centre, rows, first=first)
 
-    def finish(self, buffer: Tensor, scale: float) -> Tensor:
+    def finish(self, buffer: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
         """What `load` does after copying, for a buffer that was filled otherwise."""
-        if scale != 1:
-            buffer.mul_(scale)
+        if first:
+            centre.measure(rows, buffer[:, : self.columns])
+        buffer.sub_(centre.of(rows, first=first)[:, None])
+        if centre.scale != 1:
+            buffer.mul_(centre.scale)
         buffer.clamp_(min=floor_of(buffer.dtype))
         buffer[:, self.columns :] = floor_of(buffer.dtype)
         return buffer
 
 
+class Centre:
+    """What is subtracted from each row of logits before anything else: about their maximum.
+
+    Nothing here depends on it but rounding: fp32 has seven digits, of which logits near 300, and a normaliser of their
+    size, would leave four for what they differ by. Each rank begins with the maximum of its own columns; `combine` then
+    moves all ranks to the largest of these.
+    """
+
+    NOTHING = -1e30
+    """of a row of which this rank has no column, or masked ones only"""
+
+    def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float):
+        """scale: factor on the centred logits, 1/T."""
+        self.scale, self.split = scale, shard.group is not None
+        self.local = like.new_empty(num_rows)
+        """[N], in units of the logits"""
+        self.value = like.new_empty(num_rows) if self.split else self.local
+        """[N], the same on all ranks, once they have been combined"""
+
+    def of(self, rows: slice, *, first: bool) -> Tensor:
+        """[n]; `first`: in the sweep that comes before the ranks agree."""
+        return self.local[rows] if first else self.value[rows]
+
+    def measure(self, rows: slice, logits: Tensor) -> None:
+        """logits: [n, Vl]"""
+        if not logits.shape[1]:
+            self.local[rows] = self.NOTHING
+            return
+        largest = logits.amax(1)
+        self.local[rows] = largest.masked_fill_(largest == -torch.inf, self.NOTHING)
+
+    def moved(self, rows: slice) -> Tensor:
+        """[n], what to add to scaled logits that were centred by `local`, so that they are centred by `value`."""
+        return (self.local[rows] - self.value[rows]) * self.scale
+
+
 class LogSums:
-    """Σ_v exp(power · (x_v − m)) · y_v per row, with m the row's maximum: first over this rank's columns, then over all.
+    """Σ_v exp(power · (x_v − m)) · y_v per row of centred logits x, with m a maximum: first over this rank's columns, then
+    over all.
 
     One total per power, with y = 1: power 1 is the normaliser, power T that of logits divided by T at temperature 1.
     With `weighted` there is one more, of power 1 (`weigh`); with `columns` many more of that kind for the caller to fill.
     """
 
     def __init__(
-        self, num_rows: int, powers: Sequence[float], like: Tensor, weighted: bool = False, columns: int | None = None
+        self,
+        num_rows: int,
+        powers: Sequence[float],
+        centre: Centre,
+        *,
+        whole: bool,
+        weighted: bool = False,
+        against: Centre | None = None,
+        columns: int | None = None,
     ):
-        self.powers = tuple(powers)
-        self.max = like.new_empty(num_rows)
+        """
+        Args:
+            whole: x has all columns of this rank, so that its maximum is the centre and m is 0.
+            against: where y is x less other logits, their centre; else y is x itself.
+        """
+        like = centre.local
+        self.powers, self.centre, self.against, self._whole = tuple(powers), centre, against, whole
+        self.max = like.new_zeros(num_rows)
         self.totals = [like.new_empty(num_rows) for _ in powers]
         self.weighted = like.new_empty(num_rows) if weighted else None
         self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sums of exponentials of a chunk x; returns exp(x − m), which lies in `work`."""
-        self.max[rows] = x.amax(1)
-        for power, total in reversed(list(zip(self.powers, self.totals))):
-            torch.sub(x, self.max[rows, None], out=work)
-            if power != 1:
-                work.mul_(power)
-            total[rows] = row_sum(work.exp_())
+        if not self._whole:
+            self.max[rows] = x.amax(1)
+            x = torch.sub(x, self.max[rows, None], out=work)
+        for power, total in sorted(zip(self.powers, self.totals), key=lambda each: each[0] == 1):  # power 1 is the last
+            exponents = x if power == 1 else torch.mul(x, power)
+            total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
     def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
-        """Takes the weighted sum of what `add` returned, which it overwrites.
-
-        A row of which this rank has masked columns only counts as 0. Its part of the whole is exp(floor − m) = 0 times
-        the sum, but so many floors would add up to −inf, and 0 · inf is NaN.
-        """
+        """Takes the weighted sum of what `add` returned, which it overwrites."""
         assert self.weighted is not None
-        total = row_sum(exponentials.mul_(y))
-        self.weighted[rows] = total.masked_fill_(self.max[rows] <= floor_of(total.dtype), 0)
+        self.weighted[rows] = row_sum(exponentials.mul_(y))
 
     def log(self, rows: slice, number: int = 0) -> Tensor:
         """log Σ exp(power · x), not below the floor."""
@@ -194,23 +243,47 @@ class LogSums:
         more = [(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]
         return [*zip(self.powers, self.totals), *more]
 
+    def move(self, rows: slice, largest: Tensor) -> None:
+        """To the common centre, and to the common maximum `largest` [n], which is in units of uncentred logits."""
+        if self.weighted is not None:
+            moved = self.centre.moved(rows)
+            moved = moved if self.against is None else moved - self.against.moved(rows)
+            self.weighted[rows].addcmul_(moved, self.totals[0][rows])
+        common = (largest - self.centre.value[rows] * self.centre.scale).clamp_min(floor_of(largest.dtype))
+        shift = self.max[rows] + self.centre.moved(rows) - common
+        self.max[rows] = common
+        for power, total in self.parts():
+            factor = (shift * power).exp()
+            total[rows].mul_(factor if total.ndim == 1 else factor[:, None])
 
-def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], extra: Sequence[Tensor]) -> None:
+
+Picked = tuple[Tensor, Tensor]
+"""Centred logits that were picked from columns, [N] or [N, k], 0 where another rank has the column; and which those were
+in the rows at hand, [n] or [n, k]: local columns, `VocabularyShard.size` for those of other ranks."""
+
+
+def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked]) -> None:
     """Turn this rank's sums of these rows into those over the whole vocabulary: one MAX and one SUM.
 
     Args:
-        extra: more tensors of N rows to add up, in place.
+        picked: of the logits that the first of the sums is of; added up over the ranks, in place.
     """
     if shard.group is None:
         return
-    before = [group.max[rows].clone() for group in sums]
-    shard.max_(*[group.max[rows] for group in sums])
-    for group, local in zip(sums, before):
-        shift = local - group.max[rows]
-        for power, total in group.parts():
-            factor = (shift * power).exp()
-            total[rows].mul_(factor if total.ndim == 1 else factor[:, None])
-    shard.sum_(*[total[rows] for group in sums for _, total in group.parts()], *[tensor[rows] for tensor in extra])
+    centres = list(dict.fromkeys(group.centre for group in sums))
+    common = [centre.local[rows].clone() for centre in centres]
+    largest = [group.max[rows] + group.centre.local[rows] * group.centre.scale for group in sums]
+    shard.max_(*common, *largest)
+    for centre, value in zip(centres, common):
+        centre.value[rows] = value
+    for group, value in zip(sums, largest):
+        group.move(rows, value)
+    moved = centres[0].moved(rows)
+    for logits, columns in picked:
+        own, shift = columns < shard.size, moved if logits.ndim == 1 else moved[:, None]
+        logits[rows] = torch.where(own, logits[rows] + shift, 0)
+    totals = [total[rows] for group in sums for _, total in group.parts()]
+    shard.sum_(*totals, *[logits[rows] for logits, _ in picked])
 
 
 Sweep = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
@@ -223,8 +296,8 @@ class RowFunction(ABC):
     u stands for a loaded chunk, [n, width] (see `Scratch`). Collecting leaves it as it was, `gradient` may overwrite it.
     """
 
-    scale: float
-    """Factor on the logits before anything else, 1/T."""
+    centre: Centre
+    """Of the student's logits, with the factor 1/T."""
 
     @property
     @abstractmethod
@@ -271,9 +344,10 @@ class StreamedRows(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """parameters: tensors that the function knows already, a `LearningFunction` then; named to be given gradients."""
         scratch = _scratch_for(logits, plan)
-        for collect, complete in function.sweeps:
+        for number, (collect, complete) in enumerate(function.sweeps):
             for rows in plan.pieces:
-                collect(rows, scratch.load("student", plan.take(logits, rows), function.scale), scratch)
+                u = scratch.load("student", plan.take(logits, rows), function.centre, rows, first=number == 0)
+                collect(rows, u, scratch)
             complete(slice(0, plan.length))
         ctx.save_for_backward(logits, *function.lend())
         ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
@@ -300,7 +374,7 @@ class StreamedRows(torch.autograd.Function):
             out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
         scratch = _scratch_for(logits, plan)
         for rows in plan.pieces:
-            u = scratch.load("student", plan.take(logits, rows), ctx.function.scale)
+            u = scratch.load("student", plan.take(logits, rows), ctx.function.centre, rows)
             gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
             plan.put(out, rows, gradient[:, : scratch.columns])
         ctx.function.lend()

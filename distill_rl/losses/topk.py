@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
 from distill_rl.losses.shards import VocabularyShard, split
-from distill_rl.losses.sweep import LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
+from distill_rl.losses.sweep import Centre, LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 
@@ -47,9 +47,9 @@ def vocab_parallel_topk(
     flat_labels = None if labels is None else checks.rows("labels", labels, local.shape[:-1])
     flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
     chunk = chunk_size or default_chunk(shard.size, flat.device)
-    ids, top, rest, label = candidates(flat, shard, k, flat_labels, temperature, chunk)
+    ids, top, rest, label, centre = candidates(flat, shard, k, flat_labels, temperature, chunk)
     if shard.group is not None:
-        ids, top, rest, label = best_of_all(shard, k, ids, top, rest, label)
+        ids, top, rest, label = best_of_all(shard, k, ids, top, rest, label, centre)
     lse = torch.cat([top, rest[:, None]], 1).logsumexp(1)
     return TopKLogprobs(
         ids=ids,
@@ -62,8 +62,9 @@ def vocab_parallel_topk(
 
 def candidates(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's best k (ids, logits/T), the logsumexp of its other columns, and the label's logit where it has it.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """This rank's best k (ids, logits/T), the logsumexp of its other columns, and the label's logit where it has it; and
+    what all these are centred by, in the same units.
 
     A shard with fewer than k columns fills up with the dummy column, at the floor.
     """
@@ -73,29 +74,34 @@ def candidates(
     ids = torch.full((num_rows, k), shard.offset, dtype=torch.int64, device=logits.device)
     top = like.new_full((num_rows, k), floor)
     label = like.new_full((num_rows,), floor)
-    rest = LogSums(num_rows, (1.0,), like)
+    centre = Centre(num_rows, like, shard, 1 / temperature)
+    rest = LogSums(num_rows, (1.0,), centre, whole=False)
     held = min(k, shard.size)
     scratch = Scratch(min(chunk, num_rows), shard.size, dtype, logits.device)
     for rows in chunks(num_rows, chunk):
-        u = scratch.load("student", logits[rows], 1 / temperature)
+        u = scratch.load("student", logits[rows], centre, rows, first=True)
         if labels is not None:
             label[rows] = u.gather(1, shard.columns(labels[rows])[:, None])[:, 0]
         values, columns = u[:, : shard.size].topk(held, dim=1)
         ids[rows, :held], top[rows, :held] = columns + shard.offset, values
         rest.add(rows, u.scatter_(1, columns, floor), scratch.buffer("work", u.shape[0]))
     everything = slice(0, num_rows)
-    return ids, top, torch.where(rest.max <= floor, floor, rest.log(everything)), label
+    rest_lse = torch.where(rest.max <= floor, floor, rest.log(everything))
+    return ids, top, rest_lse, label, centre.local * centre.scale
 
 
 def best_of_all(
-    shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor
+    shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor, centre: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best k of every rank's best k; candidates that lose join the rest. Two collectives."""
     sizes = top.new_full((len(top), 1), shard.size)
-    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], sizes], 1))
+    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], centre[:, None], sizes], 1))
     if shard.assumed and len(top):
         found = torch.stack([part[0, -1] for part in parts])
         shard.require_equal(torch.stack([found.amax(), -found.amin()]))
+    centres = torch.stack([part[:, k + 2] for part in parts])
+    for part, moved in zip(parts, centres - centres.amax(0)):
+        part[:, : k + 2] += moved[:, None]
     candidates = torch.cat([part[:, :k] for part in parts], 1)
     candidate_ids = torch.cat(shard.gather(ids), 1)
     best, places = candidates.topk(k, dim=1)

@@ -162,7 +162,7 @@ NONE = torch.zeros(0, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("method", "change", "message"),
     [
-        ("magic", lambda data: {}, "method: must be one of hybrid, xtoken, gold, uld, alm, strict; got 'magic'"),
+        ("magic", lambda data: {}, "method: must be one of hybrid, xtoken, gold, hkl, uld, alm, strict; got 'magic'"),
         ("gold", lambda data: {"reduction": "mean"}, "reduction: must be one of sum, none; got 'mean'"),
         ("gold", lambda data: {"chunk_average": "max"}, "chunk_average: must be one of mean, chain; got 'max'"),
         ("gold", lambda data: {"uncommon_top_k": 0}, "uncommon_top_k: must be at least 1; got 0"),
