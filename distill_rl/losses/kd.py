@@ -57,7 +57,8 @@ def kd_loss(
         chunk_size: rows worked on at once; the default suits the device's caches. It changes no bit of the gradient on a
             CPU.
         inplace_backward: write the gradient over the logits. Only where nobody reads them after the backward pass.
-        validate: look at ids and labels; None means on CPU tensors only, for it makes a GPU wait.
+        validate: look at ids and labels, and spend no time on ignored rows; None means on CPU tensors only, for it makes a
+            GPU wait.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
@@ -74,13 +75,13 @@ def kd_loss(
     )  # fmt: skip
     flat = local.reshape(task.num_rows, shard.size)
     targets = local_teacher(teacher, task, validate)
-    # Only on a CPU are ignored rows left out: a GPU would have to be waited for to learn how many there are.
-    readable = checks.readable(flat)
-    small, kept = task.compact() if readable else (task, None)
+    # Where values are looked at, ignored rows are left out; elsewhere they are swept, and have no gradient.
+    looked_at = checks.looked_at(validate, flat)
+    small, kept = task.compact() if looked_at else (task, None)
     if kept is not None and targets is not None:
         targets = targets.select(kept)
     function = small.rows(targets, flat.new_empty(0, dtype=accumulator(flat.dtype)))
-    counts = None if readable or labels is None else task.reduction.valid
+    counts = None if looked_at or labels is None else task.reduction.valid
     plan = RowPlan.of(small.num_rows, chunk_size or default_chunk(shard.size, flat.device), order=kept, counts=counts)
     values = StreamedRows.apply(flat, function, plan, inplace_backward)
     if reduction == "none":

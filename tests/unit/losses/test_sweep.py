@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from distill_rl.losses import DenseLogits, TopKLogprobs, kd_loss, sweep
-from distill_rl.losses.sweep import Scratch, floor_of, padded_width
+from distill_rl.losses.shards import VocabularyShard
+from distill_rl.losses.sweep import Centre, Scratch, floor_of, padded_width
 from tests.helpers.losses import assert_close, batch
 
 CPU = torch.device("cpu")
@@ -24,10 +25,11 @@ def test_rows_are_as_wide_as_the_next_multiple_with_room_for_a_dummy(columns: in
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_what_was_left_in_a_buffer_never_shows_in_its_dummy_columns(scale: float) -> None:
     scratch, logits = Scratch(4, 5, torch.float32, CPU), torch.randn(3, 5)
+    centre = Centre(3, logits, VocabularyShard(0, 5, 5), scale)
     for left in (torch.nan, torch.inf, -torch.inf):
         scratch.buffer("x", 4).fill_(left)
-        loaded = scratch.load("x", logits, scale)
-        assert torch.equal(loaded[:, :5], logits * scale)
+        loaded = scratch.load("x", logits, centre, slice(0, 3), first=True)
+        assert torch.equal(loaded[:, :5], (logits - logits.amax(1, keepdim=True)) * scale)
         assert bool((loaded[:, 5:] == floor_of(torch.float32)).all())
 
 
