@@ -62,7 +62,8 @@ def fused_linear_kd_loss(
         student_hidden: [N, H] or [B, S, H], the same on every tensor-parallel rank (plain, or a DTensor Replicate); its
             gradient arrives complete on every rank.
         lm_head_weight: [V, H]; a DTensor Shard(0) over ranks that work on the same rows (the hidden states are replicated
-            over the same group, or `tp_group` names it), or with `tp_group` this rank's [Vl, H]. Its gradient is the shard's.
+            over the same group, its mesh dimension is called "tp", or `tp_group` names it), or with `tp_group` this
+            rank's [Vl, H]. Its gradient is the shard's.
         teacher: TeacherHidden has its own output layer and hidden size, sharded as the student's.
         bias: [V], sharded as the weight.
         softcap: softcap · tanh(logits / softcap), before the temperature.
@@ -154,7 +155,7 @@ def _inputs(
     sharded = isinstance(weight, DTensor)
     local_weight, shard = split(weight, None if sharded else tp_group, dim=0, name="lm_head_weight")
     if sharded:
-        _require_same_rows(hidden, shard, tp_group)
+        _require_same_rows(hidden, weight, shard, tp_group)
     if isinstance(hidden, DTensor):
         if not all(_keeps_width(placement, hidden.ndim) for placement in hidden.placements):
             raise ValueError(f"hidden: a DTensor must be replicated over the group; got {hidden.placements}")
@@ -164,10 +165,10 @@ def _inputs(
     return hidden, local_weight, bias, shard
 
 
-def _require_same_rows(hidden: Tensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
+def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
     """The ranks among which a DTensor weight is sharded must work on the same rows: said by the hidden states, which are
-    replicated over the same group, or by the caller, who names it. FSDP's shards are alike to look at, and its ranks have
-    other rows each."""
+    replicated over the same group, by the mesh, whose dimension is called "tp", or by the caller, who names the group.
+    FSDP's shards look just like these, and its ranks have other rows each."""
     if shard.group is None:
         return
     name = shard.group.group_name
@@ -177,9 +178,12 @@ def _require_same_rows(hidden: Tensor, shard: VocabularyShard, tp_group: Process
         return
     if isinstance(hidden, DTensor):
         mesh = hidden.device_mesh
-        for dim, placement in enumerate(hidden.placements):
-            if mesh.get_group(dim).group_name == name and placement.is_replicate():
-                return
+        dims = [dim for dim, placement in enumerate(hidden.placements) if placement.is_replicate()]
+    else:
+        mesh = weight.device_mesh
+        dims = [dim for dim, called in enumerate(mesh.mesh_dim_names or ()) if called == "tp"]
+    if any(mesh.get_group(dim).group_name == name for dim in dims):
+        return
     raise ValueError(
         "lm_head_weight: is sharded over ranks of which nobody has said that they work on the same rows; give hidden as a "
         "DTensor that is replicated over them, or name them with tp_group; a weight that FSDP has sharded must be gathered"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distill_rl.losses import (
@@ -165,17 +166,23 @@ def compare_on_two_dimensional_mesh() -> None:
 
 
 def compare_replicated_hidden() -> None:
-    """Hidden states that are a replicated DTensor get a replicated gradient, complete on every rank."""
-    mesh, data, case = line(), batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
+    """Hidden states that are a replicated DTensor get a replicated gradient, complete on every rank; plain ones are
+    known to be replicated by the name of the mesh."""
+    data, case = batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
     _, gradient = oracle(case, data, data.target(case))
-    hidden = DTensor.from_local(data.hidden.clone(), mesh, [Replicate()], run_check=False).requires_grad_()
-    output = fused_linear_kd_loss(
-        hidden, sharded(data.head, mesh, 0), data.target(case), bias=sharded(data.bias, mesh, 0), labels=data.labels,
-        token_weights=data.weights, **case.keywords,
-    )  # fmt: skip
-    output.loss.backward()
-    assert hidden.grad.placements == (Replicate(),)
-    assert_close(hidden.grad.to_local(), gradient @ data.head)
+    named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    unnamed = line()
+    replicated = DTensor.from_local(data.hidden.clone(), unnamed, [Replicate()], run_check=False)
+    for hidden, mesh in ((replicated, unnamed), (data.hidden.clone(), named)):
+        output = fused_linear_kd_loss(
+            hidden.requires_grad_(), sharded(data.head, mesh, 0), data.target(case), bias=sharded(data.bias, mesh, 0),
+            labels=data.labels, token_weights=data.weights, **case.keywords,
+        )  # fmt: skip
+        output.loss.backward()
+        if hidden is replicated:
+            assert hidden.grad.placements == (Replicate(),)
+        complete = hidden.grad.to_local() if hidden is replicated else hidden.grad
+        assert_close(complete, gradient @ data.head)
 
 
 def compare_saved_output() -> None:
@@ -201,6 +208,9 @@ def refuse_a_weight_whose_ranks_have_rows_of_their_own() -> None:
     for hidden in (data.hidden, rows):
         with pytest.raises(ValueError, match=r"^lm_head_weight: is sharded over ranks of which nobody has said"):
             fused_linear_kd_loss(hidden, head, target)
+    layer = torch.nn.Linear(data.hidden.shape[1], 37, bias=False, dtype=data.hidden.dtype)
+    with pytest.raises(ValueError, match=r"a weight that FSDP has sharded must be gathered$"):
+        fused_linear_kd_loss(data.hidden, fully_shard(layer, mesh=mesh).weight, target)
     other = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with pytest.raises(ValueError, match=r"^tp_group: must be the group over which lm_head_weight is sharded"):
         fused_linear_kd_loss(data.hidden, head, target, tp_group=other)

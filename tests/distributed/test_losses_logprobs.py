@@ -48,7 +48,7 @@ def compare_logprobs() -> None:
         keywords = {"temperature": temperature, "return_entropy": True, "chunk_size": 2}
         for values in (
             vocab_parallel_logprobs(logits, data.labels, **keywords),
-            fused_linear_logprobs(hidden, head, data.labels, bias=bias, **keywords),
+            fused_linear_logprobs(hidden, head, data.labels, bias=bias, tp_group=mesh.get_group(), **keywords),
         ):
             assert_close(values[0], picked.detach(), what="log-probability")
             assert_close(values[1], entropy.detach(), what="entropy")
@@ -134,7 +134,7 @@ def count_collectives() -> dict[str, tuple[list[str], list[str]]]:
     hidden = data.hidden.clone().requires_grad_()
     with _Collectives() as both:
         fused_linear_kd_loss(
-            hidden, sharded(data.head, mesh, 0), data.target(case), temperature=2.5, chunk_size=6
+            hidden, sharded(data.head, mesh, 0), data.target(case), temperature=2.5, chunk_size=6, tp_group=mesh.get_group()
         ).loss.backward()
     counts["fused"] = both.seen, []
     return counts

@@ -39,7 +39,7 @@ def close(value: Tensor, truth: Tensor) -> None:
 
 def compare_sharded() -> None:
     """fp32, every divergence, dense and top-k, streamed and fused, at the ranks' uneven shards."""
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
     hidden, head, teacher = randn(0, ROWS, HIDDEN), randn(1, VOCABULARY, HIDDEN) / 8, 2 * randn(2, ROWS, VOCABULARY)
     labels = torch.arange(ROWS, device="cuda")
     labels[3] = -100
