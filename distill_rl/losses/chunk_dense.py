@@ -41,7 +41,7 @@ class Comparison:
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self._balance).sum(1)
         left = log_p if self.others is None else log_p[:, self.others]
-        sorted_, counted = self.rest.compare(log_q, left.exp())
+        sorted_, counted = self.rest.compare(log_q, left)
         return paired, sorted_, counted
 
     def slope(self, log_q: Tensor, log_p: Tensor, counted: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
     of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.bridge.num_teacher)
     length = min(len(of_student), len(of_teacher), task.uncommon_top_k)
     mine = task.shard.columns(of_student)
-    rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length)
+    rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length, filled=False)
     columns = task.shard.columns(student)
     held = columns < task.shard.size
     comparison = Comparison(task.divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
@@ -190,7 +190,7 @@ def uld(task: ChunkTask) -> Terms:
     """Sorted L1 of the whole distributions (arXiv 2402.12030)."""
     length = min(max(task.shard.total, task.bridge.num_teacher), task.uncommon_top_k)
     nothing = task.labelled[:0]
-    rest = SortedL1(task.shard, None, task.shard.total, length)
+    rest = SortedL1(task.shard, None, task.shard.total, length, filled=True)
     return _compared(task, Comparison(task.divergence, nothing, nothing, rest, None))
 
 

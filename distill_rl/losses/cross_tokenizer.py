@@ -13,6 +13,7 @@ from distill_rl.losses.chunk_dense import gold, hkl, uld
 from distill_rl.losses.chunk_hybrid import alm, hybrid
 from distill_rl.losses.chunk_projected import xtoken
 from distill_rl.losses.chunk_rows import Terms
+from distill_rl.losses.chunk_stops import with_stops
 from distill_rl.losses.chunk_strict import strict
 from distill_rl.losses.chunk_task import ChunkTask, make_task
 from distill_rl.losses.chunks import METHODS, ChunkOutput, Chunks
@@ -94,7 +95,7 @@ def chunk_kd_loss(
         temperature=temperature, tail=tail, top_k=top_k, chunk_average=chunk_average, uncommon_top_k=uncommon_top_k,
         relaxed=relaxed, tau=tau, ignore_index=ignore_index, tp_group=tp_group, chunk_size=chunk_size, validate=validate,
     )  # fmt: skip
-    terms = _TERMS[method](task)
+    terms = with_stops(task, method, _TERMS[method])
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
     whole = reduction == "sum"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -40,11 +40,24 @@ class Bridge:
     """int64 [n], distinct"""
     teacher_common: Tensor
     """int64 [n], distinct: token i of one is token i of the other"""
+    student_stops: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [m], distinct: tokens by which the student may end an answer; without any, stop tokens are like others"""
+    teacher_stops: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [m], distinct"""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_arrays(
-        cls, indptr: Any, indices: Any, values: Any, *, num_teacher: int, student_common: Any, teacher_common: Any
+        cls,
+        indptr: Any,
+        indices: Any,
+        values: Any,
+        *,
+        num_teacher: int,
+        student_common: Any,
+        teacher_common: Any,
+        student_stops: Any = (),
+        teacher_stops: Any = (),
     ) -> Bridge:
         """Of arrays or lists, copied."""
 
@@ -52,7 +65,10 @@ class Bridge:
             return torch.tensor(of, dtype=torch.int64)
 
         weights = torch.tensor(values, dtype=torch.float32)
-        return cls(ids(indptr), ids(indices), weights, num_teacher, ids(student_common), ids(teacher_common))
+        return cls(
+            ids(indptr), ids(indices), weights, num_teacher, ids(student_common), ids(teacher_common),
+            ids(student_stops), ids(teacher_stops),
+        )  # fmt: skip
 
     @classmethod
     def from_projection(cls, projection: Any) -> Bridge:
@@ -60,6 +76,7 @@ class Bridge:
         return cls.from_arrays(
             projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
             student_common=projection.student_common, teacher_common=projection.teacher_common,
+            student_stops=projection.student_stops, teacher_stops=projection.teacher_stops,
         )  # fmt: skip
 
     @property
@@ -68,15 +85,8 @@ class Bridge:
         return self.indptr.shape[0] - 1
 
     def to(self, device: torch.device | str) -> Bridge:
-        return replace(
-            self,
-            indptr=self.indptr.to(device),
-            indices=self.indices.to(device),
-            values=self.values.to(device),
-            student_common=self.student_common.to(device),
-            teacher_common=self.teacher_common.to(device),
-            _made={},
-        )
+        moved = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")}
+        return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
 
     def with_values(self, values: Tensor) -> Bridge:
         """The same support with other weights; what was derived is kept, relaxed matches of the first weights included."""

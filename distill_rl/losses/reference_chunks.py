@@ -6,7 +6,8 @@ except the types, and nothing is fast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +72,14 @@ def chunk_kd_loss(
     student = (z / temperature).log_softmax(1)
     realised = student.gather(1, picked)[:, 0]
     zero = 0 * torch.where(z.isfinite(), z, 0).sum()  # keeps a batch without chunks connected to the graph
+    ends = bridge.student_stops.tolist() if len(bridge.teacher_stops) else []
     values, counted = [], 0
     for number in range(chunks.count):
         of_student = (chunks.student == number).nonzero()[:, 0]
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
-        value = _chunk(method, student[of_student], realised[of_student], _select(teacher, of_teacher), settings)
+        sides = student[of_student], realised[of_student], _select(teacher, of_teacher)
+        stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
+        value = _stops(method, sides[0], sides[2], settings) if stops else _chunk(method, *sides, settings)
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
@@ -109,21 +113,32 @@ def _chunk(
     if method == "hybrid":
         return _common_top_k(student, teacher, settings)
     teacher = _dense(teacher)
-    p, other_p = _teacher_distribution(teacher, settings)
     q, other_q = student.exp().mean(0), student.new_zeros(())
     if settings.chain:
         rest = realised[1:].sum().exp()
         q, other_q = student[0].exp() * rest, 1 - rest
     compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
-    return compare(p, other_p, q, other_q, settings)
+    return compare(_teacher_side(teacher, settings), _Side(q, other_q, ~student.isneginf().all(0)), settings)
 
 
-def _teacher_distribution(teacher: DenseLogits, settings: _Settings) -> tuple[Tensor, Tensor]:
+class _Side(NamedTuple):
+    """One side's distribution of a chunk."""
+
+    prob: Tensor
+    """[V]"""
+    other: Tensor
+    """scalar, what is missing to 1"""
+    present: Tensor
+    """bool [V], columns that are not masked"""
+
+
+def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
     log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
+    present = ~log_p.isneginf().all(0)
     if settings.chain:
         rest = _realised(teacher)[1:].sum().exp()
-        return log_p[0].exp() * rest, 1 - rest
-    return log_p.mean(0).softmax(0), log_p.new_zeros(())
+        return _Side(log_p[0].exp() * rest, 1 - rest, present)
+    return _Side(log_p.mean(0).softmax(0), log_p.new_zeros(()), present)
 
 
 def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
@@ -136,6 +151,23 @@ def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
     if teacher.label_logprob is None:
         raise ValueError("teacher.label_logprob: needed by this method; got None")
     return teacher.label_logprob.double()
+
+
+def _stops(method: str, student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """Does either side stop here, by any of its stop tokens?"""
+    ends = settings.bridge.teacher_stops
+    if isinstance(teacher, DenseLogits):
+        log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
+    else:
+        kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in ends.tolist()]
+        log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _realised(teacher)[0])
+    q, p = student[0, settings.bridge.student_stops].exp().sum(), log_p.exp()
+    if method == "uld":
+        return 2 * (q - p).abs()
+    if method == "strict":
+        return replace(settings, divergence="reverse_kl").compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+    tau = settings.tau if method in ("alm", "hybrid") else 1.0
+    return _coins(q.log(), log_p, replace(settings, tau=tau))
 
 
 def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
@@ -171,8 +203,9 @@ def _dense_projection(bridge: Bridge) -> Tensor:
     return matrix.index_put((rows, bridge.indices), bridge.values.double())
 
 
-def _projected(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
     """P-KL: the student in the teacher's vocabulary; columns into which nothing is projected are part of the rest."""
+    (p, other_p, _), (q, other_q, _) = teacher, student
     matrix = _dense_projection(settings.bridge)
     projected = q @ matrix
     reachable = (matrix > 0).any(0).nonzero()[:, 0]
@@ -211,35 +244,38 @@ def _others(size: int, taken: list[int]) -> Tensor:
     return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
 
 
-def _gold(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+def _gold(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
     """H-KL: balanced terms on the common vocabulary, sorted L1 on the rest; never fewer sorted than either side has."""
     of_student, of_teacher = _matches(settings)
-    return settings.compare(p[of_teacher], q[of_student]) + _sorted_rest(p, other_p, q, other_q, settings)
+    return settings.compare(teacher.prob[of_teacher], student.prob[of_student]) + _rest(teacher, student, settings)
 
 
-def _hkl(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+def _hkl(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
     """The same without the balance: p·log(p/q) as it stands."""
     of_student, of_teacher = _matches(settings)
-    common = settings.compare(p[of_teacher], q[of_student], balanced=False)
-    return common + _sorted_rest(p, other_p, q, other_q, settings)
+    common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=False)
+    return common + _rest(teacher, student, settings)
 
 
-def _sorted_rest(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
-    of_student, of_teacher = _matches(settings)
-    left_q, left_p = q[_others(len(q), of_student)], p[_others(len(p), of_teacher)]
-    length = min(len(left_q), len(left_p), settings.uncommon_top_k)
-    difference = left_q.sort(descending=True).values[:length] - left_p.sort(descending=True).values[:length]
-    return difference.abs().sum() + (other_q - other_p).abs()
+def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """Sorted L1 of what has no counterpart. Padding of an output layer, which is masked, is no column."""
+    left = []
+    for side, taken in zip((student, teacher), _matches(settings)):
+        others = _others(len(side.prob), taken)
+        left.append(side.prob[others[side.present[others]]])
+    length = min(len(left[0]), len(left[1]), settings.uncommon_top_k)
+    q, p = (side.sort(descending=True).values[:length] for side in left)
+    return (q - p).abs().sum() + (student.other - teacher.other).abs()
 
 
-def _uld(p: Tensor, other_p: Tensor, q: Tensor, other_q: Tensor, settings: _Settings) -> Tensor:
+def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
     """Sorted L1 of all; the shorter side is filled up with zeros."""
-    length = min(max(len(p), len(q)), settings.uncommon_top_k)
+    length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
     filled = [
         torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
-        for side in (q, p)
+        for side in (student.prob, teacher.prob)
     ]
-    return (filled[0] - filled[1]).abs().sum() + (other_q - other_p).abs()
+    return (filled[0] - filled[1]).abs().sum() + (student.other - teacher.other).abs()
 
 
 def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
