@@ -18,7 +18,7 @@ from distill_rl.data.sources import Source, open_source, split_validation
 from distill_rl.errors import ConfigError
 from distill_rl.files import sha256
 from distill_rl.models.facts import fingerprint_model, read_model_facts
-from distill_rl.models.hub import read_config, resolve, tokenizer_hash, tokenizer_of, vocabulary_size
+from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.types import Crossing, RunPaths
 
 
@@ -105,8 +105,9 @@ def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) ->
         "student_columns": read_config(config.student.model, config.student.revision).vocab_size,
         "teacher_columns": read_config(teacher.model, teacher.revision).vocab_size,
     }
+    stops = {"student_stops": stops_of(config.student), "teacher_stops": stops_of(teacher)}
     try:
-        return Crossing(method, os.fspath(cached_projection(folder, ours, theirs, **columns)))
+        return Crossing(method, os.fspath(cached_projection(folder, ours, theirs, **columns, **stops)))
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)

@@ -36,6 +36,8 @@ class TokenAligner:
         fast_ids: compare bytes in compiled code, and make the tables of the dynamic programme once; False does without
             either. The answers are the same.
         backend, band: of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
+        student_stops, teacher_stops: ids by which the models end an answer, besides eos and what the chat template
+            writes after a turn: `eos_token_id` of their generation configs.
 
     Raises:
         ValueError: a slow tokenizer; an unknown method.
@@ -50,13 +52,16 @@ class TokenAligner:
         fast_ids: bool = True,
         backend: str = "numba",
         band: int = 64,
+        student_stops: Sequence[int] = (),
+        teacher_stops: Sequence[int] = (),
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"method is one of {', '.join(METHODS)}, got {method!r}; auto is right for nearly all")
         self.method, self.fast_ids, self.backend, self.band = method, fast_ids, backend, band
         self._tokenizers = student_tokenizer, teacher_tokenizer
         self._encoders = Encoder(student_tokenizer), Encoder(teacher_tokenizer)
-        self.student, self.teacher = (read_vocabulary(*both) for both in zip(self._tokenizers, self._encoders))
+        stops = student_stops, teacher_stops
+        self.student, self.teacher = (read_vocabulary(*side) for side in zip(self._tokenizers, self._encoders, stops))
         self._vocabularies = self.student, self.teacher
         self._composes = "nfc" in (self.student.normalization, self.teacher.normalization)
         self._same = self.student.hash == self.teacher.hash

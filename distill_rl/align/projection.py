@@ -8,6 +8,7 @@ made once per pair, kept in a file named by both tokenizers, and read from there
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ PAIRED_ROLES = {"eos": ("eos", "end_of_turn"), "end_of_turn": ("end_of_turn", "e
 
 
 def build_projection(
-    student_tokenizer: Any, teacher_tokenizer: Any, *, student_columns: int, teacher_columns: int
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    *,
+    student_columns: int,
+    teacher_columns: int,
+    student_stops: Sequence[int] = (),
+    teacher_stops: Sequence[int] = (),
 ) -> Projection:
     """W and the common vocabulary of two fast tokenizers.
 
@@ -40,12 +47,13 @@ def build_projection(
 
     Args:
         student_columns, teacher_columns: V_s and V_t, the models' `config.vocab_size`.
+        student_stops, teacher_stops: as of `TokenAligner`.
     Raises:
         ValueError: a tokenizer that is slow or has more ids than its model has columns.
     """
-    student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer))
+    student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
-    teacher = read_vocabulary(teacher_tokenizer, encoder)
+    teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
     return _project(
         student, teacher, Retokenizer(teacher_tokenizer, teacher, encoder), student_columns, teacher_columns
     )
@@ -71,22 +79,31 @@ def _project(
         student_hash=student.hash,
         teacher_hash=teacher.hash,
         exact_rows=exact_rows,
+        student_stops=np.array(student.stops, np.int32),
+        teacher_stops=np.array(teacher.stops, np.int32),
     )
 
 
 def cached_projection(
-    folder: str | Path, student_tokenizer: Any, teacher_tokenizer: Any, *, student_columns: int, teacher_columns: int
+    folder: str | Path,
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    *,
+    student_columns: int,
+    teacher_columns: int,
+    student_stops: Sequence[int] = (),
+    teacher_stops: Sequence[int] = (),
 ) -> Path:
-    """The file in `folder` that holds this pair's W, built if it is not there or damaged.
+    """The file in `folder` that holds this pair's W, built if it is not there, damaged, or made for other stop tokens.
 
     Several processes may ask at once: each that finds no file builds the same bytes and renames them into place.
 
     Raises:
         ValueError: as `build_projection`.
     """
-    student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer))
+    student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
-    teacher = read_vocabulary(teacher_tokenizer, encoder)
+    teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
     name = f"projection-{student.hash[:16]}-{teacher.hash[:16]}-{student_columns}x{teacher_columns}.safetensors"
     path = Path(folder) / name
     if not path.exists() or not _holds(path, student, teacher, student_columns, teacher_columns):
@@ -97,7 +114,7 @@ def cached_projection(
 
 def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int) -> bool:
     try:
-        load_projection(
+        found = load_projection(
             path,
             student_hash=student.hash,
             teacher_hash=teacher.hash,
@@ -107,7 +124,7 @@ def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns
     except ValueError as error:
         log.warning("%s; it is built anew", error)
         return False
-    return True
+    return tuple(found.student_stops) == student.stops and tuple(found.teacher_stops) == teacher.stops
 
 
 def _fits(side: str, vocabulary: Vocabulary, columns: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ _ARRAYS = {
     "student_common": np.int32,
     "teacher_common": np.int32,
 }
+_OPTIONAL = {"student_stops": np.int32, "teacher_stops": np.int32}
+"""arrays that files of earlier versions have not"""
 _REMEDY = "delete the file, it is built anew"
 
 
@@ -46,6 +48,10 @@ class Projection:
     teacher_hash: str
     exact_rows: int = 0
     """rows that hold the token of equal bytes or equal role"""
+    student_stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [m]: tokens by which the student may end an answer; where a side has none they are compared like others"""
+    teacher_stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [m]"""
 
     @property
     def num_student(self) -> int:
@@ -75,7 +81,8 @@ def save_projection(projection: Projection, path: str | Path) -> None:
         "split_rows": projection.split_rows,
         "empty_rows": projection.empty_rows,
     }
-    arrays = {name: np.ascontiguousarray(getattr(projection, name), dtype) for name, dtype in _ARRAYS.items()}
+    types = _ARRAYS | _OPTIONAL
+    arrays = {name: np.ascontiguousarray(getattr(projection, name), dtype) for name, dtype in types.items()}
     # One entry: several would be written in an order that differs from process to process.
     content = save(arrays, {HEADER: json.dumps(header, sort_keys=True)})
     path = Path(path)
@@ -146,7 +153,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         with safe_open(path, framework="np") as file:
             header = json.loads((file.metadata() or {})[HEADER])
-            arrays = {name: file.get_tensor(name) for name in _ARRAYS}
+            there = [*_ARRAYS, *(_OPTIONAL.keys() & file.keys())]
+            arrays = {name: file.get_tensor(name) for name in there}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         reason = "it does not exist" if isinstance(error, FileNotFoundError) else "the file is damaged or another kind"
         raise ValueError(
@@ -159,7 +167,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def _fault(projection: Projection, rows: int) -> str | None:
     """What is wrong with it, if anything: rule and value."""
-    for name, dtype in _ARRAYS.items():
+    for name, dtype in (_ARRAYS | _OPTIONAL).items():
         array = getattr(projection, name)
         if array.dtype != dtype or array.ndim != 1:
             return f"{name} must be {np.dtype(dtype)} [n]; it is {array.dtype} {list(array.shape)}"
@@ -172,6 +180,8 @@ def _fault(projection: Projection, rows: int) -> str | None:
         ("indices", indices, projection.num_teacher),
         ("student_common", projection.student_common, rows),
         ("teacher_common", projection.teacher_common, projection.num_teacher),
+        ("student_stops", projection.student_stops, rows),
+        ("teacher_stops", projection.teacher_stops, projection.num_teacher),
     ):
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
             return f"{name} must lie in 0 … {size - 1}; they reach from {ids.min()} to {ids.max()}"

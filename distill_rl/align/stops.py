@@ -9,13 +9,13 @@ import numpy as np
 
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Placed
-from distill_rl.align.vocabulary import STOPS, Vocabulary
+from distill_rl.align.vocabulary import Vocabulary
 
 StopPairs = list[tuple[int, int]]
 
 
 def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
-    """Of ids alone: bos with bos before the first byte, eos and end-of-turn with their like behind the same byte."""
+    """Of ids alone: bos with bos before the first byte, a stop token with the other side's behind the same byte."""
     if not len(student.silent) or not len(teacher.silent):
         return []
     (left_bos, left), (right_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
@@ -30,9 +30,7 @@ def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
     found = ids[side.silent]
     opening = ((found == roles.get("bos", -1)) & (positions == 0)).nonzero()[0]
     bos = int(side.silent[opening[-1]]) if len(opening) else None
-    stop = np.zeros(len(found), bool)
-    for role in STOPS:
-        stop |= found == roles.get(role, -1)
+    stop = np.isin(found, side.vocabulary.stops)
     stop &= (positions > 0) | (len(side.ids) == 0)
     if bos is not None:
         stop &= side.silent > bos
@@ -48,7 +46,7 @@ def pair_stops_of_spans(
     places: tuple[Placed, Placed],
     spans: np.ndarray,
 ) -> StopPairs:
-    """bos with bos at the start; the eos or end-of-turn that follows the i-th span with the other side's.
+    """bos with bos at the start; the stop token that follows the i-th span with the other side's.
 
     Args:
         spans: int64 [k, 4]: student start and stop, teacher start and stop in bytes of each side's text.
@@ -66,9 +64,7 @@ def _stops_of_spans(vocabulary: Vocabulary, ids: np.ndarray, place: Placed, span
     opening = (ids[: 1 + (speaks[0] if len(speaks) else len(ids))] == roles.get("bos", -1)).nonzero()[0]
     if len(opening):
         found[-1] = int(opening[-1])
-    stop = np.zeros(len(ids), bool)
-    for role in STOPS:
-        stop |= ids == roles.get(role, -1)
+    stop = np.isin(ids, vocabulary.stops)
     stop[opening] = False
     stops = stop.nonzero()[0]
     starts = place.starts[speaks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,8 @@ class Vocabulary:
     unknown: int | None = None
     """the id that stands for any text that the model has no piece for"""
     literals: Mapping[int, bytes] = field(default_factory=dict)
+    stops: tuple[int, ...] = ()
+    """ids that may end an answer, ascending: eos, end_of_turn, and what else the model stops by"""
 
     @property
     def size(self) -> int:
@@ -80,8 +82,13 @@ class Vocabulary:
         return bool(self.lengths[token_id] and self.flat[self.starts[token_id]] == SPACE)
 
 
-def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
-    """`Vocabulary.from_tokenizer` with the tokenizer's encoder, which probes need."""
+def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ()) -> Vocabulary:
+    """`Vocabulary.from_tokenizer` with the tokenizer's encoder, which probes need.
+
+    Args:
+        stops: ids that end an answer besides those that the tokenizer names: the model's generation config has a list.
+            Those that spell text, and those that do not exist, are left out.
+    """
     description = encoder.description
     roles = {role: found for role in ROLES if (found := getattr(tokenizer, f"{role}_token_id", None)) is not None}
     unknown = description.unknown
@@ -107,10 +114,17 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder) -> Vocabulary:
         hash=hashlib.sha256(encoder.decisive.encode(errors="surrogatepass")).hexdigest(),
         unknown=unknown,
         literals=literals,
+        stops=_stops(roles, special, stops),
         dummy=dummy,
         dummy_after_special=after_special,
         drops_spaces=drops,
     )
+
+
+def _stops(roles: Mapping[str, int], special: np.ndarray, more: Iterable[int]) -> tuple[int, ...]:
+    found = {roles[role] for role in STOPS if role in roles}
+    found |= {number for number in more if 0 <= number < len(special) and special[number]} - {roles.get("unk", -1)}
+    return tuple(sorted(found))
 
 
 def _table(description: Description, named: set[int]) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
@@ -157,7 +171,7 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
 
     Of several ids with the same bytes a plain piece is taken before a byte-fallback one, then the lowest id. Tokens
     without bytes come behind them, where both ids are still without a partner: eos, end_of_turn and bos as pairs, then
-    special tokens that are written alike. Two copies of one tokenizer have every id in common.
+    special tokens that are written alike, unless one ends an answer and the other does not. Two copies of one tokenizer have every id in common.
 
     Returns:
         int32 [n] student ids, ascending up to the appended ones; int32 [n] teacher ids.
@@ -189,7 +203,9 @@ def _silent_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[in
     written = {literal: number for number, literal in sorted(teacher.literals.items(), reverse=True)}
     for number, literal in sorted(student.literals.items()):
         found = written.get(literal)
-        if found is not None and number != student.unknown and found != teacher.unknown:  # each knows other texts
+        if found is None or number == student.unknown or found == teacher.unknown:  # each knows other texts
+            continue
+        if (number in student.stops) == (found in teacher.stops):
             yield number, found
 
 

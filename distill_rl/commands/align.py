@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from distill_rl.align import CoverageReport, TokenAligner
+    from distill_rl.align.endings import Endings
     from distill_rl.config.schema import DataConfig
     from distill_rl.verify import Check
 
@@ -57,9 +58,10 @@ def align(
     from rich.console import Console
 
     from distill_rl.align import TokenAligner, audit
+    from distill_rl.align.endings import endings
     from distill_rl.config.schema import DataConfig
     from distill_rl.files import write_json
-    from distill_rl.models.hub import read_tokenizer
+    from distill_rl.models.hub import configured_stops, read_tokenizer
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
@@ -68,12 +70,15 @@ def align(
     for key, value in columns.items():
         setattr(data, key, value)
     rows = read_rows(data, limit)
-    aligner = TokenAligner(ours, theirs)
+    aligner = TokenAligner(
+        ours, theirs, student_stops=configured_stops(student), teacher_stops=configured_stops(teacher)
+    )
     report = audit(aligner, rows.texts)
+    ends = endings(aligner, _spaced(rows.texts), _spaced(_chats(rows, ours, theirs)))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
-    print_report(console, student, teacher, report)
+    print_report(console, student, teacher, report, ends)
     problems = refusals(report)
     if not problems:
         print_warnings(console, report)
@@ -82,7 +87,7 @@ def align(
         print_checks(console, checks)
     if json_file is not None:
         results = [asdict(check) for check in checks]
-        write_json(json_file, {"student": student, "teacher": teacher, **report.to_dict(), "checks": results})
+        write_json(json_file, {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends), "checks": results})
     if problems:
         raise ConfigError.many(problems)
     return int(not all(check.passed for check in checks))
@@ -135,16 +140,29 @@ def _reasons(report: CoverageReport) -> str:
 
 def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
     """All checks, on evenly spaced rows; chats are looked at where both tokenizers can write them."""
-    from distill_rl.verify import check_alignment, check_chats, check_losses
+    from distill_rl.align.endings import as_in_a_run
+    from distill_rl.align.projection import build_projection
+    from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]
+    chats = _spaced(_chats(rows, student, teacher))
+    projection = build_projection(
+        student, teacher, student_columns=aligner.student.size, teacher_columns=aligner.teacher.size,
+        student_stops=aligner.student.stops, teacher_stops=aligner.teacher.stops,
+    )  # fmt: skip
     checks = check_alignment(aligner, student, teacher, texts)
-    if rows.chats and student.chat_template and teacher.chat_template:
-        checks += check_chats(aligner, _spaced(rows.chats))
-    return checks + check_losses(aligner, student, teacher, texts)
+    if chats:
+        checks += check_chats(aligner, chats)
+    checks += check_stops(aligner, projection, as_in_a_run(aligner, texts, chats))
+    return checks + check_losses(aligner, projection, student, texts)
 
 
-def print_report(console: Console, student: str, teacher: str, report: CoverageReport) -> None:
+def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]:
+    """Those that both tokenizers can write."""
+    return rows.chats if student.chat_template and teacher.chat_template else []
+
+
+def print_report(console: Console, student: str, teacher: str, report: CoverageReport, ends: Endings) -> None:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -155,7 +173,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for name, value in _lines(report):
+    for name, value in [*_lines(report), *_ends(ends)]:
         table.add_row(name, escape(value))
     console.print(table)
     classes = Table(box=box.SIMPLE_HEAD)
@@ -204,6 +222,13 @@ def _lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
     )
     for side, reason in report.lossy.items():
         yield f"lossy {side}", reason
+
+
+def _ends(ends: Endings) -> Iterator[tuple[str, str]]:
+    for side, stops in (("student", ends.student_stops), ("teacher", ends.teacher_stops)):
+        yield f"stops {side}", ", ".join(stops) or "none: nothing ends an answer"
+    share = ends.ending / ends.rows if ends.rows else 0.0
+    yield "rows that end in both", f"{share:.1%} of {ends.rows:,}"
 
 
 def _spaced(items: Sequence[Any]) -> list[Any]:

@@ -54,7 +54,17 @@ class Partner:
     dp_engine: str
 
     @classmethod
-    def of(cls, name: str, student_tokenizer: Any, tokenizer: Any, settings: AlignerConfig) -> Partner:
+    def of(
+        cls,
+        name: str,
+        student_tokenizer: Any,
+        tokenizer: Any,
+        settings: AlignerConfig,
+        *,
+        student_stops: Sequence[int] = (),
+        stops: Sequence[int] = (),
+    ) -> Partner:
+        """student_stops, stops: of the student and of this teacher, as `TokenAligner` takes them."""
         aligner = TokenAligner(
             student_tokenizer,
             tokenizer,
@@ -62,6 +72,8 @@ class Partner:
             fast_ids=settings.fast_ids,
             backend=settings.dp.backend,
             band=settings.dp.band,
+            student_stops=student_stops,
+            teacher_stops=stops,
         )
         return cls(name, tokenizer, aligner, settings.dp.backend)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -15,7 +14,7 @@ from distill_rl.data.chat import render
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.suite import Item
 from distill_rl.models.facts import folder_problems
-from distill_rl.models.hub import read_tokenizer
+from distill_rl.models.hub import configured_stops, read_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,25 +144,13 @@ def _positions(folder: Path) -> int | None:
 
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Ends of text and of turn: the generation config's, the tokenizer's, and what the chat template writes after a turn."""
-    candidates = [*_configured_ends(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
+    candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
     found = tuple(dict.fromkeys(token for token in candidates if token is not None))
     if not found:
         raise ConfigError(
             f"model {folder}", "must have an end-of-text token", None, "set eos_token in tokenizer_config.json"
         )
     return found
-
-
-def _configured_ends(folder: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, or of config.json where there is no such file."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        file = folder / "config.json"
-    try:
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {folder}", f"{file.name} must be JSON", str(error), "copy it again") from error
-    return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:

@@ -102,6 +102,29 @@ def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBas
     return read_tokenizer(model.model, model.revision)
 
 
+def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int, ...]:
+    """Ids by which the model ends an answer: `eos_token_id` of its generation_config.json, or of config.json without one.
+
+    Raises:
+        ConfigError: the file is not JSON.
+    """
+    folder = resolve(path, revision)
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        file = folder / "config.json"
+    if not file.is_file():
+        return ()  # a tokenizer alone
+    try:
+        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model {path}", f"{file.name} must be JSON", str(error), "copy it again") from error
+    return tuple(token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int))
+
+
+def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
+    return configured_stops(model.model, model.revision)
+
+
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 (hex) over what decides which ids a text becomes and what an id means.
 

@@ -24,6 +24,8 @@ class Opened:
     tokenizer: PreTrainedTokenizerBase | None = None
     vocabulary_size: int | None = None
     tokenizer_hash: str | None = None
+    stops: tuple[int, ...] = ()
+    """by which the model ends an answer, besides what its tokenizer names"""
     crossing: str | None = None
     """a teacher's loss across tokenizers, None where its tokenizer is the student's"""
 
@@ -45,13 +47,14 @@ def open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[st
 def _open_weights(key: str, folder: Path, opened: Opened, problems: list[str], *, needed: bool) -> None:
     """config.json and the headers of the weights; of a hub model only the small files need be here."""
     from distill_rl.models.facts import folder_problems, read_model_facts
-    from distill_rl.models.hub import read_config
+    from distill_rl.models.hub import configured_stops, read_config
 
     bad = folder_problems(key, folder, weights=needed)
     problems += bad
     if bad:
         return
     opened.config = attempt(key, lambda: read_config(folder), problems)
+    opened.stops = attempt(key, lambda: configured_stops(folder), problems) or ()
     if opened.config is not None and not folder_problems(key, folder):
         opened.facts = attempt(key, lambda: read_model_facts(folder, opened.config), problems)
 

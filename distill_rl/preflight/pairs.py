@@ -131,7 +131,10 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
     from distill_rl.align import TokenAligner
 
     settings = config.aligner
-    aligner = TokenAligner(student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band)
+    aligner = TokenAligner(
+        student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band,
+        student_stops=student.stops, teacher_stops=teacher.stops,
+    )  # fmt: skip
     rows = [source[row] for row in range(min(len(source), ALIGNED_ROWS))]
     for row in rows:
         try:

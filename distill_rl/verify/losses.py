@@ -44,12 +44,13 @@ AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "hkl": ("mea
 
 
 def check_losses(
-    aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str], *, seed: int = 0
+    aligner: TokenAligner, projection: Projection, student_tokenizer: Any, texts: Sequence[str], *, seed: int = 0
 ) -> list[Check]:
     """Every method beside the plain reference on the user's own chunks, and beside a teacher that equals the student.
 
     Args:
         aligner: of the two tokenizers, in this order.
+        projection: of the same, with a column for every id.
         texts: where the chunks are taken from; at least one must give a chunk.
 
     Raises:
@@ -57,9 +58,6 @@ def check_losses(
     """
     draw = torch.Generator().manual_seed(seed)
     sizes = aligner.student.size, aligner.teacher.size
-    projection = build_projection(
-        student_tokenizer, teacher_tokenizer, student_columns=sizes[0], teacher_columns=sizes[1]
-    )
     sample = take_chunks([aligner.align(text) for text in texts])
     identity = build_projection(
         student_tokenizer, student_tokenizer, student_columns=sizes[0], teacher_columns=sizes[0]

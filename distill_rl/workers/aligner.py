@@ -41,7 +41,7 @@ class AlignerWorker:
             _require_cuda()
         from distill_rl.data.collate import Tokenization
         from distill_rl.data.pairing import BatchBuilder, Partner
-        from distill_rl.models.hub import tokenizer_of
+        from distill_rl.models.hub import stops_of, tokenizer_of
 
         data = self._config.data
         tokenizer = tokenizer_of(self._config.student)
@@ -49,7 +49,10 @@ class AlignerWorker:
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )
         partners = [
-            Partner.of(teacher.name, tokenizer, tokenizer_of(teacher), self._config.aligner) if crosses else None
+            Partner.of(
+                teacher.name, tokenizer, tokenizer_of(teacher), self._config.aligner,
+                student_stops=stops_of(self._config.student), stops=stops_of(teacher),
+            ) if crosses else None
             for teacher, crosses in zip(running_teachers(self._config), self._crossing)
         ]
         for partner in partners:
