@@ -52,7 +52,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.clone()  # a view could not be written to by whoever is next
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

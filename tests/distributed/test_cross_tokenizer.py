@@ -54,6 +54,7 @@ CASES = (
     Case("gold"),
     Case("gold", divergence="reverse_kl", temperature=2.5, chunk_average="chain"),
     Case("gold", divergence="jsd", relaxed=True),
+    Case("hkl", chunk_average="chain"),
     Case("uld", temperature=2.5),
     Case("uld", chunk_average="chain"),
     Case("strict", temperature=2.5),

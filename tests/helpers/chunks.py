@@ -13,7 +13,6 @@ from distill_rl.losses import Bridge, ChunkOutput, Chunks, DenseLogits, TopKLogp
 
 KINDS = ((1, 1), (1, 2), (3, 1), (2, 3), (1, 1), (2, 2), (1, 4), (1, 1))
 """Rows of student and teacher in each chunk; every kind is there."""
-METHODS = ("hybrid", "xtoken", "gold", "uld", "alm", "strict")
 
 
 @dataclass
@@ -60,7 +59,8 @@ def _span(numbers: Tensor, kept: Sequence[int]) -> slice:
 def documents(
     kinds: Sequence[tuple[int, int]] = KINDS, student: int = 53, teacher: int = 71, *, seed: int = 0, scale: float = 2.0
 ) -> Documents:
-    """Random, with a row of no chunk on either side in front of every third chunk."""
+    """Random, with a row of no chunk on either side in front of every third chunk. The first chunk of one token on both
+    sides is a pair of stop tokens, of which either side has several."""
     draw = torch.Generator().manual_seed(seed)
     of_student, of_teacher = [-1], [-1]
     for number, (rows, teacher_rows) in enumerate(kinds):
@@ -76,12 +76,17 @@ def documents(
         for side, columns in zip(numbers, (student, teacher))
     )
     labels[(numbers[0] < 0).nonzero()[::2, 0]] = -100
-    return Documents(*logits, labels, teacher_labels, Chunks(*numbers, len(kinds)), bridge(student, teacher, seed=seed))
+    between = bridge(student, teacher, seed=seed)
+    if (1, 1) in kinds:
+        for side, own, stops in zip((labels, teacher_labels), numbers, (between.student_stops, between.teacher_stops)):
+            side[own == kinds.index((1, 1))] = stops[-1]
+    return Documents(*logits, labels, teacher_labels, Chunks(*numbers, len(kinds)), between)
 
 
 def bridge(student: int, teacher: int, *, seed: int = 0) -> Bridge:
     """Two thirds of the smaller vocabulary in common, in another order; the last three student tokens are padding and their
-    rows empty; other tokens go into up to four teacher tokens, some into one; some teacher columns receive nothing."""
+    rows empty; other tokens go into up to four teacher tokens, some into one; some teacher columns receive nothing. Of the
+    stop tokens one is common and others are not."""
     draw = torch.Generator().manual_seed(seed + 1000)
     num_common = 2 * min(student, teacher) // 3
     common = torch.randperm(student - 3, generator=draw)[:num_common].sort().values
@@ -107,7 +112,13 @@ def bridge(student: int, teacher: int, *, seed: int = 0) -> Bridge:
         num_teacher=teacher,
         student_common=common.tolist(),
         teacher_common=counterparts.tolist(),
+        student_stops=[int(common[0]), *_others(common, student - 3)[:2]],
+        teacher_stops=[int(counterparts[0]), *_others(counterparts, teacher - 3)[:1]],
     )
+
+
+def _others(taken: Tensor, size: int) -> list[int]:
+    return sorted(set(range(size)) - set(taken.tolist()))
 
 
 def identity(size: int) -> Bridge:

@@ -125,20 +125,26 @@ def test_without_a_chunk_the_zero_is_connected_to_the_graph(method: str) -> None
 
 
 def test_masses_are_those_of_the_columns_compared() -> None:
+    """Of the chunks of one token; of a pair of stop tokens, the first here, the probability to stop."""
     data = documents()
     target = data.target("topk")
-    paired = [0, 4, 7]
+    paired = [4, 7]
     rows = [int((data.chunks.teacher == chunk).nonzero()[0, 0]) for chunk in paired]
     known = data.bridge.to_student[target.ids[rows]] >= 0
     output = chunk_kd_loss(data.student, target, data.chunks, data.bridge, method="hybrid", labels=data.labels)
-    truth = torch.where(known, target.logprobs[rows].exp(), 0).sum()
+    stop = int((data.chunks.teacher == 0).nonzero()[0, 0])
+    held = torch.isin(target.ids[stop], data.bridge.teacher_stops)
+    stops = torch.maximum(target.logprobs[stop][held].exp().sum(), target.label_logprob[stop].exp())
+    truth = torch.where(known, target.logprobs[rows].exp(), 0).sum() + stops
     torch.testing.assert_close(output.teacher_mass, truth)
     assert 0 < output.student_mass < 3
     gold = chunk_kd_loss(
         data.student, data.target("dense"), data.chunks, data.bridge, method="gold", labels=data.labels
     )
     rows = [int((data.chunks.student == chunk).nonzero()[0, 0]) for chunk in paired]
-    truth = data.student[rows].softmax(1)[:, data.bridge.student_common].sum()
+    stop = int((data.chunks.student == 0).nonzero()[0, 0])
+    stops = data.student[stop].softmax(0)[data.bridge.student_stops].sum()
+    truth = data.student[rows].softmax(1)[:, data.bridge.student_common].sum() + stops
     torch.testing.assert_close(gold.student_mass, truth)
 
 
