@@ -4,14 +4,12 @@ Memory is measured: every allocation that torch makes during forward and backwar
 was there before is given per element of the student's logits, the gradient included. Times are ratios to plain torch,
 `F.log_softmax` and `F.kl_div` with autograd on the same inputs: the best of rounds that take turns.
 
-TRL and torchtune are measured as installed; where they are not, their published formulas are written down here.
+TRL and torchtune are measured as installed; where they are not, and for SkyRL and verl, their published formulas stand in.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
 import sys
 import time
@@ -19,8 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +26,22 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from distill_rl.bench import record
-from distill_rl.losses import DenseLogits, TopKLogprobs, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.bench import _peers, record
+from distill_rl.losses import (
+    DenseLogits,
+    TopKLogprobs,
+    fused_linear_kd_loss,
+    kd_loss,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+)
 
 TOP_K = 64
 HIDDEN = 256
+LABELLED = 0.2
+"""share of the rows that count where some are ignored, as in chats"""
+FUSED_ROWS = (256, 512, 1024, 2048)
+PLAIN = "plain torch"
 Step = Callable[[Tensor], Tensor]
 """Student logits → loss."""
 Name = tuple[str, str]
@@ -45,6 +52,7 @@ Name = tuple[str, str]
 class Figures:
     """Of one way to compute a loss."""
 
+    vocabulary: int
     loss: str
     by: str
     bytes_per_element: float
@@ -104,86 +112,42 @@ def best_times(runs: dict[Name, Callable[[], None]], rounds: int) -> dict[Name, 
     return best
 
 
-def plain(divergence: str, teacher: Tensor) -> Step:
-    """What one writes without a library: fp32 copies, two log_softmax, kl_div."""
-
-    def step(student: Tensor) -> Tensor:
-        p, q = F.log_softmax(teacher.float(), -1), F.log_softmax(student.float(), -1)
-        first, second = (q, p) if divergence == "forward_kl" else (p, q)
-        return F.kl_div(first, second, reduction="batchmean", log_target=True)
-
-    return step
-
-
-def trl(beta: float, teacher: Tensor) -> tuple[str, Step]:
-    """TRL's generalized JSD (GKD trainer)."""
-    try:
-        from trl.experimental.gkd import GKDTrainer
-    except ImportError:
-        return "TRL (formula)", lambda student: _generalized_jsd(student, teacher, beta)
-    return f"TRL {importlib.metadata.version('trl')}", lambda student: GKDTrainer.generalized_jsd_loss(
-        student, teacher, beta=beta
-    )
-
-
-def _generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """β·KL(p‖m) + (1 − β)·KL(q‖m) over log-probabilities; the KLs themselves at the ends."""
-    q, p = student.log_softmax(-1), teacher.log_softmax(-1)
-    if beta in (0, 1):
-        terms = F.kl_div(*((q, p) if beta == 0 else (p, q)), reduction="none", log_target=True)
-    else:
-        share = torch.tensor(beta, dtype=q.dtype)
-        m = torch.stack([q + torch.log1p(-share), p + share.log()]).logsumexp(0)
-        terms = share * F.kl_div(m, p, reduction="none", log_target=True)
-        terms = terms + (1 - share) * F.kl_div(m, q, reduction="none", log_target=True)
-    return terms.sum() / len(terms)
-
-
-def torchtune(teacher: Tensor) -> tuple[str, Step]:
-    """torchtune's ForwardKLLoss; its file is loaded alone, for the package needs more than a loss should."""
-    labels = torch.zeros(len(teacher), dtype=torch.int64)
-    try:
-        files = importlib.metadata.files("torchtune") or []
-        path = next(file.locate() for file in files if str(file).endswith("modules/loss/kd_losses.py"))
-    except (importlib.metadata.PackageNotFoundError, StopIteration):
-        return "torchtune (formula)", lambda student: _cross_entropy_of_teacher(student, teacher)
-    spec = importlib.util.spec_from_file_location("torchtune_kd_losses", str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    loss = module.ForwardKLLoss()
-    return f"torchtune {importlib.metadata.version('torchtune')}", lambda student: loss(student, teacher, labels)
-
-
-def _cross_entropy_of_teacher(student: Tensor, teacher: Tensor) -> Tensor:
-    """−Σ p·log q with infinite logits left out, which has forward KL's gradient."""
-    p, q = teacher.softmax(-1, dtype=torch.float32), student.log_softmax(-1, dtype=torch.float32)
-    return -(p * q).masked_fill(student.isinf(), 0).sum(-1).mean()
-
-
-def ours(divergence: str, teacher: Any, chunk: int | None = None) -> Step:
-    return lambda student: kd_loss(student, teacher, divergence=divergence, beta=0.5, chunk_size=chunk).loss
+def ours(divergence: str, teacher: Any, labels: Tensor | None = None, **settings: Any) -> Step:
+    return lambda student: kd_loss(student, teacher, labels=labels, divergence=divergence, **settings).loss
 
 
 def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
-    """Everything that is compared."""
-    dense = DenseLogits(teacher)
+    """Everything that is compared, on logits [N, V]."""
+    dense, top = DenseLogits(teacher), vocab_parallel_topk(teacher, TOP_K)
+    rows = len(teacher)
+    every = torch.arange(rows) % teacher.shape[1]
+    some = torch.where(torch.arange(rows) < LABELLED * rows, every, -100)
     steps: dict[Name, Step] = {}
+
+    def theirs(name: str, by: str, loss: _peers.Loss, labels: Tensor = every) -> None:
+        steps[name, by] = lambda student: loss(student, teacher, labels)
+
     for divergence in ("forward_kl", "reverse_kl"):
-        steps[divergence, "plain torch"] = plain(divergence, teacher)
+        theirs(divergence, PLAIN, _peers.plain_torch(divergence))
         steps[divergence, "distill_rl"] = ours(divergence, dense)
-        steps[divergence, "distill_rl, chunk N/64"] = ours(divergence, dense, chunk)
-    by, step = torchtune(teacher)
-    steps["forward_kl", by] = step
-    by, step = trl(0.0, teacher)
-    steps["forward_kl", by] = step
-    by, step = trl(0.5, teacher)
-    steps["jsd", by] = step
+        steps[divergence, "distill_rl, chunk N/64"] = ours(divergence, dense, chunk_size=chunk)
+    theirs("forward_kl", *_peers.torchtune())
+    theirs("forward_kl", *_peers.trl(0.0))
+    theirs("jsd", *_peers.trl(0.5))
     steps["jsd", "distill_rl"] = ours("jsd", dense)
-    top = vocab_parallel_topk(teacher, TOP_K)
+    masked = f"forward_kl, {LABELLED:.0%} of the rows count"
+    theirs(masked, PLAIN, _peers.plain_torch(), some)
+    theirs(masked, *_peers.trl(0.0), some)
+    steps[masked, "distill_rl"] = ours("forward_kl", dense, some)
     steps[f"forward_kl, top {TOP_K} + rest", "distill_rl"] = ours("forward_kl", top)
-    steps[f"forward_kl, top {TOP_K} + rest", "distill_rl, chunk N/64"] = ours("forward_kl", top, chunk)
+    steps[f"forward_kl, top {TOP_K} + rest", "distill_rl, chunk N/64"] = ours("forward_kl", top, chunk_size=chunk)
+    steps[f"forward_kl, top {TOP_K}", "verl (formula)"] = lambda student: _peers.top_k_kl(student, top)
+    steps[f"forward_kl, top {TOP_K}", "distill_rl"] = ours("forward_kl", top, tail="truncate")
+    steps["log-probabilities", PLAIN] = lambda student: F.cross_entropy(student.float(), every)
+    steps["log-probabilities", "SkyRL (formula)"] = lambda student: (
+        -_peers.StreamedLogprobs.apply(student, every, chunk).mean()
+    )
+    steps["log-probabilities", "distill_rl"] = lambda student: -vocab_parallel_logprobs(student, every).mean()
     return steps
 
 
@@ -197,50 +161,64 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:
         steps = contenders(teacher.to(dtype), chunk)
         runs = {name: forward_backward(narrow, step) for name, step in steps.items()}
         best = best_times(runs, rounds)
-        times[dtype] = {name: seconds / best["forward_kl", "plain torch"] for name, seconds in best.items()}
+        times[dtype] = {name: seconds / best["forward_kl", PLAIN] for name, seconds in best.items()}
     memory = {name: peak_bytes(run) / narrow.numel() for name, run in runs.items()}
-    return [Figures(*name, round(memory[name], 3), *(round(times[dtype][name], 3) for dtype in times)) for name in runs]
+    return [
+        Figures(vocabulary, *name, round(memory[name], 3), *(round(times[dtype][name], 3) for dtype in times))
+        for name in runs
+    ]
 
 
-def fused_bytes(rows: int, vocabulary: int, hidden: int, chunk: int) -> int:
-    """Peak of the fused loss in bf16, top-k targets."""
+def linear_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
+    """From hidden states and an output layer in bf16 to all gradients, top-k targets: unfused and fused."""
     draw = torch.Generator().manual_seed(0)
-    states = torch.randn(rows, hidden, generator=draw).to(torch.bfloat16)
-    weight = (torch.randn(vocabulary, hidden, generator=draw) / hidden**0.5).to(torch.bfloat16)
+    states = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16)
+    weight = (torch.randn(vocabulary, HIDDEN, generator=draw) / HIDDEN**0.5).to(torch.bfloat16)
     ids = torch.arange(TOP_K).expand(rows, TOP_K)
     target = TopKLogprobs(ids, torch.full(ids.shape, 0.5 / TOP_K).log(), torch.full((rows,), 0.5).log())
 
-    def run() -> None:
-        leaves = states.detach().requires_grad_(), weight.detach().requires_grad_()
-        fused_linear_kd_loss(*leaves, target, chunk_size=chunk).loss.backward()
+    def plain(states: Tensor, weight: Tensor) -> Tensor:
+        return _peers.top_k_kl(states @ weight.T, target)
 
-    return peak_bytes(run)
+    def fused(states: Tensor, weight: Tensor) -> Tensor:
+        return fused_linear_kd_loss(states, weight, target).loss
+
+    def step(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+        return lambda: loss(states.detach().requires_grad_(), weight.detach().requires_grad_()).backward()
+
+    return {"unfused": step(plain), "fused": step(fused)}
 
 
-def measure_fused(rows: int, vocabulary: int) -> list[dict[str, Any]]:
-    """The fused loss at N, 2N and 4N rows: the peak follows the inputs, not N·V."""
+def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
+    """Peak memory of either, and the fused one's time over that of the unfused."""
     measured = []
-    for factor in (1, 2, 4):
-        peak = fused_bytes(rows * factor, vocabulary, HIDDEN, 64)
+    for rows in FUSED_ROWS:
+        steps = linear_steps(rows, vocabulary)
+        best = best_times({(name, ""): run for name, run in steps.items()}, rounds)
+        peaks = {name: round(peak_bytes(run) / 2**20, 1) for name, run in steps.items()}
         measured.append(
             {
-                "rows": rows * factor,
-                "peak_mib": round(peak / 2**20, 1),
-                "bytes_per_element": round(peak / (rows * factor * vocabulary), 3),
+                "vocabulary": vocabulary,
+                "rows": rows,
+                "peak_mib": peaks["fused"],
+                "unfused_peak_mib": peaks["unfused"],
+                "time_over_unfused": round(best["fused", ""] / best["unfused", ""], 3),
             }
         )
     return measured
 
 
 def show(figures: list[Figures], fused: list[dict[str, Any]], title: str) -> None:
-    table = Table("loss", "by", "bytes/element", "time, fp32", "time, bf16", title=title)
+    table = Table("V", "loss", "by", "bytes/element", "time, fp32", "time, bf16", title=title)
     for line in figures:
         table.add_row(
-            line.loss, line.by, f"{line.bytes_per_element:.2f}", f"{line.time_fp32:.2f}×", f"{line.time_bf16:.2f}×"
-        )
+            f"{line.vocabulary:,}", line.loss, line.by, f"{line.bytes_per_element:.2f}", f"{line.time_fp32:.2f}×",
+            f"{line.time_bf16:.2f}×",
+        )  # fmt: skip
     console = Console(width=120)
     console.print(table)
-    table = Table("rows", "peak MiB", "bytes/element", title=f"fused_linear_kd_loss, bf16, H = {HIDDEN}, chunk 64")
+    headings = ("V", "rows", "peak MiB", "unfused", "time over unfused")
+    table = Table(*headings, title=f"fused_linear_kd_loss, bf16, H = {HIDDEN}, top {TOP_K}")
     for entry in fused:
         table.add_row(*(str(value) for value in entry.values()))
     console.print(table)
@@ -248,15 +226,16 @@ def show(figures: list[Figures], fused: list[dict[str, Any]], title: str) -> Non
 
 def main() -> None:
     parser = record.parser("Memory and time of the losses beside other implementations")
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--elements", type=int, default=2**26, help="logits of a comparison; 67108864")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256])
     parser.add_argument("--rounds", type=int, default=5)
     arguments: argparse.Namespace = parser.parse_args()
-    figures = compare(arguments.rows, arguments.vocabulary, arguments.rounds)
-    fused = measure_fused(arguments.rows // 4, arguments.vocabulary)
-    title = f"N = {arguments.rows}, V = {arguments.vocabulary}; times over plain torch's forward KL"
-    show(figures, fused, title)
-    settings = {name: getattr(arguments, name) for name in ("rows", "vocabulary", "rounds")}
+    figures, fused = [], []
+    for vocabulary in arguments.vocabularies:
+        figures += compare(arguments.elements // vocabulary, vocabulary, arguments.rounds)
+        fused += measure_fused(vocabulary, arguments.rounds)
+    show(figures, fused, "times over plain torch's forward KL of the same vocabulary")
+    settings = {name: getattr(arguments, name) for name in ("elements", "vocabularies", "rounds")}
     settings["threads"] = torch.get_num_threads()
     path = record.write(
         "losses", {"settings": settings, "results": [asdict(line) for line in figures], "fused": fused}, arguments.out

@@ -1,13 +1,15 @@
-"""Ends of answers across tokenizers: at a paired stop token both sides are asked one thing, whether the text stops here.
+"""Ends of answers across tokenizers: at a paired stop token only one thing is compared, whether the text stops here.
 
 A model may stop by any of several tokens (eos, end of turn, others that its generation config names), and two models'
 lists have little to do with each other. Compared token by token, a teacher that stops by one would teach a student not
-to stop by another. Here, and only here, all stop tokens of a side are one outcome, and everything else is the other.
+to stop by another. Here, and only here, all stop tokens of the teacher are one outcome and everything else is the other;
+what the student compares with the first is its own token at this place. Its other stop tokens get nothing: added up with
+it they would learn as fast, and the student would end answers by a token that its template does not write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,23 +17,17 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.autograd import first_derivative
-from distill_rl.losses.chunk_rows import Bernoulli, Terms
-from distill_rl.losses.chunk_task import ChunkTask
+from distill_rl.losses.chunk_rows import Bernoulli, RealisedRows, Terms
+from distill_rl.losses.chunk_task import ChunkTask, RowSweep
 from distill_rl.losses.chunks import Pairing, Side
 from distill_rl.losses.divergence import resolve
-from distill_rl.losses.labels import weight_of
-from distill_rl.losses.shards import VocabularyShard
-from distill_rl.losses.sweep import (
-    Centre, LogSums, RowFunction, RowPlan, Scratch, StreamedRows, Sweep, chunks, combine, floor_of,
-)  # fmt: skip
+from distill_rl.losses.sweep import RowPlan, chunks, floor_of
 from distill_rl.losses.targets import DenseLogits
 
 
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
-    """The method's terms of all chunks that are text, and those of the stop tokens.
-
-    A stop token is a chunk of one token on both sides whose label is one of the student's stops.
-    """
+    """The method's terms of all chunks that are text, and those of the stop tokens: chunks of one token on both sides
+    whose label is one of the student's stops."""
     stops, others = _split(task)
     if stops is None:
         return terms_of(task)
@@ -39,7 +35,7 @@ def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Ter
     logits, ends = RowsApart.apply(task.logits, rows)
     text = replace(task, logits=logits, pairing=_without(task.pairing, others))
     terms = terms_of(text)
-    (ours,) = StreamedRows.apply(ends, SetRows(len(rows), task), RowPlan.of(len(rows), task.piece), False)
+    ours = _own_tokens(replace(task, logits=ends, labels=task.labels[rows]))
     theirs = _teacher_stops(task, stops)
     kd = terms.kd.new_zeros(task.pairing.count).index_copy(0, others, terms.kd)
     kd = kd.index_copy(0, stops, task.temperature**2 * _coins(task, method, ours, theirs))
@@ -75,14 +71,21 @@ def _without(pairing: Pairing, kept: Tensor) -> Pairing:
     return Pairing(side(pairing.student), side(pairing.teacher), len(kept))
 
 
+def _own_tokens(task: ChunkTask) -> Tensor:
+    """[n], log-probabilities at T of the labels; every row of the task has one."""
+    sweep = RowSweep(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
+    _, realised = sweep.run(RealisedRows(sweep, realised=True))
+    return realised
+
+
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
     """[n], D between the probabilities to stop, in the terms of the method: `strict` has its own divergence, `uld` is an
-    L1 distance (that of two coins is twice the total variation), and `alm`, and with it `hybrid`, has τ."""
+    L1 distance (that of two coins is twice the total variation), and `alm` has τ."""
     if method == "strict":
         return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
     if method == "uld":
         return 2 * Bernoulli.apply(ours, theirs, resolve("tvd", 0.0))
-    tau = task.tau if method in ("alm", "hybrid") else 1.0
+    tau = task.tau if method == "alm" else 1.0
     return Bernoulli.apply(ours / tau, theirs / tau, task.divergence)
 
 
@@ -127,44 +130,3 @@ class RowsApart(torch.autograd.Function):
         if apart is not None:
             whole.index_add_(0, rows, apart)
         return whole, None
-
-
-class SetRows(RowFunction):
-    """Per row the log-probability at T that the next token is one of the student's stops.
-
-    S are the stops, R the other columns. ∂ log q_S/∂u_v = exp(u_v − lse_S)·q_R for v in S, else −q_v. Both q_S and q_R
-    are taken from lse_S − lse_R, so either keeps its digits next to zero.
-    """
-
-    def __init__(self, num_rows: int, task: ChunkTask):
-        like, self.shard, self.temperature = task.like, task.shard, task.temperature
-        self.columns = self.shard.columns(task.bridge.student_stops)
-        self.centre = Centre(num_rows, like, self.shard, 1 / self.temperature)
-        self.inside, self.outside = (LogSums(num_rows, (1.0,), self.centre, whole=False) for _ in range(2))
-        self.apart = like.new_empty(num_rows)
-        """[N], lse_S − lse_R"""
-
-    @property
-    def sweeps(self) -> list[Sweep]:
-        return [(self._collect, self._complete)]
-
-    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return (logsigmoid(self.apart),), ()
-
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        work, stops = scratch.buffer("work", u.shape[0]), u.index_select(1, self.columns)
-        self.inside.add(rows, stops, torch.empty_like(stops))
-        self.outside.add(rows, u.index_fill_(1, self.columns, floor_of(u.dtype)), work)
-        u.index_copy_(1, self.columns, stops)
-
-    def _complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.inside, self.outside], [])
-        self.apart[rows] = self.inside.log(rows) - self.outside.log(rows)
-
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        weight = weight_of(grads, 0, u) / self.temperature
-        inside, apart = self.inside.log(rows), self.apart[rows]
-        stops = u.index_select(1, self.columns)
-        share = (stops - inside[:, None]).exp_().masked_fill_(stops <= floor_of(u.dtype), 0)
-        gradient = u.sub_((inside - logsigmoid(apart))[:, None]).exp_().mul_(-weight[:, None])
-        return gradient.index_copy_(1, self.columns, share.mul_((weight * (-apart).sigmoid())[:, None]))

@@ -79,7 +79,7 @@ def chunk_kd_loss(
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
         sides = student[of_student], realised[of_student], _select(teacher, of_teacher)
         stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
-        value = _stops(method, sides[0], sides[2], settings) if stops else _chunk(method, *sides, settings)
+        value = _stops(method, realised[of_student[0]], sides[2], settings) if stops else _chunk(method, *sides, settings)
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
@@ -153,21 +153,21 @@ def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
     return teacher.label_logprob.double()
 
 
-def _stops(method: str, student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """Does either side stop here, by any of its stop tokens?"""
+def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """Does the text stop here: for the teacher by any of its stop tokens, for the student by the one that stands here?"""
     ends = settings.bridge.teacher_stops
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
     else:
         kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in ends.tolist()]
         log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _realised(teacher)[0])
-    q, p = student[0, settings.bridge.student_stops].exp().sum(), log_p.exp()
+    q, p = log_q.exp(), log_p.exp()
     if method == "uld":
         return 2 * (q - p).abs()
     if method == "strict":
         return replace(settings, divergence="reverse_kl").compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
-    tau = settings.tau if method in ("alm", "hybrid") else 1.0
-    return _coins(q.log(), log_p, replace(settings, tau=tau))
+    tau = settings.tau if method == "alm" else 1.0
+    return _coins(log_q, log_p, replace(settings, tau=tau))
 
 
 def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:

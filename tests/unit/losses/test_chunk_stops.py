@@ -59,9 +59,7 @@ def test_a_surer_teacher_never_pushes_the_stop_token_down(method: str, divergenc
         teacher[stops[1][-1]] += 9
         chances = [side.softmax(0)[own].sum() for side, own in zip((student, teacher), stops)]
         assert chances[0] < chances[1]
-        gradient = one_end(method, student, teacher, stops, divergence=divergence, beta=0.3)
-        assert gradient[stops[0][-1]] <= 0, stops
-        assert gradient[stops[0]].sum() < 0
+        assert one_end(method, student, teacher, stops, divergence=divergence, beta=0.3)[stops[0][-1]] < 0, stops
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -77,12 +75,17 @@ def test_steps_towards_a_sure_teacher_end_in_a_student_that_stops(method: str) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_student_that_stops_by_another_token_is_right(method: str) -> None:
-    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    logits[EOS], logits[TURN] = 3, 2.5  # both among the teacher's top k
-    swapped = logits.clone()
-    swapped[[EOS, TURN]] = logits[[TURN, EOS]]
-    assert one_end(method, logits, swapped, ([EOS, TURN], [EOS, TURN])).abs().max() < 1e-12
+def test_a_student_that_stops_by_another_token_learns_the_one_that_is_written(method: str) -> None:
+    draw = torch.Generator().manual_seed(2)
+    student, teacher = (torch.randn(VOCABULARY, generator=draw) for _ in range(2))
+    student[EOS], teacher[EOS] = 7, 12
+    before = student.softmax(0)
+    for _ in range(150):
+        student = student - one_end(method, student, teacher, ([EOS, TURN], [TURN, EOS]))
+    after = student.softmax(0)
+    assert after[TURN] > before[TURN]
+    assert after[EOS] < before[EOS]
+    assert method == "uld" or after[TURN] > 0.9  # the slope of an L1 distance is as small as what it is to raise
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -143,7 +143,7 @@ def test_masses_are_those_of_the_columns_compared() -> None:
     )
     rows = [int((data.chunks.student == chunk).nonzero()[0, 0]) for chunk in paired]
     stop = int((data.chunks.student == 0).nonzero()[0, 0])
-    stops = data.student[stop].softmax(0)[data.bridge.student_stops].sum()
+    stops = data.student[stop].softmax(0)[data.labels[stop]]
     truth = data.student[rows].softmax(1)[:, data.bridge.student_common].sum() + stops
     torch.testing.assert_close(gold.student_mass, truth)
 

@@ -1,0 +1,151 @@
+"""Other implementations of the same losses, as they are installed; where they are not, from their published formulas."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distill_rl.losses import TopKLogprobs
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Logits of student and teacher [N, V], labels [N] (−100: ignored) → mean KD over the rows that count."""
+
+
+def plain_torch(divergence: str = "forward_kl") -> Loss:
+    """What one writes without a library: fp32 copies, two log_softmax, kl_div, a mask."""
+
+    def loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        p, q = F.log_softmax(teacher.float(), -1), F.log_softmax(student.float(), -1)
+        first, second = (q, p) if divergence == "forward_kl" else (p, q)
+        rows = F.kl_div(first, second, reduction="none", log_target=True).sum(-1)
+        counts = labels != -100
+        return (rows * counts).sum() / counts.sum()
+
+    return loss
+
+
+def trl(beta: float = 0.0) -> tuple[str, Loss]:
+    """TRL's generalized JSD (GKD trainer); β = 0 is forward KL."""
+    try:
+        from trl.experimental.gkd import GKDTrainer
+    except ImportError:
+        return "TRL (formula)", lambda student, teacher, labels: _generalized_jsd(student, teacher, labels, beta)
+    return f"TRL {importlib.metadata.version('trl')}", lambda student, teacher, labels: (
+        GKDTrainer.generalized_jsd_loss(student[None], teacher[None], labels=labels[None], beta=beta)
+    )
+
+
+def _generalized_jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
+    """β·KL(p‖m) + (1 − β)·KL(q‖m) over log-probabilities; the KLs themselves at the ends."""
+    q, p = student.log_softmax(-1), teacher.log_softmax(-1)
+    if beta in (0, 1):
+        terms = F.kl_div(*((q, p) if beta == 0 else (p, q)), reduction="none", log_target=True)
+    else:
+        share = torch.tensor(beta, dtype=q.dtype)
+        m = torch.stack([q + torch.log1p(-share), p + share.log()]).logsumexp(0)
+        terms = share * F.kl_div(m, p, reduction="none", log_target=True)
+        terms = terms + (1 - share) * F.kl_div(m, q, reduction="none", log_target=True)
+    counts = labels != -100
+    return terms[counts].sum() / counts.sum().clamp_min(1)
+
+
+def torchtune() -> tuple[str, Loss]:
+    """torchtune's ForwardKLLoss."""
+    module = _torchtune_module()
+    if module is None:
+        return "torchtune (formula)", lambda student, teacher, labels: _cross_entropy_of_teacher(
+            student, teacher, labels, student
+        )
+    loss = module.ForwardKLLoss()
+    return f"torchtune {importlib.metadata.version('torchtune')}", lambda student, teacher, labels: loss(
+        student, teacher, labels
+    )
+
+
+@cache
+def _torchtune_module() -> Any:
+    """Its file is loaded alone, for the package needs more than a loss should."""
+    try:
+        files = importlib.metadata.files("torchtune") or []
+        path = next(file.locate() for file in files if str(file).endswith("modules/loss/kd_losses.py"))
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
+        return None
+    spec = importlib.util.spec_from_file_location("torchtune_kd_losses", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def automodel() -> tuple[str, Loss]:
+    """NeMo Automodel's KDLoss (#1499): rows that count are selected, then −Σ p·log q with infinite logits left out."""
+
+    def loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        counts = labels != -100
+        if not counts.any():
+            return student.new_zeros(())
+        return _cross_entropy_of_teacher(student[counts], teacher[counts], labels[counts], student[counts])
+
+    return "Automodel (formula)", loss
+
+
+def _cross_entropy_of_teacher(student: Tensor, teacher: Tensor, labels: Tensor, infinite: Tensor) -> Tensor:
+    """−Σ p·log q, which has forward KL's gradient."""
+    p, q = teacher.softmax(-1, dtype=torch.float32), student.log_softmax(-1, dtype=torch.float32)
+    rows = (p * q).masked_fill(infinite.isinf(), 0).sum(-1)
+    counts = labels != -100
+    return -(rows * counts).sum() / counts.sum()
+
+
+def liger() -> tuple[str, Loss] | None:
+    """Liger's JSD kernel at β = 0, which is forward KL; None where it is not installed. Without a GPU it needs Triton's
+    interpreter (`TRITON_INTERPRET=1`)."""
+    try:
+        from liger_kernel.transformers.jsd import LigerJSD
+    except ImportError:
+        return None
+    loss = LigerJSD(beta=0.0)
+    return f"Liger {importlib.metadata.version('liger-kernel')}", lambda student, teacher, labels: loss(
+        student.float().log_softmax(-1), teacher.float().log_softmax(-1), labels
+    )
+
+
+class StreamedLogprobs(torch.autograd.Function):
+    """log q(label) as SkyRL #1806 streams it: softmax a chunk of rows at a time, made again in backward."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.chunk = chunk
+        parts = [
+            rows.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
+            for rows, ids in zip(logits.split(chunk), labels.split(chunk))
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        logits, labels = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for target, rows, ids, weight in zip(*(each.split(ctx.chunk) for each in (out, logits, labels, grad))):
+            share = rows.float().softmax(-1).mul_(-weight[:, None])
+            target.copy_(share.scatter_add_(1, ids[:, None], weight[:, None]))
+        return out, None, None
+
+
+def top_k_kl(student: Tensor, teacher: TopKLogprobs) -> Tensor:
+    """verl's: Σ p·(log p − log q) over the teacher's k columns, log q from a gather and one logsumexp; no rest."""
+    wide = student.float()
+    q = wide.gather(1, teacher.ids) - wide.logsumexp(-1, keepdim=True)
+    return (teacher.logprobs.exp() * (teacher.logprobs - q)).sum(-1).mean()

@@ -1,0 +1,199 @@
+"""What implementations of forward KL return where they may be silently wrong: this one, plain torch, TRL, Liger, Automodel.
+
+Each case is small and has a known truth, in fp64. TRL and Liger are asked as installed, and are left out where they are
+not (TRL: its published formula stands in); without a GPU Liger's kernels need `TRITON_INTERPRET=1`. Automodel is its
+published formula. The figures are numbers, not times: they are the same on every machine but for the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from distill_rl.bench import record
+from distill_rl.bench._peers import Loss, automodel, liger, plain_torch, trl
+from distill_rl.losses import DenseLogits, kd_loss
+
+ROWS, COLUMNS = 6, 200
+IGNORED = [1, 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable[[Loss], str]
+    """what a loss returns, in a few words"""
+
+
+def ours(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    return kd_loss(student, DenseLogits(teacher), labels=labels).loss
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 logits [N, V] of student and teacher, labels [N] of which some are ignored."""
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = (2 * torch.randn(ROWS, COLUMNS, generator=draw) for _ in range(2))
+    labels = torch.randint(0, COLUMNS, (ROWS,), generator=draw)
+    labels[IGNORED] = -100
+    return student, teacher, labels
+
+
+def truth(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and gradient in fp64, of the rows that count and the columns that are not masked."""
+    rows, columns = labels != -100, ~student.isneginf().all(0)
+    leaf = student[rows][:, columns].double().requires_grad_()
+    p, q = teacher[rows][:, columns].double().log_softmax(-1), leaf.log_softmax(-1)
+    value = (p.exp() * (p - q)).sum() / rows.sum()
+    value.backward()
+    gradient = torch.zeros_like(student, dtype=torch.float64)
+    gradient[rows.nonzero(), columns.nonzero()[:, 0]] = leaf.grad
+    return value.detach(), gradient
+
+
+def gradient_of(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) -> str:
+    """The gradient's error relative to its norm, beside a loss that is none."""
+    leaf = student.clone().requires_grad_()
+    value = loss(leaf * 1, teacher, labels)
+    value.backward()
+    assert leaf.grad is not None
+    found = "" if value.isfinite() else f"loss {value.item()}, "
+    broken = int((~leaf.grad.isfinite()).any(1).sum())
+    if broken:
+        return f"{found}gradient NaN in {broken} of {len(student)} rows"
+    _, right = truth(student, teacher, labels)
+    norm = right.norm()
+    return f"{found}gradient off by {(leaf.grad.double() - right).norm() / norm:.0e}" if norm else f"{found}gradient 0"
+
+
+def spoilt(side: int) -> Callable[[Loss], str]:
+    def run(loss: Loss) -> str:
+        given = list(inputs())
+        clean = [each.clone() for each in given]
+        given[side][IGNORED] = torch.nan
+        leaf = given[0].clone().requires_grad_()
+        loss(leaf * 1, given[1], given[2]).backward()
+        assert leaf.grad is not None
+        broken = int(leaf.grad.isnan().any(1).sum())
+        if broken:
+            return f"gradient NaN in {broken} of {ROWS} rows"
+        _, right = truth(*clean)
+        return f"gradient off by {(leaf.grad.double() - right).norm() / right.norm():.0e}"
+
+    return run
+
+
+def no_rows(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+    return gradient_or_loss(loss, student, teacher, torch.full_like(labels, -100))
+
+
+def gradient_or_loss(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) -> str:
+    leaf = student.clone().requires_grad_()
+    value = loss(leaf * 1, teacher, labels)
+    if not value.requires_grad:
+        return f"loss {value.item():.0f}, not connected to the graph"
+    value.backward()
+    assert leaf.grad is not None
+    return f"loss {value.item():.0f}, gradient {'NaN' if leaf.grad.isnan().any() else f'{leaf.grad.abs().max():.0f}'}"
+
+
+def masked_columns(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+    student[:, -8:] = teacher[:, -8:] = -torch.inf
+    return gradient_of(loss, student, teacher, labels)
+
+
+def overwritten(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+    _, right = truth(student, teacher, labels)
+    leaf = student.clone().requires_grad_()
+    value = loss(leaf * 1, teacher, labels)
+    teacher.mul_(-1)
+    value.backward()
+    assert leaf.grad is not None
+    return f"gradient off by {(leaf.grad.double() - right).norm() / right.norm():.0e}"
+
+
+def second_derivative(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+
+    def penalty(function: Loss, given: Tensor) -> Tensor:
+        leaf = given.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf * 1, teacher.to(given.dtype), labels), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        return second
+
+    def in_double(leaf: Tensor, target: Tensor, ids: Tensor) -> Tensor:
+        rows = ids != -100
+        p, q = target[rows].log_softmax(-1), leaf[rows].log_softmax(-1)
+        return (p.exp() * (p - q)).sum() / rows.sum()
+
+    found, right = penalty(loss, student), penalty(in_double, student.double())
+    if not found.any():
+        return "0"
+    return f"off by {(found.double() - right).norm() / right.norm():.0e}"
+
+
+def offset(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+    return gradient_of(loss, student + 300, teacher - 300, labels)
+
+
+def cold(loss: Loss) -> str:
+    """Temperature 0.01, which is logits a hundred times as large."""
+    student, teacher, labels = inputs()
+    return gradient_of(loss, 100 * student, 100 * teacher, labels)
+
+
+def autocast(loss: Loss) -> str:
+    student, teacher, labels = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return gradient_of(loss, student, teacher, labels)
+
+
+CASES = (
+    Case("NaN in an ignored row of the student", spoilt(0)),
+    Case("NaN in an ignored row of the teacher", spoilt(1)),
+    Case("no row counts", no_rows),
+    Case("columns masked on both sides", masked_columns),
+    Case("teacher overwritten before backward", overwritten),
+    Case("gradient penalty", second_derivative),
+    Case("logits around ±300, fp32", offset),
+    Case("temperature 0.01", cold),
+    Case("inside bf16 autocast", autocast),
+)
+
+
+def contenders() -> dict[str, Loss]:
+    found: dict[str, Loss] = {"distill_rl": ours, "plain torch": plain_torch()}
+    for peer in (trl(), liger(), automodel()):
+        if peer is not None:
+            found[peer[0]] = peer[1]
+    return found
+
+
+def answer(case: Case, loss: Loss) -> str:
+    try:
+        return case.run(loss)
+    except Exception as error:  # whatever a foreign loss raises is its answer
+        return f"refused: {str(error).splitlines()[0][:60]}"
+
+
+def main() -> None:
+    options = record.parser("What implementations return where they may be silently wrong").parse_args()
+    losses = contenders()
+    figures = {case.name: {by: answer(case, loss) for by, loss in losses.items()} for case in CASES}
+    table = Table("case", *losses, title="forward KL", show_lines=True)
+    for name, found in figures.items():
+        table.add_row(name, *found.values())
+    Console(width=180).print(table)
+    print(f"written: {record.write('traps', {'cases': figures}, options.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The table of traps: what is said of this library holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill_rl.bench import traps
+
+
+def test_this_library_is_right_or_refuses_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "traps.json"
+    monkeypatch.setattr("sys.argv", ["traps", "--out", str(out)])
+    traps.main()
+    cases = json.loads(out.read_text())["cases"]
+    assert cases.keys() == {case.name for case in traps.CASES}
+    for name, found in cases.items():
+        answer = found["distill_rl"]
+        if name in ("teacher overwritten before backward", "gradient penalty"):
+            assert answer.startswith("refused")
+        elif answer != "loss 0, gradient 0":
+            assert float(answer.removeprefix("gradient off by ")) < 1e-6, name
+
+
+def test_a_case_tells_right_from_wrong() -> None:
+    by_name = {case.name: case for case in traps.CASES}
+    plain = traps.plain_torch()
+    assert traps.answer(by_name["NaN in an ignored row of the student"], plain) == "gradient NaN in 2 of 6 rows"
+    assert traps.answer(by_name["columns masked on both sides"], plain).startswith("loss nan")
+    assert traps.answer(by_name["no row counts"], plain) == "loss nan, gradient NaN"
