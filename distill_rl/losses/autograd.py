@@ -1,14 +1,22 @@
-"""What all autograd functions of this package have in common: they choose their dtypes themselves, and a derivative of
-their gradients is refused instead of silently taken for 0."""
+"""What all autograd functions of this package have in common: they are not compiled, they choose their dtypes themselves,
+and a derivative of their gradients is refused instead of silently taken for 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Entry = TypeVar("Entry", bound=Callable[..., Any])
+
+
+def untraced(entry: Entry) -> Entry:
+    """For the entries of the package: a model that is compiled and calls one has a single graph break, there. What is
+    streamed a chunk at a time would be unrolled otherwise, chunk by chunk, or broken at every collective."""
+    return cast(Entry, torch.compiler.disable(entry))
 
 
 def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,7 +24,7 @@ def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def wrapped(ctx: Any, tensor: Tensor, *arguments: Any) -> Any:
-        with torch.autocast(tensor.device.type, enabled=False):
+        with _without_autocast(tensor.device.type):
             return forward(ctx, tensor, *arguments)
 
     return wrapped
@@ -33,7 +41,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
         device = next((each.device.type for each in grads if each is not None), "cpu")
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), _without_autocast(device):
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
@@ -47,6 +55,11 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         return made[0] if alone else made
 
     return wrapped
+
+
+def _without_autocast(device: str) -> torch.autocast:
+    known = torch.amp.is_autocast_available(device)  # the meta device knows of none
+    return torch.autocast(device if known else "cpu", enabled=False)
 
 
 class _Refusing(torch.autograd.Function):

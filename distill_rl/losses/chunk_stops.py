@@ -28,12 +28,14 @@ from distill_rl.losses.targets import DenseLogits
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
     """The method's terms of all chunks that are text, and those of the stop tokens: chunks of one token on both sides
     whose label is one of the student's stops."""
-    stops, others = _split(task)
-    if stops is None:
+    are_stops = _are_stops(task)
+    count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
+    if are_stops is None or not count:
         return terms_of(task)
+    others, stops = are_stops.sort(stable=True).indices.split([task.pairing.count - count, count])
     rows = task.pairing.student.first[stops]
     logits, ends = RowsApart.apply(task.logits, rows)
-    text = replace(task, logits=logits, pairing=_without(task.pairing, others))
+    text = replace(task, logits=logits, pairing=_without(task.pairing, are_stops, others))
     terms = terms_of(text)
     ours = _own_tokens(replace(task, logits=ends, labels=task.labels[rows]))
     theirs = _teacher_stops(task, stops)
@@ -46,27 +48,24 @@ def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Ter
     return Terms(kd, terms.ce, terms.num_chunks + len(stops), *masses)
 
 
-def _split(task: ChunkTask) -> tuple[Tensor | None, Tensor]:
-    """int64, the numbers of the chunks that are stop tokens (None: no stop token is known or met), and of all others."""
+def _are_stops(task: ChunkTask) -> Tensor | None:
+    """bool [count]; None where a side has no stop tokens that are known."""
     pairing, stops = task.pairing, task.bridge.student_stops
     if not len(stops) or not len(task.bridge.teacher_stops):
-        return None, stops
-    single = pairing.one_to_one
-    found = single[torch.isin(task.labels[pairing.student.first[single]], stops)]
-    if not len(found):
-        return None, found
-    rest = torch.ones(pairing.count, dtype=torch.bool, device=found.device).index_fill_(0, found, False)
-    return found, rest.nonzero()[:, 0]
+        return None
+    single = (pairing.student.length == 1) & (pairing.teacher.length == 1)
+    return single & torch.isin(task.labels[pairing.student.first], stops)
 
 
-def _without(pairing: Pairing, kept: Tensor) -> Pairing:
-    """These chunks only, renumbered."""
-    number = kept.new_full((pairing.count,), -1)
+def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
+    """The chunks with the numbers `kept`, renumbered; `stops`: bool [count], the others, each of one row on either side."""
+    number = kept.new_zeros(pairing.count)
     number[kept] = torch.arange(len(kept), device=kept.device)
+    dropped = pairing.count - len(kept)
 
     def side(of: Side) -> Side:
-        inside = number[of.chunk] >= 0
-        return Side(of.rows[inside], number[of.chunk[inside]], of.length[kept])
+        rows = stops[of.chunk].sort(stable=True).indices[: len(of.rows) - dropped]
+        return Side(of.rows[rows], number[of.chunk[rows]], of.length[kept])
 
     return Pairing(side(pairing.student), side(pairing.teacher), len(kept))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
+from distill_rl.losses.autograd import untraced
 from distill_rl.losses.chunk_dense import gold, hkl, uld
 from distill_rl.losses.chunk_hybrid import alm, hybrid
 from distill_rl.losses.chunk_projected import xtoken
@@ -33,6 +34,7 @@ _TERMS: dict[str, Callable[[ChunkTask], Terms]] = {
 REDUCTIONS = ("sum", "none")
 
 
+@untraced
 def chunk_kd_loss(
     student_logits: Tensor,
     teacher: TopKLogprobs | DenseLogits,

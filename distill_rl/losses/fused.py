@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distill_rl.losses import checks
-from distill_rl.losses.autograd import Anchor
+from distill_rl.losses.autograd import Anchor, untraced
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.linear import FusedRows
 from distill_rl.losses.reduce import ReductionName
@@ -30,6 +30,7 @@ def default_chunk(hidden_size: int, device: torch.device) -> int:
     return max(_CPU_CHUNK, hidden_size // 2) if device.type == "cuda" else _CPU_CHUNK
 
 
+@untraced
 def fused_linear_kd_loss(
     student_hidden: Tensor,
     lm_head_weight: Tensor,
@@ -93,6 +94,7 @@ def fused_linear_kd_loss(
     return small.output(constants, teacher is not None, loss=total)
 
 
+@untraced
 def fused_linear_logprobs(
     hidden: Tensor,
     lm_head_weight: Tensor,

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
+from distill_rl.losses.autograd import untraced
 from distill_rl.losses.reduce import ReductionName
 from distill_rl.losses.shards import split
 from distill_rl.losses.sparse import Tail
@@ -14,6 +15,7 @@ from distill_rl.losses.targets import Teacher
 from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
 
+@untraced
 def kd_loss(
     student_logits: Tensor,
     teacher: Teacher | None,

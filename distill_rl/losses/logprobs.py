@@ -6,11 +6,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
+from distill_rl.losses.autograd import untraced
 from distill_rl.losses.labels import LabelRows
 from distill_rl.losses.shards import split
 from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
 
 
+@untraced
 def vocab_parallel_logprobs(
     logits: Tensor,
     target_ids: Tensor,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distill_rl.losses.autograd import untraced
 from distill_rl.losses.fused import fused_linear_kd_loss
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.targets import DenseLogits, Teacher
@@ -41,6 +42,7 @@ class KDLoss(nn.Module):
         check_settings(**settings)
         self.settings = settings
 
+    @untraced
     def forward(
         self,
         student: Tensor,

@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses import checks
+from distill_rl.losses.autograd import untraced
 from distill_rl.losses.shards import VocabularyShard, split
 from distill_rl.losses.sweep import Centre, LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 
+@untraced
 @torch.no_grad()
 def vocab_parallel_topk(
     logits: Tensor,

@@ -155,6 +155,30 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: KDLoss()(LOGITS, top(), bias=torch.zeros(10)),
         "bias, softcap: belong to lm_head_weight, which is None",
     ),
+    "half an item": (
+        lambda: kd_loss(LOGITS, top(), num_items_in_batch=0.5),
+        "num_items_in_batch: must be a count, at least 1, or 0 where nothing counts; got 0.5",
+    ),
+    "fewer items than none": (
+        lambda: kd_loss(LOGITS, top(), num_items_in_batch=torch.tensor(-3)),
+        "num_items_in_batch: must be a count, at least 1, or 0 where nothing counts; got -3",
+    ),
+    "items per row": (
+        lambda: kd_loss(LOGITS, top(), num_items_in_batch=torch.ones(3)),
+        r"num_items_in_batch: must be one number; got torch.float32 \[3\]",
+    ),
+    "weights to be learnt": (
+        lambda: kd_loss(LOGITS, top(), token_weights=torch.ones(3, requires_grad=True)),
+        "token_weights: are constants and get no gradient; got a tensor that requires one, detach it",
+    ),
+    "temperature per row": (
+        lambda: kd_loss(LOGITS, top(), temperature=torch.ones(3)),
+        r"temperature: must be one number for all rows; got a tensor \[3\]",
+    ),
+    "transform of torch.func": (
+        lambda: torch.func.grad(lambda logits: kd_loss(logits, top()).loss)(LOGITS),
+        "student_logits: torch.func's transforms are not supported; use torch.autograd",
+    ),
     "wire without ids": (
         lambda: TopKLogprobs.from_tensors({"logprobs": TOP.logprobs}, 1.0),
         "tensors: must hold ids and logprobs; ids missing",
