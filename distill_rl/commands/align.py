@@ -154,7 +154,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     if chats:
         checks += check_chats(aligner, chats)
     checks += check_stops(aligner, projection, as_in_a_run(aligner, texts, chats))
-    return checks + check_losses(aligner, projection, student, texts)
+    return checks + check_losses(aligner, student, teacher, texts, projection=projection)
 
 
 def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]:

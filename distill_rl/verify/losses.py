@@ -44,20 +44,30 @@ AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "hkl": ("mea
 
 
 def check_losses(
-    aligner: TokenAligner, projection: Projection, student_tokenizer: Any, texts: Sequence[str], *, seed: int = 0
+    aligner: TokenAligner,
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    projection: Projection | None = None,
+    seed: int = 0,
 ) -> list[Check]:
     """Every method beside the plain reference on the user's own chunks, and beside a teacher that equals the student.
 
     Args:
         aligner: of the two tokenizers, in this order.
-        projection: of the same, with a column for every id.
         texts: where the chunks are taken from; at least one must give a chunk.
+        projection: of the same tokenizers, with a column for every id; None: built here.
 
     Raises:
         ValueError: no chunk in any of the texts.
     """
     draw = torch.Generator().manual_seed(seed)
     sizes = aligner.student.size, aligner.teacher.size
+    if projection is None:
+        projection = build_projection(
+            student_tokenizer, teacher_tokenizer, student_columns=sizes[0], teacher_columns=sizes[1]
+        )
     sample = take_chunks([aligner.align(text) for text in texts])
     identity = build_projection(
         student_tokenizer, student_tokenizer, student_columns=sizes[0], teacher_columns=sizes[0]

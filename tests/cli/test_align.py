@@ -76,7 +76,7 @@ def test_verify_runs_every_check_on_the_pair_and_passes(root: Path, tmp_path: Pa
     ended = align(root, "--verify", "--json", tmp_path / "found.json", data="chats.jsonl")
     assert ended.code == 0, ended.out + ended.err
     checks = json.loads((tmp_path / "found.json").read_text())["checks"]
-    assert len(checks) == 7 + 2 + 12
+    assert len(checks) == 7 + 2 + 3 + 2 * 7
     assert all(check["passed"] for check in checks)
     assert "21 of 21 checks passed" in ended.out
 
@@ -93,7 +93,7 @@ def test_a_failed_check_is_shown_and_the_exit_code_is_1(
         *folders, str(root / "text.jsonl"), {}, limit=5, json_file=tmp_path / "found.json", verify=True
     )
     assert code == 1
-    assert "7 of 8 checks passed" in capsys.readouterr().out
+    assert "10 of 11 checks passed" in capsys.readouterr().out
     assert not json.loads((tmp_path / "found.json").read_text())["checks"][-1]["passed"]
 
 

@@ -9,7 +9,15 @@ from transformers import AutoTokenizer
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import hub
-from distill_rl.models.hub import HubUnreachable, read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
+from distill_rl.models.hub import (
+    HubUnreachable,
+    configured_stops,
+    read_config,
+    read_tokenizer,
+    resolve,
+    tokenizer_hash,
+    vocabulary_size,
+)
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -155,3 +163,22 @@ def test_a_tokenizer_file_means_the_same_beside_every_family_of_model(tmp_path: 
         folder = write_tiny_model(tmp_path / family, family, hidden=16, layers=1, tokenizer=tokenizer)
         assert read_tokenizer(folder)(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert tokenizer_hash(read_tokenizer(folder)) == tokenizer_hash(tokenizer)
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"generation_config.json": {"eos_token_id": [3, 5]}, "config.json": {"eos_token_id": 7}}, (3, 5)),
+    ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, ()),
+    ({"config.json": {"eos_token_id": 7}}, (7,)),
+    ({}, ()),
+])  # fmt: skip
+def test_a_model_stops_by_what_its_generation_config_says(tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert configured_stops(tmp_path) == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[3]"])
+def test_a_generation_config_that_is_no_table_is_refused_by_name(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="generation_config.json must be JSON"):
+        configured_stops(tmp_path)

@@ -1,0 +1,112 @@
+"""Which tokens end an answer, how they are paired, and what becomes of them in the projection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from distill_rl.align import TokenAligner, Vocabulary
+from distill_rl.align.encoder import Encoder
+from distill_rl.align.endings import endings
+from distill_rl.align.projection import build_projection, cached_projection, load_projection
+from distill_rl.align.projection_file import HEADER
+from distill_rl.align.vocabulary import common_vocabulary, read_vocabulary
+from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
+
+SIZES = {"student_columns": 320, "teacher_columns": 330}
+QUESTION = {"role": "user", "content": "kalo mi"}
+CHAT = [QUESTION, {"role": "assistant", "content": "ter an"}]
+
+
+def pair() -> tuple[Any, Any]:
+    return tiny_tokenizer(320), tiny_tokenizer(330, seed=1)
+
+
+def ids(tokenizer: Any, *tokens: str) -> list[int]:
+    return tokenizer.convert_tokens_to_ids(list(tokens))
+
+
+def written(template_end: str) -> str:
+    """A chat template that ends every turn so."""
+    return "{% for message in messages %}{{ message['content'] + '" + template_end + "' }}{% endfor %}"
+
+
+def test_stops_are_eos_the_end_of_a_turn_and_what_the_model_stops_by() -> None:
+    tokenizer = tiny_tokenizer(320)
+    eos, turn, more = ids(tokenizer, "</s>", TURN_END, "<|endoftext|>")
+    assert Vocabulary.from_tokenizer(tokenizer).stops == tuple(sorted((eos, turn)))
+    assert read_vocabulary(tokenizer, Encoder(tokenizer), [more]).stops == tuple(sorted((eos, turn, more)))
+
+
+@pytest.mark.parametrize("number", [-1, 10_000, 300])
+def test_an_id_that_spells_text_or_is_none_ends_no_answer(number: int) -> None:
+    tokenizer = tiny_tokenizer(320)
+    assert read_vocabulary(tokenizer, Encoder(tokenizer), [number]).stops == Vocabulary.from_tokenizer(tokenizer).stops
+
+
+def test_a_token_that_only_the_model_stops_by_is_paired() -> None:
+    student, teacher = pair()
+    student.chat_template, teacher.chat_template = written("</s>"), written("<|endoftext|>") + "{{ 'x' }}"
+    (end,) = ids(teacher, "<|endoftext|>")
+    teacher.chat_template = written("<|endoftext|>")
+    found = TokenAligner(student, teacher, teacher_stops=[end]).align_messages(CHAT)
+    assert [int(found.teacher_ids[place]) for _, place in found.stop_pairs] == [end, end]
+
+
+def test_special_tokens_that_are_written_alike_but_end_nothing_on_one_side_stay_apart() -> None:
+    student, teacher = pair()
+    teacher.chat_template = written("</s>")
+    sides = [Vocabulary.from_tokenizer(each) for each in (student, teacher)]
+    ours, theirs = (ids(each, TURN_END)[0] for each in (student, teacher))
+    assert (ours in sides[0].stops, theirs in sides[1].stops) == (True, False)
+    assert (ours, theirs) not in zip(*(side.tolist() for side in common_vocabulary(*sides)))
+
+
+def test_a_projection_carries_the_stops_of_both_sides(tmp_path: Path) -> None:
+    student, teacher = pair()
+    (end,) = ids(teacher, "<|endoftext|>")
+    made = build_projection(student, teacher, **SIZES, teacher_stops=[end])
+    assert made.student_stops.tolist() == sorted(ids(student, "</s>", TURN_END))
+    assert made.teacher_stops.tolist() == sorted([*ids(teacher, "</s>", TURN_END), end])
+    read = load_projection(cached_projection(tmp_path, student, teacher, **SIZES, teacher_stops=[end]))
+    assert np.array_equal(read.teacher_stops, made.teacher_stops)
+
+
+def test_a_file_of_an_earlier_version_has_none_and_is_built_anew_in_the_cache(tmp_path: Path) -> None:
+    student, teacher = pair()
+    path = cached_projection(tmp_path, student, teacher, **SIZES)
+    whole, content = path.read_bytes(), load_file(path)
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"][HEADER]
+    del content["student_stops"], content["teacher_stops"]
+    save_file(content, path, {HEADER: header})
+    assert not len(load_projection(path).student_stops)
+    assert cached_projection(tmp_path, student, teacher, **SIZES) == path
+    assert path.read_bytes() == whole
+
+
+def test_other_stops_are_another_projection(tmp_path: Path) -> None:
+    student, teacher = pair()
+    (end,) = ids(student, "<|endoftext|>")
+    path = cached_projection(tmp_path, student, teacher, **SIZES)
+    assert len(load_projection(path).student_stops) == 2
+    cached_projection(tmp_path, student, teacher, **SIZES, student_stops=[end])
+    assert load_projection(path).student_stops.tolist() == sorted(ids(student, "</s>", TURN_END, "<|endoftext|>"))
+
+
+def test_endings_count_the_rows_that_end_in_a_stop_on_both_sides() -> None:
+    student, teacher = pair()
+    found = endings(TokenAligner(student, teacher), [], [CHAT, [QUESTION]])
+    assert (found.student_stops, found.teacher_stops) == (["</s>", TURN_END], ["</s>", TURN_END])
+    assert (found.rows, found.ending) == (2, 2)
+    teacher.chat_template = written("")
+    assert endings(TokenAligner(student, teacher), [], [CHAT]).ending == 0
+
+
+def test_texts_end_in_eos_as_in_a_run() -> None:
+    found = endings(TokenAligner(*pair()), ["kalo mi", "ter an sol"])
+    assert (found.rows, found.ending) == (2, 2)
