@@ -1,8 +1,8 @@
 """What the quickstart across tokenizers reaches on several seeds: `hybrid`, 1:1 chunks alone, and no teacher at all.
 
 For each seed the quickstart runs with `--cross`; its material then trains the same student once more by `hybrid`, but with a
-temperature of the chunk likelihoods at which all of them are 1: chunks of several tokens then teach nothing. Steps, data
-and order are the same for all three.
+temperature of the chunk likelihoods at which all of them are 1: chunks of several tokens then teach nothing. A fourth
+student has a teacher that ends a turn by another token than a text. Steps, data and order are the same for all.
 """
 
 from __future__ import annotations
@@ -19,38 +19,57 @@ from distill_rl.bench import record
 SEEDS = (0, 1, 2)
 ONLY_ONE_TO_ONE = "loss.alm_tau=1e9"
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
-COLUMNS = {"hybrid": "student_after", "one_to_one_only": "one_to_one_only", "control": "ce_only", "teacher": "teacher"}
+COLUMNS = {
+    "hybrid": "student_after",
+    "one_to_one_only": "one_to_one_only",
+    "two_stops": "two_stops",
+    "control": "ce_only",
+    "teacher": "teacher",
+}
 """heading → name in the figures"""
 
 
 def measure(seed: int, root: Path) -> dict[str, Any]:
-    """The quickstart's summary of one seed, with exact match and interval of the third student beside the others."""
+    """The quickstart's summary of one seed, with exact match and interval of the other students beside the first.
+
+    `truncated`: how many of the answers did not end by themselves.
+    """
+    from distill_rl.quickstart.material import make_material
+    from distill_rl.quickstart.recipe import CROSS, TURNS
+
     runs, material = root / "runs", root / "material"
     _run("distill_rl.quickstart", "--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material))
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
-    made = material / f"cross-seed-{seed}"
+    scored = {
+        "hybrid": _scores(runs / "quickstart-cross"),
+        "one_to_one_only": _train("one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE),
+        "two_stops": _train("two_stops", make_material(material, seed, TURNS).root, seed, runs),
+    }
+    for name in ("one_to_one_only", "two_stops"):
+        summary[name], summary["intervals"][name] = scored[name]["score"], scored[name]["interval"]
+    summary["truncated"] = {name: found["truncated"] for name, found in scored.items()}
+    return {key: value for key, value in summary.items() if key != "tasks"}
+
+
+def _train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> dict[str, Any]:
+    """The student of the quickstart's configuration on this material, as the evaluation found it."""
     settings = {
-        "run.name": "one-to-one-only",
+        "run.name": name,
         "run.dir": runs,
         "run.seed": seed,
-        "student.model": made / "student",
-        "teachers.0.model": made / "teacher",
-        "data.path": made / "train.jsonl",
-        "data.validation.path": made / "validation.jsonl",
-        "evaluate.data": made / "test.jsonl",
+        "student.model": material / "student",
+        "teachers.0.model": material / "teacher",
+        "data.path": material / "train.jsonl",
+        "data.validation.path": material / "validation.jsonl",
+        "evaluate.data": material / "test.jsonl",
     }
-    _run(
-        "distill_rl",
-        "train",
-        "-c",
-        str(CONFIG),
-        *(f"{key}={value}" for key, value in settings.items()),
-        ONLY_ONE_TO_ONE,
-    )
-    scored = json.loads((runs / "one-to-one-only" / "evals" / "student" / "exact_match.json").read_text())
-    summary["one_to_one_only"] = scored["score"]
-    summary["intervals"]["one_to_one_only"] = scored["interval"]
-    return {key: value for key, value in summary.items() if key != "tasks"}
+    given = [f"{key}={value}" for key, value in settings.items()]
+    _run("distill_rl", "train", "-c", str(CONFIG), *given, *overrides)
+    return _scores(runs / name)
+
+
+def _scores(run: Path) -> dict[str, Any]:
+    return json.loads((run / "evals" / "student" / "exact_match.json").read_text())
 
 
 def _run(*command: str) -> None:
@@ -58,9 +77,11 @@ def _run(*command: str) -> None:
 
 
 def main() -> int:
-    options = record.parser(__doc__.splitlines()[0]).parse_args()
+    parser = record.parser(__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seeds = [measure(seed, Path(folder, str(seed))) for seed in SEEDS]
+        seeds = [measure(seed, Path(folder, str(seed))) for seed in options.seeds]
     print(f"\n{'seed':>4}" + "".join(f"{heading:>26}" for heading in COLUMNS))
     for one in seeds:
         cells = ((one[name], *one["intervals"][name]) for name in COLUMNS.values())

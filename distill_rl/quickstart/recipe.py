@@ -57,5 +57,8 @@ RECIPE = Recipe()
 CROSS = replace(RECIPE, folder="cross-seed", teacher_tokenizer="pieces", student_tokenizer="lines")
 """The same tasks, but the teacher spells most words in two or three tokens of its own."""
 
+TURNS = replace(CROSS, folder="turns-seed", teacher_tokenizer="turns")
+"""And a teacher that ends a turn by another token than a text: two stop tokens against one."""
+
 RECIPES: Mapping[str, Recipe] = MappingProxyType({"quickstart": RECIPE, "quickstart-cross": CROSS})
 """By the name of the run, which is that of its configuration."""

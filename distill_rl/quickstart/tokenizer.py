@@ -75,6 +75,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             eos="<|end|>",
             vocab_size=352,
         ),
+        # The same, but a turn does not end in the token that a text ends in, as with Phi-3 and Llama 3.
+        "turns": Kind(
+            _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),
+            ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|endoftext|>"),
+            pad="<|pad|>",
+            eos="<|endoftext|>",
+            vocab_size=353,
+        ),
     }
 )
 
