@@ -12,6 +12,7 @@ import numpy as np
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
+from distill_rl.align.given import read_ids
 from distill_rl.align.ids import IdAligner
 from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
 from distill_rl.align.side import Side
@@ -123,26 +124,28 @@ class TokenAligner:
         """Aligns ids whose text is not at hand: each side's bytes prove the other's.
 
         Args:
-            student_ids, teacher_ids: integers [n], [m].
+            student_ids, teacher_ids: integers [n], [m]: lists, numpy arrays, or torch tensors in host memory.
             student_mask, teacher_mask: [n], [m], 0 at padding, whatever id stands there.
 
         Raises:
-            ValueError: an id outside of the vocabulary that no mask hides; shapes that do not fit.
+            ValueError: floats, bools, text or None in place of integers; an id outside of the vocabulary that no mask
+                hides, or beyond 32 bits; shapes that do not fit.
         """
         sides, ids = [], []
-        for vocabulary, given, mask in zip(
-            self._vocabularies, (student_ids, teacher_ids), (student_mask, teacher_mask)
+        for name, vocabulary, given, mask in zip(
+            ("student_ids", "teacher_ids"),
+            self._vocabularies,
+            (student_ids, teacher_ids),
+            (student_mask, teacher_mask),
         ):
-            row = np.ascontiguousarray(given, np.int32)
-            if row.ndim != 1:
-                raise ValueError(f"ids are one row, got an array of shape {row.shape}; align rows one by one")
+            row = read_ids(name, given, vocabulary.size)
             if mask is not None:
                 mask = np.asarray(mask)
                 if mask.shape != row.shape:
                     raise ValueError(
                         f"a mask has its ids' shape {row.shape}, got {mask.shape}; cut it as the ids are cut"
                     )
-            sides.append(Side.of(vocabulary, row, mask))
+            sides.append(Side.of(vocabulary, row, mask, name=name))
             ids.append(row)
         found = self._by_ids.align(*sides, whole=self.method == "dp")
         # Of two lossy vocabularies that agree, neither proves what the text was.

@@ -33,8 +33,11 @@ class Side:
     """places in `ids` whose leading space is not in the text"""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None) -> Side:
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
         """Of int32 ids [n], those left out whose mask is 0.
+
+        Args:
+            name: what to call the ids in an error.
 
         Raises:
             ValueError: an id outside of the vocabulary.
@@ -46,7 +49,7 @@ class Side:
         except IndexError as error:
             wrong = ids[real][wide >= vocabulary.size][0]
             rule = f"a token's id lies in 0 … {vocabulary.size - 1}, the tokenizer's"
-            raise ValueError(f"{rule}, got {wrong}; give a mask with 0 at padding") from error
+            raise ValueError(f"{name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
         spelling = stretch(lengths.nonzero()[0])
