@@ -14,7 +14,14 @@ from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
 from distill_rl.align.given import read_ids
 from distill_rl.align.ids import IdAligner
-from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
+from distill_rl.align.place import (
+    at_one_place,
+    encode,
+    equal_spans,
+    place_by_bytes,
+    place_by_offsets,
+    strips_spans,
+)
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
@@ -259,12 +266,16 @@ class TokenAligner:
             found = self._by_ids.agreeing(*sides)
             if found is not None:
                 return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
-        by_places = self._by_places(tokenized, known, spans, spans) if self.method in ("auto", "offsets") else None
-        if by_places is not None and (by_places.num_chunks or self.method == "offsets"):
-            return by_places
-        found = self._by_ids.align(*sides, whole=self.method == "dp")
+        placed = self._places(tokenized, known)
         exact = all(place is not None and place.exact for place in known)
-        made = self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+        by_places = None
+        if placed is not None and self.method in ("auto", "offsets"):
+            by_places = self._by_places(ids, placed, spans, spans, exact)
+            if by_places.num_chunks or self.method == "offsets":
+                return by_places
+        found = self._by_ids.align(*sides, whole=self.method == "dp")
+        chunks = found.chunks if placed is None else at_one_place(found.chunks, *placed[0])
+        made = self._made(ids, chunks, found.method, exact, pair_stops(*found.sides, *ids))
         if by_places is None or exact:
             return made
         ends = outside_of_chunks(by_places.lossy_ends, made.student_chunk, made.teacher_chunk)
@@ -278,22 +289,20 @@ class TokenAligner:
             for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
         ]
         equal, spans = equal_spans(tokenized, texts)
-        made = self._by_places(tokenized, known, equal, spans)
-        if made is None:
+        placed = self._places(tokenized, known)
+        if placed is None:
             raise ValueError("ids with spans are those of their text, got others; tokenise with tokenize_messages")
-        alike = np.array_equal(equal, spans)
-        return replace(made, exact=made.exact and alike)
+        exact = all(place is not None and place.exact for place in known) and np.array_equal(equal, spans)
+        sides = zip(self._vocabularies, tokenized, placed[0], (spans[:, :2], spans[:, 2:]))
+        exact = exact and not any(strips_spans(vocabulary, side.ids, *where) for vocabulary, side, *where in sides)
+        return self._by_places((student.ids, teacher.ids), placed, equal, spans, exact)
 
-    def _by_places(
-        self,
-        tokenized: tuple[Tokenized, Tokenized],
-        known: Sequence[Placed | None],
-        equal: np.ndarray,
-        spans: np.ndarray,
-    ) -> Alignment | None:
-        """Chunks inside `equal`, stops behind `spans`: by bytes on a side whose place is known and by offsets on the other.
+    def _places(
+        self, tokenized: tuple[Tokenized, Tokenized], known: Sequence[Placed | None]
+    ) -> tuple[tuple[Placed, Placed], str] | None:
+        """Both sides' places, by bytes where `known` has them and by offsets where it does not, and the method's name.
 
-        None where that one has no offsets.
+        None where a side has no offsets.
         """
         places, method = [], "bytes"
         for number, (side, place) in enumerate(zip(tokenized, known)):
@@ -303,12 +312,22 @@ class TokenAligner:
                     return None
                 place = place_by_offsets(self._vocabularies[number], side.ids, side.text, offsets)
             places.append(place)
-        ids = tokenized[0].ids, tokenized[1].ids
+        return (places[0], places[1]), method
+
+    def _by_places(
+        self,
+        ids: tuple[np.ndarray, np.ndarray],
+        placed: tuple[tuple[Placed, Placed], str],
+        equal: np.ndarray,
+        spans: np.ndarray,
+        exact: bool,
+    ) -> Alignment:
+        """Chunks inside `equal`, stops behind `spans`."""
+        places, method = placed
         if self._same and np.array_equal(*ids):  # what is lost is lost alike
-            places = [replace(place, faithful=None) for place in places]
-        chunks = chunks_by_spans(places[0], places[1], equal)
-        stops = pair_stops_of_spans(self._vocabularies, ids, (places[0], places[1]), spans)
-        exact = all(place is not None and place.exact for place in known)
+            places = replace(places[0], faithful=None), replace(places[1], faithful=None)
+        chunks = chunks_by_spans(*places, equal)
+        stops = pair_stops_of_spans(self._vocabularies, ids, places, spans)
         return self._made(ids, chunks, method, exact, stops)
 
     def _offsets(self, side: int, tokenized: Tokenized) -> np.ndarray | None:

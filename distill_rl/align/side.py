@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from distill_rl.align.spans import gather, stretch
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.vocabulary import STOPS, Vocabulary
 
 Places = slice | np.ndarray
 
@@ -28,7 +28,8 @@ class Side:
     lengths: np.ndarray
     """int32, of those tokens, without dropped bytes"""
     silent: np.ndarray
-    """intp: where tokens stand that spell nothing, but for padding and the unknown token"""
+    """intp: where tokens stand that spell nothing, but for padding and the unknown token. One whose id is also that of a
+    stop token is unknown before the last token that spells something, and a stop token behind it."""
     dropped: tuple[int, ...] = ()
     """places in `ids` whose leading space is not in the text"""
 
@@ -55,7 +56,10 @@ class Side:
         spelling = stretch(lengths.nonzero()[0])
         silent = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
-            silent = silent[wide[silent] != vocabulary.unknown]
+            known = wide[silent] != vocabulary.unknown
+            if vocabulary.unknown in (vocabulary.roles.get(role) for role in STOPS):
+                known |= silent > lengths.nonzero()[0].max(initial=-1)
+            silent = silent[known]
         silent = silent + real.start if isinstance(real, slice) else real[silent]
         return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], silent)
 
