@@ -213,7 +213,10 @@ class TokenAligner:
         # Where bytes seldom prove equal, offsets come with the first reading of the text.
         ids, offsets = encoder.offsets(text) if vocabulary.lossy else (encoder.ids(text), None)
         eos = vocabulary.roles.get("eos")
-        if end and eos is not None and (not len(ids) or ids[-1] != eos):
+        ended = len(ids) > 0 and ids[-1] == eos
+        if ended and eos == vocabulary.unknown and offsets is not None:
+            ended = bool(offsets[-1, 0] == offsets[-1, 1])  # an unknown token covers characters
+        if end and eos is not None and not ended:
             ids = np.append(ids, np.int32(eos))
             offsets = None if offsets is None else np.concatenate([offsets, np.zeros((1, 2), np.int64)])
         return Tokenized(ids, text, None, offsets)
@@ -294,7 +297,9 @@ class TokenAligner:
             raise ValueError("ids with spans are those of their text, got others; tokenise with tokenize_messages")
         exact = all(place is not None and place.exact for place in known) and np.array_equal(equal, spans)
         sides = zip(self._vocabularies, tokenized, placed[0], (spans[:, :2], spans[:, 2:]))
-        exact = exact and not any(strips_spans(vocabulary, side.ids, *where) for vocabulary, side, *where in sides)
+        exact = exact and not any(
+            strips_spans(vocabulary, side.ids, place, bounds) for vocabulary, side, place, bounds in sides
+        )
         return self._by_places((student.ids, teacher.ids), placed, equal, spans, exact)
 
     def _places(
