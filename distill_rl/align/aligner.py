@@ -265,11 +265,12 @@ class TokenAligner:
             stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
             return self._made(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
         sides = [Side.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
+        placed = self._places(tokenized, known)
         if self.method in ("auto", "bytes"):
             found = self._by_ids.agreeing(*sides)
-            if found is not None:
+            # Two sides that each spell a part of the text may spell the same by chance.
+            if found is not None and (placed is None or at_one_place(found.chunks, *placed[0]) is found.chunks):
                 return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
-        placed = self._places(tokenized, known)
         exact = all(place is not None and place.exact for place in known)
         by_places = None
         if placed is not None and self.method in ("auto", "offsets"):
