@@ -13,7 +13,7 @@ from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
 from distill_rl.align.given import read_ids
-from distill_rl.align.ids import IdAligner
+from distill_rl.align.ids import Found, IdAligner
 from distill_rl.align.place import (
     at_one_place,
     encode,
@@ -270,7 +270,7 @@ class TokenAligner:
             found = self._by_ids.agreeing(*sides)
             # Two sides that each spell a part of the text may spell the same by chance.
             if found is not None and (placed is None or at_one_place(found.chunks, *placed[0]) is found.chunks):
-                return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
+                return self._made(ids, found.chunks, "bytes", False, self._stops(found, ids, placed, spans))
         exact = all(place is not None and place.exact for place in known)
         by_places = None
         if placed is not None and self.method in ("auto", "offsets"):
@@ -279,11 +279,23 @@ class TokenAligner:
                 return by_places
         found = self._by_ids.align(*sides, whole=self.method == "dp")
         chunks = found.chunks if placed is None else at_one_place(found.chunks, *placed[0])
-        made = self._made(ids, chunks, found.method, exact, pair_stops(*found.sides, *ids))
+        made = self._made(ids, chunks, found.method, exact, self._stops(found, ids, placed, spans))
         if by_places is None or exact:
             return made
         ends = outside_of_chunks(by_places.lossy_ends, made.student_chunk, made.teacher_chunk)
         return replace(made, lossy_ends=ends)
+
+    def _stops(
+        self,
+        found: Found,
+        ids: tuple[np.ndarray, np.ndarray],
+        placed: tuple[tuple[Placed, Placed], str] | None,
+        spans: np.ndarray,
+    ) -> StopPairs:
+        """By where tokens lie in the text, or, where that is not known, by the bytes before them."""
+        if placed is None:
+            return pair_stops(*found.sides, *ids)
+        return pair_stops_of_spans(self._vocabularies, ids, placed[0], spans)
 
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
         """Only what both sides' spans read alike is aligned, wherever the rest of the two texts differs."""

@@ -50,7 +50,7 @@ def _as_array(name: str, given: Any) -> np.ndarray:
         raise ValueError(_refusal(name, given)) from error
     if row.ndim == 1 and not len(row) and row.dtype.kind in "iuf":
         return np.zeros(0, np.int32)  # numpy takes an empty list for floats
-    listed = row.ndim == 1 and isinstance(given, Sequence)
+    listed = row.ndim == 1 and isinstance(given, Sequence | np.ndarray)
     if row.dtype.kind in "iu" and not (listed and any(isinstance(item, bool | np.bool_) for item in given)):
         return row
     # numpy reads [True, 7] as [1, 7], and integers that no width holds as floats or objects.

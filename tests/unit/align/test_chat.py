@@ -16,6 +16,8 @@ from tests.helpers.align import (
     chunk_bytes,
     family,
     real,
+    stripping,
+    unknown_is_eos,
 )
 
 CHAT = [
@@ -110,6 +112,43 @@ def test_a_content_that_one_template_strips_is_aligned_without_its_white_space()
     assert b"12345" in inside
     assert not found.exact
     assert len(found.stop_pairs) == 2
+
+
+@pytest.mark.parametrize("name", ["byte_level", "spm_prepend", "spm_first", "unigram_fallback"])
+@pytest.mark.parametrize("last", ["是。", "say <|end|> and go"])
+def test_a_newline_that_a_templates_token_swallows_costs_nothing(name, last):
+    chat = [*CHAT[:-1], {"role": "assistant", "content": last}]
+    made = TokenAligner(family("tiktoken"), stripping(name))
+    found = made.align_messages(chat)
+    assert "<|end|>\n<|turn|>\n" in made.tokenize_messages(chat, "teacher").text
+    assert not any(piece == b"\n" for piece in map(made.teacher.token_bytes, found.teacher_ids[:4].tolist()))
+    assert (found.method, found.exact) == ("bytes", True)
+    assert len(found.stop_pairs) == len(chat)
+    inside = b"".join(chunk_bytes(family("tiktoken"), found.student_ids, found.student_chunk, found.num_chunks))
+    assert inside == "".join(message["content"] for message in chat).encode()
+    check_numbers(found)
+    assert TokenAligner(stripping(name), family("tiktoken")).align_messages(chat).exact
+
+
+@pytest.mark.parametrize("content", ["\n\n  mi ter", "\u3000mi", "\n\nsay <|end|> mi"])
+def test_white_space_of_a_message_that_is_swallowed_is_lost(content):
+    made = TokenAligner(family("tiktoken"), stripping("spm_prepend"))
+    found = made.align_messages([CHAT[1], {"role": "assistant", "content": content}])
+    assert not found.exact
+    assert len(found.stop_pairs) == 2
+    assert found.num_chunks
+    check_numbers(found)
+    check_chunks_spell_alike(family("tiktoken"), stripping("spm_prepend"), found)
+
+
+def test_an_eos_of_a_template_with_the_id_of_the_unknown_token_is_exact():
+    made = TokenAligner(family("tiktoken"), unknown_is_eos("unigram"))
+    chat = [{"role": "user", "content": "ka lo mi"}, {"role": "assistant", "content": "ter an sol"}]
+    found = made.align_messages(chat)
+    assert (found.method, found.exact, len(found.stop_pairs)) == ("bytes", True, 2)
+    found = made.align_messages([chat[0], {"role": "assistant", "content": "ter \u2603"}])
+    assert not found.exact
+    assert found.stop_pairs[-1] == (len(found.student_ids) - 2, len(found.teacher_ids) - 1)
 
 
 def test_messages_are_composed_like_texts():
