@@ -76,12 +76,13 @@ def test_what_is_no_row_of_integers_is_refused_in_a_line(given, shown, side):
 
 
 @pytest.mark.parametrize("value", [2**32 + 5, 2**31, -(2**31) - 1, 2**63, 2**70, -(2**70)])
-@pytest.mark.parametrize("read", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+@pytest.mark.parametrize("read", [list, np.array])
 def test_integers_beyond_32_bits_are_not_wrapped(value, read):
-    if read is torch.tensor and not -(2**63) <= value < 2**63:
-        pytest.skip("no torch dtype holds it")
     with pytest.raises(ValueError, match=f"teacher_ids: a token's id lies in 0 … .*, got {value}; check"):
         ALIGNER.align_ids([1], read([value]))
+    if -(2**63) <= value < 2**63:
+        with pytest.raises(ValueError, match=f"got {value}"):
+            ALIGNER.align_ids([1], torch.tensor([value]))
     with pytest.raises(ValueError, match=f"got {value}"):  # int32 cannot give it back, padding or not
         ALIGNER.align_ids([1], read([value]), teacher_mask=[0])
 
