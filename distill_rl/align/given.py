@@ -50,11 +50,11 @@ def _as_array(name: str, given: Any) -> np.ndarray:
         raise ValueError(_refusal(name, given)) from error
     if row.ndim == 1 and not len(row) and row.dtype.kind in "iuf":
         return np.zeros(0, np.int32)  # numpy takes an empty list for floats
-    listed = row.ndim == 1 and isinstance(given, Sequence | np.ndarray)
-    if row.dtype.kind in "iu" and not (listed and any(isinstance(item, bool | np.bool_) for item in given)):
-        return row
     # numpy reads [True, 7] as [1, 7], and integers that no width holds as floats or objects.
-    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in given):
+    kinds = set(map(type, given)) if row.ndim == 1 and isinstance(given, Sequence) else {row.dtype.type}
+    if row.dtype.kind in "iu" and kinds.isdisjoint((bool, np.bool_)):
+        return row
+    if kinds == {int} or (row.dtype.kind == "O" and row.ndim == 1 and set(map(type, row)) == {int}):
         return np.array(given, object)
     raise ValueError(_refusal(name, given))
 
