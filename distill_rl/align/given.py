@@ -42,11 +42,8 @@ def _as_array(name: str, given: Any) -> np.ndarray:
         raise ValueError(_refusal(name, given))
     try:
         row = np.asarray(given)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ragged rows; tensors on a GPU, of bfloat16, with a gradient
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Rows of unequal length; tensors on a GPU, of bfloat16, with a gradient.
         raise ValueError(_refusal(name, given)) from error
     if row.ndim == 1 and not len(row) and row.dtype.kind in "iuf":
         return np.zeros(0, np.int32)  # numpy takes an empty list for floats

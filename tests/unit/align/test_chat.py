@@ -2,7 +2,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
@@ -174,6 +174,24 @@ def test_contents_are_found_in_order_with_and_without_the_template():
         (2, 3),
     )
     assert content_spans(rendered, [{"role": "user", "content": None}]) == ((0, 0),)
+
+
+@pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
+def test_a_real_vocabulary_with_the_tokens_and_template_of_phi3():
+    phi = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(real("mistral-v1").backend_tokenizer.to_str()), eos_token="<|endoftext|>"
+    )
+    turns = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+    phi.add_tokens([AddedToken(token, rstrip=True, normalized=False, special=True) for token in turns])
+    phi.chat_template = (
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    for made in (TokenAligner(real("qwen3"), phi), TokenAligner(phi, real("qwen3"))):
+        found = made.align_messages(CHAT)
+        assert (found.method, found.exact) == ("bytes", True)
+        assert len(found.stop_pairs) == len(CHAT)
+        check_numbers(found)
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
