@@ -12,8 +12,16 @@ import numpy as np
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.encoder import Encoder
-from distill_rl.align.ids import IdAligner
-from distill_rl.align.place import encode, equal_spans, place_by_bytes, place_by_offsets
+from distill_rl.align.given import read_ids
+from distill_rl.align.ids import Found, IdAligner
+from distill_rl.align.place import (
+    at_one_place,
+    encode,
+    equal_spans,
+    place_by_bytes,
+    place_by_offsets,
+    strips_spans,
+)
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
@@ -128,26 +136,28 @@ class TokenAligner:
         """Aligns ids whose text is not at hand: each side's bytes prove the other's.
 
         Args:
-            student_ids, teacher_ids: integers [n], [m].
+            student_ids, teacher_ids: integers [n], [m]: lists, numpy arrays, or torch tensors in host memory.
             student_mask, teacher_mask: [n], [m], 0 at padding, whatever id stands there.
 
         Raises:
-            ValueError: an id outside of the vocabulary that no mask hides; shapes that do not fit.
+            ValueError: floats, bools, text or None in place of integers; an id outside of the vocabulary that no mask
+                hides, or beyond 32 bits; shapes that do not fit.
         """
         sides, ids = [], []
-        for vocabulary, given, mask in zip(
-            self._vocabularies, (student_ids, teacher_ids), (student_mask, teacher_mask)
+        for name, vocabulary, given, mask in zip(
+            ("student_ids", "teacher_ids"),
+            self._vocabularies,
+            (student_ids, teacher_ids),
+            (student_mask, teacher_mask),
         ):
-            row = np.ascontiguousarray(given, np.int32)
-            if row.ndim != 1:
-                raise ValueError(f"ids are one row, got an array of shape {row.shape}; align rows one by one")
+            row = read_ids(name, given, vocabulary.size)
             if mask is not None:
                 mask = np.asarray(mask)
                 if mask.shape != row.shape:
                     raise ValueError(
                         f"a mask has its ids' shape {row.shape}, got {mask.shape}; cut it as the ids are cut"
                     )
-            sides.append(Side.of(vocabulary, row, mask))
+            sides.append(Side.of(vocabulary, row, mask, name=name))
             ids.append(row)
         found = self._by_ids.align(*sides, whole=self.method == "dp")
         # Of two lossy vocabularies that agree, neither proves what the text was.
@@ -208,7 +218,10 @@ class TokenAligner:
         # Where bytes seldom prove equal, offsets come with the first reading of the text.
         ids, offsets = encoder.offsets(text) if vocabulary.lossy else (encoder.ids(text), None)
         eos = vocabulary.roles.get("eos")
-        if end and eos is not None and (not len(ids) or ids[-1] != eos):
+        ended = len(ids) > 0 and ids[-1] == eos
+        if ended and eos == vocabulary.unknown and offsets is not None:
+            ended = bool(offsets[-1, 0] == offsets[-1, 1])  # an unknown token covers characters
+        if end and eos is not None and not ended:
             ids = np.append(ids, np.int32(eos))
             offsets = None if offsets is None else np.concatenate([offsets, np.zeros((1, 2), np.int64)])
         return Tokenized(ids, text, None, offsets)
@@ -257,20 +270,37 @@ class TokenAligner:
             stops = pair_stops_of_spans(self._vocabularies, ids, (left, right), spans)
             return self._made(ids, chunks_of_places(left, right), "bytes", left.exact and right.exact, stops)
         sides = [Side.of(vocabulary, row) for vocabulary, row in zip(self._vocabularies, ids)]
+        placed = self._places(tokenized, known)
         if self.method in ("auto", "bytes"):
             found = self._by_ids.agreeing(*sides)
-            if found is not None:
-                return self._made(ids, found.chunks, "bytes", False, pair_stops(*found.sides, *ids))
-        by_places = self._by_places(tokenized, known, spans, spans) if self.method in ("auto", "offsets") else None
-        if by_places is not None and (by_places.num_chunks or self.method == "offsets"):
-            return by_places
-        found = self._by_ids.align(*sides, whole=self.method == "dp")
+            # Two sides that each spell a part of the text may spell the same by chance.
+            if found is not None and (placed is None or at_one_place(found.chunks, *placed[0]) is found.chunks):
+                return self._made(ids, found.chunks, "bytes", False, self._stops(found, ids, placed, spans))
         exact = all(place is not None and place.exact for place in known)
-        made = self._made(ids, found.chunks, found.method, exact, pair_stops(*found.sides, *ids))
+        by_places = None
+        if placed is not None and self.method in ("auto", "offsets"):
+            by_places = self._by_places(ids, placed, spans, spans, exact)
+            if by_places.num_chunks or self.method == "offsets":
+                return by_places
+        found = self._by_ids.align(*sides, whole=self.method == "dp")
+        chunks = found.chunks if placed is None else at_one_place(found.chunks, *placed[0])
+        made = self._made(ids, chunks, found.method, exact, self._stops(found, ids, placed, spans))
         if by_places is None or exact:
             return made
         ends = outside_of_chunks(by_places.lossy_ends, made.student_chunk, made.teacher_chunk)
         return replace(made, lossy_ends=ends)
+
+    def _stops(
+        self,
+        found: Found,
+        ids: tuple[np.ndarray, np.ndarray],
+        placed: tuple[tuple[Placed, Placed], str] | None,
+        spans: np.ndarray,
+    ) -> StopPairs:
+        """By where tokens lie in the text, or, where that is not known, by the bytes before them."""
+        if placed is None:
+            return pair_stops(*found.sides, *ids)
+        return pair_stops_of_spans(self._vocabularies, ids, placed[0], spans)
 
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
         """Only what both sides' spans read alike is aligned, wherever the rest of the two texts differs."""
@@ -280,22 +310,22 @@ class TokenAligner:
             for vocabulary, side, text in zip(self._vocabularies, tokenized, texts)
         ]
         equal, spans = equal_spans(tokenized, texts)
-        made = self._by_places(tokenized, known, equal, spans)
-        if made is None:
+        placed = self._places(tokenized, known)
+        if placed is None:
             raise ValueError("ids with spans are those of their text, got others; tokenise with tokenize_messages")
-        alike = np.array_equal(equal, spans)
-        return replace(made, exact=made.exact and alike)
+        exact = all(place is not None and place.exact for place in known) and np.array_equal(equal, spans)
+        sides = zip(self._vocabularies, tokenized, placed[0], (spans[:, :2], spans[:, 2:]))
+        exact = exact and not any(
+            strips_spans(vocabulary, side.ids, place, bounds) for vocabulary, side, place, bounds in sides
+        )
+        return self._by_places((student.ids, teacher.ids), placed, equal, spans, exact)
 
-    def _by_places(
-        self,
-        tokenized: tuple[Tokenized, Tokenized],
-        known: Sequence[Placed | None],
-        equal: np.ndarray,
-        spans: np.ndarray,
-    ) -> Alignment | None:
-        """Chunks inside `equal`, stops behind `spans`: by bytes on a side whose place is known and by offsets on the other.
+    def _places(
+        self, tokenized: tuple[Tokenized, Tokenized], known: Sequence[Placed | None]
+    ) -> tuple[tuple[Placed, Placed], str] | None:
+        """Both sides' places, by bytes where `known` has them and by offsets where it does not, and the method's name.
 
-        None where that one has no offsets.
+        None where a side has no offsets.
         """
         places, method = [], "bytes"
         for number, (side, place) in enumerate(zip(tokenized, known)):
@@ -305,12 +335,22 @@ class TokenAligner:
                     return None
                 place = place_by_offsets(self._vocabularies[number], side.ids, side.text, offsets)
             places.append(place)
-        ids = tokenized[0].ids, tokenized[1].ids
+        return (places[0], places[1]), method
+
+    def _by_places(
+        self,
+        ids: tuple[np.ndarray, np.ndarray],
+        placed: tuple[tuple[Placed, Placed], str],
+        equal: np.ndarray,
+        spans: np.ndarray,
+        exact: bool,
+    ) -> Alignment:
+        """Chunks inside `equal`, stops behind `spans`."""
+        places, method = placed
         if self._same and np.array_equal(*ids):  # what is lost is lost alike
-            places = [replace(place, faithful=None) for place in places]
-        chunks = chunks_by_spans(places[0], places[1], equal)
-        stops = pair_stops_of_spans(self._vocabularies, ids, (places[0], places[1]), spans)
-        exact = all(place is not None and place.exact for place in known)
+            places = replace(places[0], faithful=None), replace(places[1], faithful=None)
+        chunks = chunks_by_spans(*places, equal)
+        stops = pair_stops_of_spans(self._vocabularies, ids, places, spans)
         return self._made(ids, chunks, method, exact, stops)
 
     def _offsets(self, side: int, tokenized: Tokenized) -> np.ndarray | None:

@@ -50,7 +50,9 @@ class CoverageReport:
     """why that loss"""
     texts: int
     aligned_share: float
-    """of the student's tokens that spell something: those in a chunk"""
+    """of the student's tokens that stand for text, spelled or unknown: those in a chunk"""
+    unknown_share: float
+    """of the same tokens: unknown ones, which stand for text that the student's tokenizer has no piece for"""
     methods: Mapping[str, int]
     """texts by the method that ran"""
     student_size: int
@@ -73,12 +75,14 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     methods: Counter[str] = Counter()
     classify = _Classifier(aligner.student)
     sums = np.zeros((len(CLASSES), 4))
-    aligned = spelled = exact = 0
+    aligned = spelled = unknown = exact = 0
+    written_around = _count_unknown(aligner.student, aligner.tokenize_student("").ids)
     for text in texts:
         found = aligner.align(text)
         methods[found.method] += 1
         exact += found.exact
         spelled += int(np.count_nonzero(~aligner.student.special[found.student_ids]))
+        unknown += _count_unknown(aligner.student, found.student_ids) - written_around
         aligned += int(np.count_nonzero(found.student_chunk >= 0))
         sizes = found.chunk_sizes()
         pairs, times = np.unique(np.stack(sizes), axis=1, return_counts=True)
@@ -102,12 +106,18 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
         suggested_loss=loss,
         reason=reason,
         texts=count,
-        aligned_share=aligned / spelled if spelled else 0.0,
+        aligned_share=aligned / max(spelled + unknown, 1),
+        unknown_share=unknown / max(spelled + unknown, 1),
         methods=dict(methods),
         student_size=aligner.student.size,
         teacher_size=aligner.teacher.size,
         lossy={name: side.lossy for name, side in sides.items() if side.lossy},
     )
+
+
+def _count_unknown(vocabulary: Vocabulary, ids: np.ndarray) -> int:
+    """Tokens with the unknown token's id; a tokenizer that ends every text with that id writes it around an empty one."""
+    return 0 if vocabulary.unknown is None else int(np.count_nonzero(ids == vocabulary.unknown))
 
 
 def _coverage(row: list[float]) -> ClassCoverage:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.families import Description
+from distill_rl.align.families import WHITE_SPACE, Description
 
 CharSpan = tuple[int, int]
 
@@ -110,12 +110,21 @@ class Encoder:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
-        """Where the template, not a message, writes a special token."""
+        """Where the template, not a message, writes a special token; with the white space that the token swallows."""
         assert self._special_pattern is not None
-        found, outside = [], 0
-        for start, stop in [*contents, (len(text), len(text))]:
-            found += [hit.span() for hit in self._special_pattern.finditer(text, outside, start)]
-            outside = max(outside, stop)
+        strips = self.description.strips()
+        found, outside, done = [], 0, 0
+        for begin, end in [*contents, (len(text), len(text))]:
+            for hit in self._special_pattern.finditer(text, outside, begin):
+                start, stop = hit.span()
+                before, behind = strips.get(self.specials[hit[0]], (False, False))
+                if before:
+                    start = len(text[done:start].rstrip(WHITE_SPACE)) + done
+                if behind:
+                    stop = len(text) - len(text[stop:].lstrip(WHITE_SPACE))
+                found.append((start, stop))
+                done = stop
+            outside = max(outside, end)
         return found
 
 

@@ -11,6 +11,9 @@ from typing import Any
 METASPACE = "▁"
 """U+2581, which SentencePiece writes for a space"""
 
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
+"""what an added token that strips takes with it: Unicode's White_Space, which is less than Python's `str.isspace`"""
+
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _CHANGING_NORMALIZERS = {
     "BertNormalizer",
@@ -105,6 +108,11 @@ class Description:
             if removes or part["type"] in _REMOVING_PRE_TOKENIZERS:
                 return str(part["type"])
         return "an end-of-word mark" if self.model.get("end_of_word_suffix") else None
+
+    def strips(self) -> dict[int, tuple[bool, bool]]:
+        """Added token → whether it swallows the white space (before it, behind it) where it is written."""
+        sides = {token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in self.added}
+        return {number: both for number, both in sides.items() if any(both)}
 
     def composes(self) -> bool:
         return any(part["type"] == "NFC" for part in self.normalizers)

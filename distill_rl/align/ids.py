@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 
 from distill_rl.align.side import Side
-from distill_rl.align.spans import Chunks, chunks_by_ends
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.spans import Chunks, chunks_by_ends, gather
+from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(student ids, teacher ids) → chunk numbers of both, −1 for none"""
@@ -145,16 +145,51 @@ def same_spelling(
     there that another one puts before a text.
     """
     count = _numbered(chunks).count
-    spelled: list[list[bytes]] = []
-    for vocabulary, side, numbers in zip(vocabularies, ids, chunks):
-        pieces = [b""] * count
-        for token in np.flatnonzero(numbers >= 0).tolist():
-            pieces[numbers[token]] += vocabulary.token_bytes(side[token])
-        spelled.append(pieces)
+    sides = [_Spelled.of(*side, count) for side in zip(vocabularies, ids, chunks)]
+    left, right = sides
     left_may = vocabularies[0].drops_spaces or vocabularies[1].dummy
     right_may = vocabularies[1].drops_spaces or vocabularies[0].dummy
-    keep = np.zeros(count + 1, bool)  # the last entry is what −1 reads
-    for number, (left, right) in enumerate(zip(*spelled)):
-        keep[number] = left == right or (left_may and b" " + left == right) or (right_may and left == b" " + right)
-    renumbered = np.where(keep, keep.cumsum() - 1, -1).astype(np.int32)
+    surplus = left.sizes - right.sizes
+    # The space that one side has beyond the other is left out; then equal chunks have equal bytes, one after another.
+    extra = (surplus == 1) & right_may & left.opens_with_space, (surplus == -1) & left_may & right.opens_with_space
+    keep = (surplus == 0) | extra[0] | extra[1]
+    texts = [side.of_chunks(keep, without) for side, without in zip(sides, extra)]
+    sizes = np.where(keep, np.minimum(left.sizes, right.sizes), 0)
+    chunk_of_byte = np.repeat(np.arange(count), sizes)
+    keep[chunk_of_byte[texts[0] != texts[1]]] = False
+    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # the last is what −1 reads
     return renumbered[chunks[0]], renumbered[chunks[1]]
+
+
+@dataclass(frozen=True)
+class _Spelled:
+    """What one side's chunks spell, one directly after another."""
+
+    text: np.ndarray
+    """uint8"""
+    begins: np.ndarray
+    """int64 [count]: where each chunk begins in `text`"""
+    sizes: np.ndarray
+    """int64 [count]: bytes of each chunk"""
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int) -> _Spelled:
+        """Of chunk numbers that never fall from token to token, −1 aside."""
+        held = np.flatnonzero(chunks >= 0)
+        tokens = ids[held].astype(np.intp)
+        lengths = vocabulary.lengths.take(tokens).astype(np.int64)
+        text = gather(vocabulary, vocabulary.starts.take(tokens), lengths, lengths.cumsum())
+        sizes = np.bincount(chunks[held], lengths, count).astype(np.int64)
+        return cls(text, sizes.cumsum() - sizes, sizes)
+
+    @property
+    def opens_with_space(self) -> np.ndarray:
+        """bool [count]"""
+        padded = np.append(self.text, np.uint8(0))  # an empty chunk at the end begins behind the text
+        return (self.sizes > 0) & (padded[self.begins] == SPACE)
+
+    def of_chunks(self, chosen: np.ndarray, without_first: np.ndarray) -> np.ndarray:
+        """uint8: the bytes of the chosen chunks, without the first byte of those in `without_first`."""
+        kept = np.repeat(chosen, self.sizes)
+        kept[self.begins[without_first]] = False
+        return self.text[kept]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from distill_rl.align.alignment import Tokenized
-from distill_rl.align.spans import Placed, gather
+from distill_rl.align.families import WHITE_SPACE
+from distill_rl.align.spans import Chunks, Placed, gather
 from distill_rl.align.vocabulary import SPACE, Vocabulary
+
+_WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 
 
 def encode(text: str) -> bytes:
@@ -27,7 +32,8 @@ def place_by_bytes(vocabulary: Vocabulary, ids: np.ndarray, text: bytes, *, writ
     """Where tokens lie whose bytes are the text's beginning; None if they are not.
 
     A space that the tokenizer may have put before a text, or behind a special token, is taken off where the text has
-    none.
+    none. An unknown token has no bytes, so nothing is known of where it lies; but its id may also be the one of eos or
+    bos. It is taken for those where it is written as such, or beside a text that the other tokens spell in full.
 
     Args:
         ids: int32 [n].
@@ -36,8 +42,7 @@ def place_by_bytes(vocabulary: Vocabulary, ids: np.ndarray, text: bytes, *, writ
     wide = ids.astype(np.intp)
     lengths = vocabulary.lengths.take(wide).astype(np.int64)
     special = np.flatnonzero(vocabulary.special.take(wide)) if not lengths.all() else wide[:0]
-    if vocabulary.unknown is not None and (ids[special] == vocabulary.unknown).any():
-        return None
+    unknown = special[ids[special] == vocabulary.unknown] if vocabulary.unknown is not None else special[:0]
     ends = lengths.cumsum()
     spelled = gather(vocabulary, vocabulary.starts.take(wide), lengths, ends).tobytes()
     cursor = section = done = 0
@@ -55,15 +60,48 @@ def place_by_bytes(vocabulary: Vocabulary, ids: np.ndarray, text: bytes, *, writ
                 size -= 1
             cursor, done = cursor + size, past
         if stop < len(ids) and written_specials:
-            literal = vocabulary.literal(int(ids[stop]))
-            if literal and text.startswith(literal, cursor):
-                cursor += len(literal)
-                gaps.append((stop, len(literal)))
+            size = _written(vocabulary, int(ids[stop]), text, cursor)
+            if not size and ids[stop] == vocabulary.unknown:
+                return None
+            if size:
+                cursor += size
+                gaps.append((stop, size))
         section = stop + 1
+    if len(unknown) and cursor != len(text):
+        return None
     for token, shift in gaps:
         lengths[token] += shift
     ends = lengths.cumsum() if gaps else ends
     return Placed(ends - lengths, ends, None, cursor == len(text))
+
+
+def _written(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:
+    """Bytes of a special token that is written at `cursor`, with the white space that it swallows; 0 if it is not there."""
+    before, behind = vocabulary.strips.get(token, (False, False))
+    literal = vocabulary.literal(token)
+    start = _white_space_until(text, cursor) if before else cursor
+    if not literal or not text.startswith(literal, start):
+        return 0
+    stop = start + len(literal)
+    return (_white_space_until(text, stop) if behind else stop) - cursor
+
+
+def _white_space_until(text: bytes, start: int) -> int:
+    found = _WHITE_SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, place: Placed, spans: np.ndarray) -> bool:
+    """Whether a special token of the template has swallowed white space that one of the spans begins or ends with.
+
+    Args:
+        spans: int64 [k, 2], ascending: start and stop in bytes.
+    """
+    special = vocabulary.special.take(ids.astype(np.intp)) & (place.ends > place.starts)
+    starts, ends = place.starts[special], place.ends[special]
+    reached = spans[:, 1].searchsorted(starts, "right")  # the first span that ends behind the token's start
+    some = reached < len(spans)
+    return bool((spans[reached[some], 0] < ends[some]).any())
 
 
 def _may_drop(vocabulary: Vocabulary, section: int) -> bool:
@@ -107,7 +145,7 @@ def place_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets
     ends[lone] = begins[lone]
     whole = np.ones(len(ids), bool)
     whole[placed] = faithful[group]
-    return Placed(begins, ends, whole, False)
+    return Placed(begins, ends, whole, False, bytes_before[offsets])
 
 
 def _check(
@@ -141,6 +179,33 @@ def _check(
     wrong = np.bincount(of_byte, differs, count) > 0
     faithful = usable & ~wrong
     return faithful, dummy & faithful
+
+
+def at_one_place(chunks: Chunks, student: Placed, teacher: Placed) -> Chunks:
+    """Chunks without those whose two sides lie at different places of the one text, numbered anew.
+
+    Of two tokens that spell the same, one side's stretch of the text holds the other's: where letters are dropped that no
+    token spells, a tokenizer may count them to the token beside them.
+    """
+    firsts, lasts = [], []
+    for place, numbers in ((student, chunks.student), (teacher, chunks.teacher)):
+        covers = place.covers if place.covers is not None else np.stack([place.starts, place.ends], axis=1)
+        held = np.flatnonzero((numbers >= 0) & (covers[:, 1] > covers[:, 0]))
+        starts = np.full(chunks.count, np.iinfo(np.int64).max)
+        ends = np.full(chunks.count, -1, np.int64)
+        np.minimum.at(starts, numbers[held], covers[held, 0])
+        np.maximum.at(ends, numbers[held], covers[held, 1])
+        firsts.append(starts)
+        lasts.append(ends)
+    starts, ends = np.stack(firsts), np.stack(lasts)
+    # The stretch that both have is one of the two, and not empty.
+    common = np.minimum(*ends) - np.maximum(*starts)
+    keep = (common > 0) & (common == np.min(ends - starts, axis=0))
+    if keep.all():
+        return chunks
+    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # the last is what −1 reads
+    count = int(np.count_nonzero(keep))
+    return Chunks(renumbered[chunks.student], renumbered[chunks.teacher], count, chunks.lossy_ends)
 
 
 def byte_positions(text: str) -> np.ndarray:

@@ -28,13 +28,17 @@ class Side:
     lengths: np.ndarray
     """int32, of those tokens, without dropped bytes"""
     silent: np.ndarray
-    """intp: where tokens stand that spell nothing, but for padding and the unknown token"""
+    """intp: where tokens stand that spell nothing, but for padding and the unknown token. One whose id is also that of a
+    stop token is unknown before the last token that spells something, and a stop token behind it."""
     dropped: tuple[int, ...] = ()
     """places in `ids` whose leading space is not in the text"""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None) -> Side:
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
         """Of int32 ids [n], those left out whose mask is 0.
+
+        Args:
+            name: what to call the ids in an error.
 
         Raises:
             ValueError: an id outside of the vocabulary.
@@ -46,13 +50,16 @@ class Side:
         except IndexError as error:
             wrong = ids[real][wide >= vocabulary.size][0]
             rule = f"a token's id lies in 0 … {vocabulary.size - 1}, the tokenizer's"
-            raise ValueError(f"{rule}, got {wrong}; give a mask with 0 at padding") from error
+            raise ValueError(f"{name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
         spelling = stretch(lengths.nonzero()[0])
         silent = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
-            silent = silent[wide[silent] != vocabulary.unknown]
+            known = wide[silent] != vocabulary.unknown
+            if vocabulary.unknown in vocabulary.stops:
+                known |= silent > lengths.nonzero()[0].max(initial=-1)
+            silent = silent[known]
         silent = silent + real.start if isinstance(real, slice) else real[silent]
         return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], silent)
 

@@ -43,6 +43,9 @@ class Placed:
     """bool [n]: whether the token spells what it covers; None: all do"""
     exact: bool
     """whether the tokens together spell the text, byte for byte"""
+    covers: np.ndarray | None = None
+    """int64 [n, 2]: the bytes that the tokenizer itself says each token covers, which may begin behind its start; None:
+    those from its start to its end"""
 
 
 def gather(vocabulary: Vocabulary, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:

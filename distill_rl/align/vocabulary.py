@@ -53,6 +53,9 @@ class Vocabulary:
     unknown: int | None = None
     """the id that stands for any text that the model has no piece for"""
     literals: Mapping[int, bytes] = field(default_factory=dict)
+    """special id → what it is written as"""
+    strips: Mapping[int, tuple[bool, bool]] = field(default_factory=dict)
+    """added id → whether it swallows the white space (before it, behind it) where it is written; others strip none"""
     stops: tuple[int, ...] = ()
     """ids that may end an answer, ascending: eos, end_of_turn, and what else the model stops by"""
 
@@ -115,6 +118,7 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ())
         unknown=unknown,
         literals=literals,
         stops=_stops(roles, special, stops),
+        strips=description.strips(),
         dummy=dummy,
         dummy_after_special=after_special,
         drops_spaces=drops,

@@ -1,9 +1,10 @@
 """Time of alignment on one core, beside what is commonly used, with two real tokenizers and a text of one's own.
 
-    bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt]
+    bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt] [--lossy TEACHERS]
 
 Every row has 2,048 tokens on the student's side unless it says otherwise. Times are medians of rounds in which the
-contenders take turns. TRL's walk is given byte offsets that are already computed: it is timed for the walk alone.
+contenders take turns. TRL's walk is given byte offsets that are already computed: it is timed for the walk alone. Beside
+a lossy teacher, whose ids need the dynamic programme, the first row of a process is timed as well as the later ones.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -66,6 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--text", type=Path, help="an English text in UTF-8, 400 KB or more")
     parser.add_argument("--chinese", type=Path, help="a Chinese text in UTF-8, 30 KB or more")
+    parser.add_argument(
+        "--lossy", nargs="+", type=Path, default=[], help="folders of teachers' tokenizers that change texts"
+    )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--no-projection", action="store_true", help="leave the vocabulary projection out")
     given = parser.parse_args(arguments)
@@ -83,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.chinese:
         texts["Chinese"] = given.chinese.read_text("utf-8")
     results = [measure(each, aligner, programme, given.rounds) for each in rows(aligner, texts)]
-    figures = {
+    figures: dict[str, Any] = {
         "settings": {
             "student": given.tokenizers[0].name,
             "teacher": given.tokenizers[1].name,
@@ -93,9 +99,12 @@ def main(arguments: list[str] | None = None) -> int:
         },
         "aligner_seconds": round(built, 2),
         "results": results,
+        "lossy": [lossy(given.tokenizers[0], folder, given.text, given.rounds) for folder in given.lossy],
         "projection": None if given.no_projection else projection(given.tokenizers),
     }
     show(results)
+    for line in figures["lossy"]:
+        print(f"lossy: {line}")
     print(f"written: {record.write('align', figures, given.out)}")
     return 0
 
@@ -103,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _missing(given: argparse.Namespace) -> str | None:
     if not given.tokenizers or not given.text:
         return "needs --tokenizers STUDENT TEACHER (folders) and --text FILE: it measures real tokenizers on real text"
-    wanted = [folder / "tokenizer.json" for folder in given.tokenizers] + [given.text, *filter(None, [given.chinese])]
+    folders = [*given.tokenizers, *given.lossy]
+    wanted = [folder / "tokenizer.json" for folder in folders] + [given.text, *filter(None, [given.chinese])]
     absent = next((path for path in wanted if not path.is_file()), None)
     return f"{absent}: no such file" if absent else None
 
@@ -206,6 +216,47 @@ def walk() -> tuple[Callable[..., Any] | None, str]:
     if owner is None:
         return None, "not in this version"
     return owner._align_by_byte_offsets, importlib.metadata.version("trl")
+
+
+_LOSSY = """
+import json, sys, time
+from pathlib import Path
+from statistics import median
+from transformers import AutoTokenizer
+from distill_rl.align import TokenAligner
+*folders, text, tokens, rounds = sys.argv[1:]
+aligner = TokenAligner(*(AutoTokenizer.from_pretrained(folder) for folder in folders))
+ids = aligner.tokenize_student(Path(text).read_text("utf-8")[: 12 * int(tokens)]).ids[: int(tokens)]
+kept = b"".join(aligner.student.token_bytes(number) for number in ids.tolist()).decode(errors="ignore")
+sides = aligner.tokenize_student(kept).ids, aligner.tokenize_teacher(kept).ids
+times = []
+for _ in range(1 + int(rounds)):
+    start = time.perf_counter()
+    found = aligner.align_ids(*sides)
+    times.append(time.perf_counter() - start)
+made = {"tokens": [*map(len, sides)], "method": found.method, "chunks": dict(found.counts)}
+print(json.dumps(made | {"first_seconds": round(times[0], 3), "milliseconds": round(1e3 * median(times[1:]), 3)}))
+"""
+
+
+def lossy(student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, Any]:
+    """`align_ids` beside a lossy teacher, in processes of its own: the first row, with Numba's cache on disk empty and
+    full, and the later rows.
+    """
+    runs = []
+    command = [sys.executable, "-c", _LOSSY, *map(str, (student, teacher, text, TOKENS, rounds))]
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in ("empty", "full"):
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=record.ROOT, env={**os.environ, "NUMBA_CACHE_DIR": cache}
+            )
+            if done.returncode:
+                return {
+                    "teacher": teacher.name,
+                    "status": f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}",
+                }
+            runs.append(json.loads(done.stdout))
+    return {"teacher": teacher.name, **runs[1], "first_seconds_without_cache": runs[0]["first_seconds"]}
 
 
 _PROJECTION = """

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VERIFIED, VERIFIED_CHARACTERS = 32, 8000
 """`--verify` looks at so many of the texts, evenly spaced, and at so much of each."""
 LENGTHS_SHOWN = 6
+_OUTCOMES = {True: ("pass", None), False: ("FAIL", "bold red"), None: ("nothing checked", "yellow")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def align(
     json_file: Path | None,
     verify: bool,
 ) -> int:
-    """Prints a coverage audit, and with `verify` the checks; 1 if a check failed, else 0.
+    """Prints a coverage audit, and with `verify` the checks; 1 if a check failed, else 0, also where it had nothing to
+    look at.
 
     Args:
         student, teacher: folders or hub names; only the tokenizers are read.
@@ -80,17 +82,18 @@ def align(
         console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
     print_report(console, student, teacher, report, ends)
     problems = refusals(report)
-    if not problems:
-        print_warnings(console, report)
+    noted = [] if problems else [*warnings(report), *template_warnings(rows, ours, theirs)]
+    print_warnings(console, noted)
     checks = verify_pair(aligner, ours, theirs, rows) if verify and not problems else []
     if checks:
         print_checks(console, checks)
     if json_file is not None:
         results = [asdict(check) for check in checks]
-        write_json(json_file, {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends), "checks": results})
+        figures = {"student": student, "teacher": teacher, **report.to_dict()}
+        write_json(json_file, {**figures, "stops": asdict(ends), "warnings": noted, "checks": results})
     if problems:
         raise ConfigError.many(problems)
-    return int(not all(check.passed for check in checks))
+    return int(any(check.passed is False for check in checks))
 
 
 def read_rows(data: DataConfig, limit: int) -> Rows:
@@ -125,12 +128,30 @@ def refusals(report: CoverageReport) -> list[str]:
     return []
 
 
-def print_warnings(console: Console, report: CoverageReport) -> None:
+def warnings(report: CoverageReport) -> list[str]:
+    """What is odd about the texts, one line each."""
+    if report.exact_share:
+        return []
+    rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
+    return [f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared"]
+
+
+def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
+    """The tokenizers without the chat template that a run on these chats needs, one line each."""
+    if not rows.chats:
+        return []
+    bare = [name for name, side in (("student", student), ("teacher", teacher)) if not side.chat_template]
+    return [
+        f"the {name}'s tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
+        for name in bare
+    ]
+
+
+def print_warnings(console: Console, noted: Sequence[str]) -> None:
     from rich.markup import escape
 
-    if not report.exact_share:
-        rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
-        console.print(escape(f"warning    {rule}; {report.aligned_share:.1%} of the student's tokens are compared\n"))
+    for warning in noted:
+        console.print(escape(f"warning    {warning}\n"))
 
 
 def _reasons(report: CoverageReport) -> str:
@@ -139,7 +160,7 @@ def _reasons(report: CoverageReport) -> str:
 
 
 def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
-    """All checks, on evenly spaced rows; chats are looked at where both tokenizers can write them."""
+    """All checks, on evenly spaced rows; those of chats have none to look at where a tokenizer has no chat template."""
     from distill_rl.align.endings import as_in_a_run
     from distill_rl.align.projection import build_projection
     from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
@@ -151,7 +172,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
         student_stops=aligner.student.stops, teacher_stops=aligner.teacher.stops,
     )  # fmt: skip
     checks = check_alignment(aligner, student, teacher, texts)
-    if chats:
+    if rows.chats:
         checks += check_chats(aligner, chats)
     checks += check_stops(aligner, projection, as_in_a_run(aligner, texts, chats))
     return checks + check_losses(aligner, student, teacher, texts, projection=projection)
@@ -197,11 +218,12 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
     table.add_column("what must hold")
     table.add_column("found")
     for check in checks:
-        style = None if check.passed else "bold red"
-        table.add_row("pass" if check.passed else "FAIL", escape(check.name), escape(check.detail), style=style)
+        word, style = _OUTCOMES[check.passed]
+        table.add_row(word, escape(check.name), escape(check.detail), style=style)
     console.print(table)
-    failed = sum(not check.passed for check in checks)
-    console.print(f"{len(checks) - failed} of {len(checks)} checks passed\n")
+    empty = sum(check.passed is None for check in checks)
+    passed = f"{sum(check.passed is True for check in checks)} of {len(checks)} checks passed"
+    console.print(passed + (f", {empty} had nothing to look at" if empty else "") + "\n")
 
 
 def _lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
@@ -215,7 +237,8 @@ def _lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
         "chunk sizes",
         (shown or "none") + (f", {len(lengths) - LENGTHS_SHOWN} others" if len(lengths) > LENGTHS_SHOWN else ""),
     )
-    yield "tokens in a chunk", f"{report.aligned_share:.1%} of the student's"
+    unknown = f", {report.unknown_share:.1%} are unknown tokens" if report.unknown_share else ""
+    yield "tokens in a chunk", f"{report.aligned_share:.1%} of the student's{unknown}"
     yield (
         "vocabularies",
         (f"{report.student_size:,} and {report.teacher_size:,} ids, {report.common_vocabulary:,} of them in common"),

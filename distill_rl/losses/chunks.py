@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,20 +58,20 @@ class Chunks:
         Raises:
             ValueError: a text is longer than its rows.
         """
-        sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
         count = 0
         for each in alignments:
-            numbers = [np.array(each.student_chunk, np.int64), np.array(each.teacher_chunk, np.int64)]
+            numbers = [torch.tensor(side, dtype=torch.int64) for side in (each.student_chunk, each.teacher_chunk)]
             total = int(each.num_chunks)
             for pair in each.stop_pairs if stops else ():
                 for side, position in zip(numbers, pair):
                     side[position] = total
                 total += 1
-            kept = np.ones(total + 1, bool)  # the last entry is what a −1 reads
+            kept = torch.ones(total + 1, dtype=torch.bool)  # the last entry is what a −1 reads
             kept[-1] = False
             for side in numbers:
                 kept[side[:1]] = False
-            renumbered = np.where(kept, np.cumsum(kept) - 1 + count, -1)
+            renumbered = torch.where(kept, kept.cumsum(0) - 1 + count, -1)
             for found, side in zip(sides, numbers):
                 found.append(renumbered[side][1:])
             count += int(kept.sum())
@@ -97,16 +96,16 @@ class ChunkOutput:
     """detached: the student's there"""
 
 
-def _in_rows(name: str, found: list[np.ndarray], length: int | None) -> Tensor:
+def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
     """int64 [R·S]: the numbers of each text, then −1."""
     longest = max((len(each) + 1 for each in found), default=0)
     width = longest if length is None else length
     if longest > width:
         raise ValueError(f"{name}_length: must hold the longest text, {longest} tokens; got {width}")
-    rows = np.full((len(found), width), -1, np.int64)
+    rows = torch.full((len(found), width), -1)
     for row, each in zip(rows, found):
         row[: len(each)] = each
-    return torch.from_numpy(rows.reshape(-1))
+    return rows.reshape(-1)
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:

@@ -97,6 +97,32 @@ def test_a_failed_check_is_shown_and_the_exit_code_is_1(
     assert not json.loads((tmp_path / "found.json").read_text())["checks"][-1]["passed"]
 
 
+def test_a_check_with_nothing_to_look_at_is_not_called_passed(root: Path, tmp_path: Path) -> None:
+    ended = align(root, "--verify", "--json", tmp_path / "found.json", teacher="lossy", data="chats.jsonl")
+    assert ended.code == 0, ended.out + ended.err
+    checks = json.loads((tmp_path / "found.json").read_text())["checks"]
+    open_ = [check["detail"] for check in checks if check["passed"] is None]
+    assert open_ == ["0 exact rows", "0 exact rows", "0 exact chats"]
+    words = " ".join(ended.out.split())
+    assert words.count("nothing checked") == 3
+    assert f"{len(checks) - 3} of {len(checks)} checks passed, 3 had nothing to look at" in words
+
+
+def test_a_missing_chat_template_is_a_warning_where_a_run_refuses(root: Path, tmp_path: Path) -> None:
+    ended = align(root, "--verify", "--json", tmp_path / "found.json", teacher="latin", data="chats.jsonl")
+    assert ended.code == 0, ended.out + ended.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    warning = "the teacher's tokenizer has no chat template, so a run on these messages would be refused"
+    assert [line for line in found["warnings"] if line.startswith(warning)]
+    assert warning in " ".join(ended.out.split())
+    assert [check["detail"] for check in found["checks"] if check["passed"] is None][-2:] == [
+        "0 exact chats",
+        "0 chats",
+    ]
+    assert "chat template" not in align(root, teacher="latin").out  # text needs none
+    assert "chat template" not in align(root, data="chats.jsonl").out
+
+
 def test_the_same_tokenizer_twice_is_all_one_to_one(root: Path) -> None:
     ended = align(root, teacher="student")
     assert ended.code == 0

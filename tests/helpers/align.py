@@ -148,6 +148,48 @@ def family(name: str) -> PreTrainedTokenizerFast:
     return fast
 
 
+def _rebuilt(name: str, edit: Callable[[dict], None], **tokens: str) -> PreTrainedTokenizerFast:
+    """A family's tokenizer with an edited description."""
+    core = _edited(family(name).backend_tokenizer, edit)
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"} | tokens
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **named)
+    fast.chat_template = family(name).chat_template
+    return fast
+
+
+@cache
+def stripping(name: str) -> PreTrainedTokenizerFast:
+    """Like Phi-3: the tokens that open and end a turn swallow the white space behind them, which the template writes."""
+
+    def edit(described: dict) -> None:
+        for token in described["added_tokens"]:
+            token["rstrip"] = token["content"] in ("<|turn|>", "<|end|>")
+
+    fast = _rebuilt(name, edit)
+    fast.chat_template = (
+        "{% for message in messages %}{{ '<|turn|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}{{ eos_token }}"
+    )
+    return fast
+
+
+@cache
+def unknown_is_eos(name: str) -> PreTrainedTokenizerFast:
+    """Like CLIP: what the model has no piece for becomes the token that also ends a text."""
+
+    def edit(described: dict) -> None:
+        model = described["model"]
+        if model["type"] == "Unigram":
+            model["unk_id"] = next(number for number, (piece, _) in enumerate(model["vocab"]) if piece == "</s>")
+        else:
+            model["unk_token"] = "</s>"
+
+    fast = _rebuilt(name, edit, unk_token="</s>")
+    fast.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + eos_token }}{% endfor %}"
+    )
+    return fast
+
+
 @cache
 def real(name: str) -> PreTrainedTokenizerFast:
     """One of the tokenizers of the shared data; the caller has found that they are there."""

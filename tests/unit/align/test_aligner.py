@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner
 from distill_rl.align.alignment import Tokenized
-from tests.helpers.align import FAMILIES, LOSSLESS, check_numbers, check_row, family
+from tests.helpers.align import FAMILIES, LOSSLESS, check_numbers, check_row, family, unknown_is_eos
 
 
 @cache
@@ -191,6 +191,50 @@ def test_a_difference_in_the_middle_goes_to_the_programme_and_both_ends_stay():
     check_numbers(found)
     assert np.array_equal(found.student_chunk[: len(parts[0].student_ids)], parts[0].student_chunk)
     assert found.student_chunk[-1] == found.teacher_chunk[-1] == found.num_chunks - 1
+
+
+def test_equal_tokens_at_two_places_of_a_text_are_no_chunk():
+    # One side keeps the first i (of İ, lower-cased) and the other one the last; each loses what the other one keeps.
+    for student, teacher in (("unigram", "wordpiece"), ("wordpiece", "unigram")):
+        made = aligner(student, teacher)
+        for text, method in (("İ\n" + "\u2603" * 70 + "i", "dp"), ("İMi", "bytes")):
+            found = made.align(text)
+            by_ids = made.align_ids(found.student_ids, found.teacher_ids)
+            assert by_ids.num_chunks == 1  # ids alone do not tell
+            assert (found.method, found.num_chunks) == (method, 0)
+            assert (found.student_chunk == -1).all()
+            assert (found.teacher_chunk == -1).all()
+        assert aligner(student, teacher, "dp").align("İ\n" + "\u2603" * 70 + "i").num_chunks == 0
+        kept = aligner(student, teacher, "dp").align("ka lo, mi ter, an")
+        assert kept.num_chunks > 4
+        check_numbers(kept)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "unigram"])
+def test_an_eos_with_the_id_of_the_unknown_token_ends_a_text(name):
+    made = TokenAligner(family("tiktoken"), unknown_is_eos(name))
+    assert made.teacher.unknown == made.teacher.roles["eos"]
+    student, teacher = made.tokenize_student("ka lo mi", end=True), made.tokenize_teacher("ka lo mi", end=True)
+    ends = [(len(student.ids) - 1, len(teacher.ids) - 1)]
+    found = made.pair(student, teacher)
+    assert (found.method, found.exact, found.stop_pairs) == ("bytes", True, ends)
+    by_ids = made.align_ids(student.ids, teacher.ids)
+    assert (by_ids.exact, by_ids.stop_pairs) == (True, ends)
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "unigram"])
+@pytest.mark.parametrize("text", ["ka \u2603 lo", "ka lo \u2603", "\u2603"])
+def test_an_unknown_token_with_the_id_of_eos_ends_nothing(name, text):
+    made = TokenAligner(family("tiktoken"), unknown_is_eos(name))
+    student, teacher = made.tokenize_student(text, end=True), made.tokenize_teacher(text, end=True)
+    assert (teacher.ids == made.teacher.unknown).sum() == 2  # for the snowman, and for the end
+    assert teacher.ids[-1] == made.teacher.roles["eos"]
+    found = made.pair(student, teacher)
+    assert not found.exact
+    assert found.stop_pairs == [(len(student.ids) - 1, len(teacher.ids) - 1)]
+    inside = np.flatnonzero(teacher.ids == made.teacher.unknown)[0]
+    both = TokenAligner(unknown_is_eos(name), unknown_is_eos(name)).align_ids(teacher.ids, teacher.ids)
+    assert (inside, inside) not in both.stop_pairs or text != "ka \u2603 lo"  # at the end ids alone do not tell
 
 
 def test_ids_out_of_range_are_refused_unless_masked():

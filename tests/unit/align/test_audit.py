@@ -4,7 +4,7 @@ import pytest
 
 from distill_rl.align import TokenAligner, audit
 from distill_rl.align.audit import class_of
-from tests.helpers.align import SENTENCES, family
+from tests.helpers.align import SENTENCES, family, unknown_is_eos
 from tests.helpers.tokenizers import seeded_words
 
 
@@ -50,6 +50,28 @@ def test_what_is_reported_agrees_with_the_rows():
     assert {"digits", "letters", "punctuation", "cjk"} <= report.classes.keys()
     assert 0 < report.common_vocabulary < aligner.student.size
     assert json.loads(json.dumps(report.to_dict()))["classes"]["digits"]["chunks"] == report.classes["digits"].chunks
+
+
+def test_unknown_tokens_count_as_text_that_is_not_compared():
+    aligner = TokenAligner(family("wordpiece"), family("tiktoken"))
+    texts = ["ka lo \u2603", "\u2603 mi \u2603 \u2603", "sol an be"]
+    rows = [aligner.align(text) for text in texts]
+    unknown = sum((row.student_ids == aligner.student.unknown).sum() for row in rows)
+    tokens = sum(len(row.student_ids) for row in rows)
+    assert unknown == 4
+    report = audit(aligner, texts)
+    assert report.unknown_share == pytest.approx(unknown / tokens)
+    assert report.aligned_share == pytest.approx(sum((row.student_chunk >= 0).sum() for row in rows) / tokens)
+    assert report.aligned_share <= 1 - report.unknown_share
+
+
+def test_an_eos_with_the_unknown_tokens_id_is_no_unknown_text():
+    name = "unigram_fallback"  # writes </s> behind every text
+    aligner = TokenAligner(unknown_is_eos(name), family("tiktoken"))
+    assert aligner.student.unknown == aligner.align("ka lo").student_ids[-1]
+    report = audit(aligner, SENTENCES)
+    assert report.unknown_share == 0
+    assert report.aligned_share == audit(TokenAligner(family(name), family("tiktoken")), SENTENCES).aligned_share
 
 
 def test_lossy_sides_are_named_and_few_singles_ask_for_whole_chunks():

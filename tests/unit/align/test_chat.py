@@ -2,7 +2,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
@@ -16,6 +16,8 @@ from tests.helpers.align import (
     chunk_bytes,
     family,
     real,
+    stripping,
+    unknown_is_eos,
 )
 
 CHAT = [
@@ -112,6 +114,43 @@ def test_a_content_that_one_template_strips_is_aligned_without_its_white_space()
     assert len(found.stop_pairs) == 2
 
 
+@pytest.mark.parametrize("name", ["byte_level", "spm_prepend", "spm_first", "unigram_fallback"])
+@pytest.mark.parametrize("last", ["是。", "say <|end|> and go"])
+def test_a_newline_that_a_templates_token_swallows_costs_nothing(name, last):
+    chat = [*CHAT[:-1], {"role": "assistant", "content": last}]
+    made = TokenAligner(family("tiktoken"), stripping(name))
+    found = made.align_messages(chat)
+    assert "<|end|>\n<|turn|>\n" in made.tokenize_messages(chat, "teacher").text
+    assert not any(piece == b"\n" for piece in map(made.teacher.token_bytes, found.teacher_ids[:4].tolist()))
+    assert (found.method, found.exact) == ("bytes", True)
+    assert len(found.stop_pairs) == len(chat)
+    inside = b"".join(chunk_bytes(family("tiktoken"), found.student_ids, found.student_chunk, found.num_chunks))
+    assert inside == "".join(message["content"] for message in chat).encode()
+    check_numbers(found)
+    assert TokenAligner(stripping(name), family("tiktoken")).align_messages(chat).exact
+
+
+@pytest.mark.parametrize("content", ["\n\n  mi ter", "\u3000mi", "\n\nsay <|end|> mi"])
+def test_white_space_of_a_message_that_is_swallowed_is_lost(content):
+    made = TokenAligner(family("tiktoken"), stripping("spm_prepend"))
+    found = made.align_messages([CHAT[1], {"role": "assistant", "content": content}])
+    assert not found.exact
+    assert len(found.stop_pairs) == 2
+    assert found.num_chunks
+    check_numbers(found)
+    check_chunks_spell_alike(family("tiktoken"), stripping("spm_prepend"), found)
+
+
+def test_an_eos_of_a_template_with_the_id_of_the_unknown_token_is_exact():
+    made = TokenAligner(family("tiktoken"), unknown_is_eos("unigram"))
+    chat = [{"role": "user", "content": "ka lo mi"}, {"role": "assistant", "content": "ter an sol"}]
+    found = made.align_messages(chat)
+    assert (found.method, found.exact, len(found.stop_pairs)) == ("bytes", True, 2)
+    found = made.align_messages([chat[0], {"role": "assistant", "content": "ter \u2603"}])
+    assert not found.exact
+    assert found.stop_pairs[-1] == (len(found.student_ids) - 2, len(found.teacher_ids) - 1)
+
+
 def test_messages_are_composed_like_texts():
     made = aligner("byte_level", "byte_level_nfc")
     assert made.align_messages([{"role": "user", "content": "cafe\u0301"}]).exact
@@ -135,6 +174,24 @@ def test_contents_are_found_in_order_with_and_without_the_template():
         (2, 3),
     )
     assert content_spans(rendered, [{"role": "user", "content": None}]) == ((0, 0),)
+
+
+@pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
+def test_a_real_vocabulary_with_the_tokens_and_template_of_phi3():
+    phi = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(real("mistral-v1").backend_tokenizer.to_str()), eos_token="<|endoftext|>"
+    )
+    turns = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+    phi.add_tokens([AddedToken(token, rstrip=True, normalized=False, special=True) for token in turns])
+    phi.chat_template = (
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    for made in (TokenAligner(real("qwen3"), phi), TokenAligner(phi, real("qwen3"))):
+        found = made.align_messages(CHAT)
+        assert (found.method, found.exact) == ("bytes", True)
+        assert len(found.stop_pairs) == len(CHAT)
+        check_numbers(found)
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")

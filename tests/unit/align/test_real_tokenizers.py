@@ -112,6 +112,32 @@ def test_lossy_rows_are_flagged_and_their_chunks_are_right(student: str, teacher
     assert exact < len(texts()) / 3
 
 
+@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "t5-small"), ("qwen3", "bert-uncased")])
+def test_no_chunk_of_the_programme_pairs_two_places(student: str, teacher: str) -> None:
+    """Rows of which a tokenizer knows hardly a letter: its commas and full stops stand between unknown tokens."""
+    made = aligner(student, teacher)
+    rows = [json.loads(line) for line in (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines()]
+    looked_at = 0
+    for text in (row["text"][start : start + 400] for row in rows for start in range(0, 1600, 400)):
+        found = made.align(text)
+        if found.method != "dp":
+            continue
+        text, extents = made.normalize(text), []
+        for name, ids, chunk in (
+            (student, found.student_ids, found.student_chunk),
+            (teacher, found.teacher_ids, found.teacher_chunk),
+        ):
+            encoded = real(name)(text, return_offsets_mapping=True)
+            assert encoded["input_ids"] == ids.tolist()
+            offsets = np.array(encoded["offset_mapping"])
+            tokens = [chunk == number for number in range(found.num_chunks)]
+            extents.append([(offsets[held, 0].min(), offsets[held, 1].max()) for held in tokens])
+        for ours, theirs in zip(*extents):
+            looked_at += 1
+            assert max(ours[0], theirs[0]) < min(ours[1], theirs[1]), (text, ours, theirs)
+    assert looked_at
+
+
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_ids_alone_give_what_the_text_gives(student: str, teacher: str) -> None:
     made = aligner(student, teacher)

@@ -20,11 +20,12 @@ def material(tmp_path):
     return ["--tokenizers", *folders, "--text", str(text), "--rounds", "1", "--out", str(tmp_path / "align.json")]
 
 
-def test_it_writes_every_row_with_every_contender(material, monkeypatch, capsys):
+def test_it_writes_every_row_with_every_contender(material, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(align, "TOKENS", 256)
     monkeypatch.setattr(align, "PADS", 100)
     monkeypatch.setattr(align, "LONG", 1024)
-    assert align.main(material) == 0
+    family("wordpiece").save_pretrained(tmp_path / "wordpiece")
+    assert align.main(["--lossy", str(tmp_path / "wordpiece"), *material]) == 0
     written = json.loads(Path(material[-1]).read_text("utf-8"))
     names = [line["row"] for line in written["results"]]
     assert names == ["English", "repeats", "100 pads of 256", "1,024 tokens"]
@@ -33,6 +34,11 @@ def test_it_writes_every_row_with_every_contender(material, monkeypatch, capsys)
     assert written["results"][2]["tokens"][0] == 256
     assert written["projection"]["shape"][1] == family("spm_always").vocab_size
     assert written["projection"]["peak_mib"] > 10
+    [lossy] = written["lossy"]
+    assert (lossy["teacher"], lossy["method"]) == ("wordpiece", "dp")
+    assert lossy["tokens"][0] <= 256
+    assert lossy["chunks"]["1:1"] > 0
+    assert min(lossy[key] for key in ("first_seconds", "first_seconds_without_cache", "milliseconds")) > 0
     assert {"cpu", "commit"} <= written["environment"].keys()
     assert "1,024" in capsys.readouterr().out
 

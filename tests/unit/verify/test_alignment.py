@@ -10,6 +10,7 @@ import pytest
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.verify import alignment as checks
 from distill_rl.verify.check import every, within
+from tests.helpers.align import family
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 
 STUDENT, TEACHER = tiny_tokenizer(320, seed=1), tiny_tokenizer(420, seed=2)
@@ -97,6 +98,27 @@ def test_a_check_of_many_names_the_first_fault_and_counts_them() -> None:
     check = every("holds", [None, "bad", None, "worse"], "rows")
     assert (check.passed, check.detail) == (False, "2 of 4 rows, first number 1: bad")
     assert every("holds", [None, None], "rows").detail == "2 rows"
+
+
+def test_a_check_of_nothing_neither_passes_nor_fails() -> None:
+    check = every("holds", [], "rows")
+    assert (check.passed, check.detail) == (None, "0 rows")
+    found = [*checks.check_alignment(ALIGNER, STUDENT, TEACHER, []), *checks.check_chats(ALIGNER, [])]
+    assert len(found) == 9
+    assert all(check.passed is None for check in found)
+
+
+def test_rows_of_which_none_is_exact_leave_those_checks_open() -> None:
+    lossy = family("wordpiece")
+    found = checks.check_alignment(TokenAligner(STUDENT, lossy), STUDENT, lossy, ["The cat SAT", "On 12 MATS"])
+    assert {check.name: check.detail for check in found if check.passed is None} == {
+        "a chunk spells the same bytes of the text on both sides": "0 exact rows",
+        "no chunk could be cut into two": "0 exact rows",
+    }
+    assert all(check.passed is not False for check in found)
+    chats = [[{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "SAT"}]]
+    first, _ = checks.check_chats(TokenAligner(STUDENT, lossy), chats)
+    assert (first.passed, first.detail) == (None, "0 exact chats")
 
 
 @pytest.mark.parametrize(("value", "passed"), [(0.0, True), (1e-6, True), (2e-6, False), (float("nan"), False)])

@@ -1,0 +1,82 @@
+"""Chunks from ids alone that the dynamic programme found: kept where both sides spell the same, token by token or not."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from distill_rl.align import TokenAligner, Vocabulary
+from distill_rl.align.ids import same_spelling
+from tests.helpers.align import SENTENCES, family
+
+Side = tuple[np.ndarray, np.ndarray]
+
+
+def one_by_one(vocabularies: tuple[Vocabulary, Vocabulary], sides: tuple[Side, Side]) -> list[bool]:
+    """Which chunks spell the same on both sides, a byte string at a time."""
+    count = 1 + max(int(numbers.max(initial=-1)) for _, numbers in sides)
+    spelled = [
+        [b"".join(vocabulary.token_bytes(token) for token in ids[numbers == chunk].tolist()) for chunk in range(count)]
+        for vocabulary, (ids, numbers) in zip(vocabularies, sides)
+    ]
+    left_may = vocabularies[0].drops_spaces or vocabularies[1].dummy
+    right_may = vocabularies[1].drops_spaces or vocabularies[0].dummy
+    return [
+        left == right or (left_may and b" " + left == right) or (right_may and left == b" " + right)
+        for left, right in zip(*spelled)
+    ]
+
+
+def drawn(draw: random.Random, vocabularies: tuple[Vocabulary, Vocabulary]) -> tuple[Side, Side]:
+    """Chunks of one or two short tokens, about half of them alike, with tokens of no chunk between them."""
+    short = [np.flatnonzero((side.lengths > 0) & (side.lengths < 3)).tolist() for side in vocabularies]
+    ids_of = [{side.token_bytes(token): token for token in tokens} for side, tokens in zip(vocabularies, short)]
+    both = sorted(ids_of[0].keys() & ids_of[1].keys())
+    rows: tuple[list[tuple[int, int]], ...] = ([], [])
+    for chunk in range(draw.randrange(8)):
+        alike = draw.sample(both, 2) if draw.random() < 0.6 else None
+        for row, tokens, known in zip(rows, short, ids_of):
+            chosen = draw.choices(tokens, k=draw.randint(1, 2)) if alike is None else [known[part] for part in alike]
+            if draw.random() < 0.2 and b" " in known:
+                chosen = [known[b" "], *chosen]
+            row += [(token, chunk) for token in chosen]
+            row += [(draw.choice(tokens), -1)] * draw.randrange(2)
+    left, right = (np.array(row, np.int32).reshape(-1, 2).T for row in rows)
+    return (left[0], left[1]), (right[0], right[1])
+
+
+@pytest.mark.parametrize("student", ["byte_level", "wordpiece", "spm_prepend"])
+@pytest.mark.parametrize("teacher", ["tiktoken", "unigram", "wordpiece"])
+def test_chunks_kept_are_those_of_a_walk_over_the_bytes(student, teacher):
+    made = TokenAligner(family(student), family(teacher))
+    vocabularies = made.student, made.teacher
+    draw = random.Random(f"{student} {teacher}")
+    seen = set()
+    for _ in range(200):
+        sides = drawn(draw, vocabularies)
+        wanted = one_by_one(vocabularies, sides)
+        (left, left_chunks), (right, right_chunks) = sides
+        found = same_spelling(vocabularies, (left, right), (left_chunks, right_chunks))
+        renumbered = np.append(np.where(wanted, np.cumsum(wanted) - 1, -1), -1)
+        assert np.array_equal(found[0], renumbered[left_chunks])
+        assert np.array_equal(found[1], renumbered[right_chunks])
+        assert found[0].dtype == found[1].dtype == np.int32
+        seen |= set(wanted)
+    assert seen == {False, True}
+
+
+def test_a_lossy_row_visits_no_token_in_python(monkeypatch):
+    """A row of 2,000 tokens took a third of its time to ask for each token's bytes by itself."""
+    made = TokenAligner(family("byte_level"), family("wordpiece"))
+    text = " ".join(SENTENCES)
+    ids = made.tokenize_student(text).ids, made.tokenize_teacher(text).ids
+
+    def asked(self: Vocabulary, token_id: int) -> bytes:
+        raise AssertionError(f"asked for the bytes of token {token_id} alone")
+
+    monkeypatch.setattr(Vocabulary, "token_bytes", asked)
+    found = made.align_ids(*ids)
+    assert found.method == "dp"
+    assert found.num_chunks
