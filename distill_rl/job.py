@@ -101,13 +101,14 @@ def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) ->
     from distill_rl.align.projection import cached_projection
 
     folder = Path(config.run.dir).expanduser().absolute() / ".projections"
-    columns = {
-        "student_columns": read_config(config.student.model, config.student.revision).vocab_size,
-        "teacher_columns": read_config(teacher.model, teacher.revision).vocab_size,
-    }
-    stops = {"student_stops": stops_of(config.student), "teacher_stops": stops_of(teacher)}
+    student_columns = read_config(config.student.model, config.student.revision).vocab_size
+    teacher_columns = read_config(teacher.model, teacher.revision).vocab_size
     try:
-        return Crossing(method, os.fspath(cached_projection(folder, ours, theirs, **columns, **stops)))
+        path = cached_projection(
+            folder, ours, theirs, student_columns=student_columns, teacher_columns=teacher_columns,
+            student_stops=stops_of(config.student), teacher_stops=stops_of(teacher),
+        )  # fmt: skip
+        return Crossing(method, os.fspath(path))
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)

@@ -22,16 +22,14 @@ class Endings:
     """rows whose last token in common is a stop on both sides: only of these a student learns to stop"""
 
 
-def endings(
-    aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()
-) -> Endings:
+def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()) -> Endings:
     """
     Raises:
         ValueError: chats, and a tokenizer without a chat template.
     """
     found = as_in_a_run(aligner, texts, chats)
-    stops = [[_written(side, number) for number in side.stops] for side in (aligner.student, aligner.teacher)]
-    return Endings(*stops, rows=len(found), ending=sum(ends_in_stop(aligner, each) for each in found))
+    ours, theirs = ([_written(side, number) for number in side.stops] for side in (aligner.student, aligner.teacher))
+    return Endings(ours, theirs, len(found), sum(ends_in_stop(aligner, each) for each in found))
 
 
 def as_in_a_run(
@@ -50,8 +48,7 @@ def ends_in_stop(aligner: TokenAligner, found: Alignment) -> bool:
     """Whether a pair of stop tokens stands behind the last chunk."""
     last = int(np.flatnonzero(found.student_chunk >= 0).max(initial=-1))
     return any(
-        student > last and int(found.student_ids[student]) in aligner.student.stops
-        for student, _ in found.stop_pairs
+        student > last and int(found.student_ids[student]) in aligner.student.stops for student, _ in found.stop_pairs
     )
 
 

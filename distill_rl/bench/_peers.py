@@ -40,8 +40,8 @@ def trl(beta: float = 0.0) -> tuple[str, Loss]:
         from trl.experimental.gkd import GKDTrainer
     except ImportError:
         return "TRL (formula)", lambda student, teacher, labels: _generalized_jsd(student, teacher, labels, beta)
-    return f"TRL {importlib.metadata.version('trl')}", lambda student, teacher, labels: (
-        GKDTrainer.generalized_jsd_loss(student[None], teacher[None], labels=labels[None], beta=beta)
+    return f"TRL {importlib.metadata.version('trl')}", lambda student, teacher, labels: GKDTrainer.generalized_jsd_loss(
+        student[None], teacher[None], labels=labels[None], beta=beta
     )
 
 

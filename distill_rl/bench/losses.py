@@ -147,8 +147,14 @@ def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
     steps["log-probabilities", "SkyRL (formula)"] = lambda student: (
         -_peers.StreamedLogprobs.apply(student, every, chunk).mean()
     )
-    steps["log-probabilities", "distill_rl"] = lambda student: -vocab_parallel_logprobs(student, every).mean()
+    steps["log-probabilities", "distill_rl"] = lambda student: -_logprobs(student, every).mean()
     return steps
+
+
+def _logprobs(student: Tensor, labels: Tensor) -> Tensor:
+    found = vocab_parallel_logprobs(student, labels)
+    assert isinstance(found, Tensor)  # a pair with entropies, on request
+    return found
 
 
 def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:

@@ -42,7 +42,9 @@ def measure(seed: int, root: Path) -> dict[str, Any]:
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
     scored = {
         "hybrid": _scores(runs / "quickstart-cross"),
-        "one_to_one_only": _train("one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE),
+        "one_to_one_only": _train(
+            "one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE
+        ),
         "two_stops": _train("two_stops", make_material(material, seed, TURNS).root, seed, runs),
     }
     for name in ("one_to_one_only", "two_stops"):

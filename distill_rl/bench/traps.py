@@ -51,6 +51,7 @@ def truth(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     value = (p.exp() * (p - q)).sum() / rows.sum()
     value.backward()
     gradient = torch.zeros_like(student, dtype=torch.float64)
+    assert leaf.grad is not None
     gradient[rows.nonzero(), columns.nonzero()[:, 0]] = leaf.grad
     return value.detach(), gradient
 

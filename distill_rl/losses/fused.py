@@ -154,9 +154,9 @@ def _inputs(
     checks.floating("lm_head_weight", weight, (2,))
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"lm_head_weight: must be [V, {hidden.shape[-1]}], the hidden size; got {list(weight.shape)}")
-    sharded = isinstance(weight, DTensor)
-    local_weight, shard = split(weight, None if sharded else tp_group, dim=0, name="lm_head_weight")
-    if sharded:
+    named = None if isinstance(weight, DTensor) else tp_group
+    local_weight, shard = split(weight, named, dim=0, name="lm_head_weight")
+    if isinstance(weight, DTensor):
         _require_same_rows(hidden, weight, shard, tp_group)
     if isinstance(hidden, DTensor):
         if not all(_keeps_width(placement, hidden.ndim) for placement in hidden.placements):

@@ -85,7 +85,9 @@ class Bridge:
         return self.indptr.shape[0] - 1
 
     def to(self, device: torch.device | str) -> Bridge:
-        moved = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")}
+        moved = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
+        }
         return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
 
     def with_values(self, values: Tensor) -> Bridge:

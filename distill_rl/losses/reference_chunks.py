@@ -79,7 +79,9 @@ def chunk_kd_loss(
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
         sides = student[of_student], realised[of_student], _select(teacher, of_teacher)
         stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
-        value = _stops(method, realised[of_student[0]], sides[2], settings) if stops else _chunk(method, *sides, settings)
+        value = (
+            _stops(method, realised[of_student[0]], sides[2], settings) if stops else _chunk(method, *sides, settings)
+        )
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)

@@ -28,7 +28,9 @@ def check_stops(aligner: TokenAligner, projection: Projection, found: Sequence[A
     opening = aligner.student.roles.get("bos"), aligner.teacher.roles.get("bos")
     ends = aligner.student.stops, aligner.teacher.stops
     paired = [
-        (int(each.student_ids[ours]), int(each.teacher_ids[theirs])) for each in found for ours, theirs in each.stop_pairs
+        (int(each.student_ids[ours]), int(each.teacher_ids[theirs]))
+        for each in found
+        for ours, theirs in each.stop_pairs
     ]
     pairs = [pair for pair in paired if pair != opening or (pair[0] in ends[0] and pair[1] in ends[1])]
     distinct = sorted(set(pairs))
@@ -67,8 +69,8 @@ def _strays(bridge: Bridge) -> Iterator[str | None]:
             yield f"the common vocabulary joins {student} and {teacher}; one of them is no stop" if stray else None
     for student in ours:
         pieces = bridge.indices[bridge.indptr[student] : bridge.indptr[student + 1]].tolist()
-        stray = [piece for piece in pieces if piece not in theirs]
-        yield f"the projection sends {student} into {stray}, which are no stops" if stray else None
+        others = [piece for piece in pieces if piece not in theirs]
+        yield f"the projection sends {student} into {others}, which are no stops" if others else None
 
 
 def _pushed_down(bridge: Bridge, pair: Pair, method: str) -> str | None:

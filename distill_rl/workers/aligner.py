@@ -50,9 +50,15 @@ class AlignerWorker:
         )
         partners = [
             Partner.of(
-                teacher.name, tokenizer, tokenizer_of(teacher), self._config.aligner,
-                student_stops=stops_of(self._config.student), stops=stops_of(teacher),
-            ) if crosses else None
+                teacher.name,
+                tokenizer,
+                tokenizer_of(teacher),
+                self._config.aligner,
+                student_stops=stops_of(self._config.student),
+                stops=stops_of(teacher),
+            )
+            if crosses
+            else None
             for teacher, crosses in zip(running_teachers(self._config), self._crossing)
         ]
         for partner in partners:

@@ -134,7 +134,12 @@ def count_collectives() -> dict[str, tuple[list[str], list[str]]]:
     hidden = data.hidden.clone().requires_grad_()
     with _Collectives() as both:
         fused_linear_kd_loss(
-            hidden, sharded(data.head, mesh, 0), data.target(case), temperature=2.5, chunk_size=6, tp_group=mesh.get_group()
+            hidden,
+            sharded(data.head, mesh, 0),
+            data.target(case),
+            temperature=2.5,
+            chunk_size=6,
+            tp_group=mesh.get_group(),
         ).loss.backward()
     counts["fused"] = both.seen, []
     return counts

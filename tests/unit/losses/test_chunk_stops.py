@@ -114,7 +114,9 @@ def test_the_ends_cost_no_second_gradient() -> None:
     logits = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
     labels = torch.arange(rows)
     numbers = torch.arange(rows)
-    target = TopKLogprobs(torch.zeros(rows, 1).long(), torch.full((rows, 1), -1.0), None, 1.0, torch.full((rows,), -1.0))
+    target = TopKLogprobs(
+        torch.zeros(rows, 1).long(), torch.full((rows, 1), -1.0), None, 1.0, torch.full((rows,), -1.0)
+    )
     ids = list(range(columns))
 
     def peak(stops: list[int]) -> int:

@@ -180,5 +180,5 @@ def test_a_model_stops_by_what_its_generation_config_says(tmp_path, files, expec
 @pytest.mark.parametrize("content", ["{", "[3]"])
 def test_a_generation_config_that_is_no_table_is_refused_by_name(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(ConfigError, match="generation_config.json must be JSON"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json must be JSON"):
         configured_stops(tmp_path)
