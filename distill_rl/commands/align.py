@@ -174,7 +174,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     checks = check_alignment(aligner, student, teacher, texts)
     if rows.chats:
         checks += check_chats(aligner, chats)
-    checks += check_stops(aligner, projection, as_in_a_run(aligner, texts, chats))
+    checks += check_stops(aligner, projection, as_in_a_run(aligner, [] if rows.chats else texts, chats))
     return checks + check_losses(aligner, student, teacher, texts, projection=projection)
 
 

@@ -78,7 +78,7 @@ def test_verify_runs_every_check_on_the_pair_and_passes(root: Path, tmp_path: Pa
     checks = json.loads((tmp_path / "found.json").read_text())["checks"]
     assert len(checks) == 7 + 2 + 3 + 2 * 7
     assert all(check["passed"] for check in checks)
-    assert "21 of 21 checks passed" in ended.out
+    assert "26 of 26 checks passed" in ended.out
 
 
 def test_a_failed_check_is_shown_and_the_exit_code_is_1(
@@ -87,7 +87,7 @@ def test_a_failed_check_is_shown_and_the_exit_code_is_1(
     from distill_rl import verify
     from distill_rl.verify import Check
 
-    monkeypatch.setattr(verify, "check_losses", lambda *_: [Check("a loss is right", False, "off by 1")])
+    monkeypatch.setattr(verify, "check_losses", lambda *_, **__: [Check("a loss is right", False, "off by 1")])
     folders = (str(root / name) for name in ("student", "teacher"))
     code = command.align(
         *folders, str(root / "text.jsonl"), {}, limit=5, json_file=tmp_path / "found.json", verify=True
@@ -115,9 +115,11 @@ def test_a_missing_chat_template_is_a_warning_where_a_run_refuses(root: Path, tm
     warning = "the teacher's tokenizer has no chat template, so a run on these messages would be refused"
     assert [line for line in found["warnings"] if line.startswith(warning)]
     assert warning in " ".join(ended.out.split())
-    assert [check["detail"] for check in found["checks"] if check["passed"] is None][-2:] == [
+    assert [check["detail"] for check in found["checks"] if check["passed"] is None][-4:] == [
         "0 exact chats",
         "0 chats",
+        "0 paired stop tokens",
+        "0 pairs of stop tokens × methods",
     ]
     assert "chat template" not in align(root, teacher="latin").out  # text needs none
     assert "chat template" not in align(root, data="chats.jsonl").out
