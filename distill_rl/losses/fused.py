@@ -21,13 +21,14 @@ from distill_rl.losses.sweep import RowFunction, accumulator
 from distill_rl.losses.targets import Teacher
 from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
-_CPU_CHUNK = 64
+_LEAST_CHUNK = 64
+"""rows, for a good matrix product"""
 
 
-def default_chunk(hidden_size: int, device: torch.device) -> int:
-    """Rows per chunk: on a GPU half the hidden size, for then a chunk of logits is about as large as the weight's gradient,
-    which every chunk reads and writes; on a CPU enough for a good matrix product."""
-    return max(_CPU_CHUNK, hidden_size // 2) if device.type == "cuda" else _CPU_CHUNK
+def default_chunk(hidden_size: int) -> int:
+    """Rows per chunk: half the hidden size, for then a chunk of logits is about as large as the weight's gradient, which
+    every chunk reads and writes."""
+    return max(_LEAST_CHUNK, hidden_size // 2)
 
 
 @untraced
@@ -85,7 +86,7 @@ def fused_linear_kd_loss(
     if kept is not None:
         flat, targets = flat.index_select(0, kept), None if targets is None else targets.select(kept)
     like = weight.new_empty(0, dtype=accumulator(weight.dtype))
-    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(hidden.shape[-1], hidden.device))
+    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(hidden.shape[-1]))
     function = small.rows(targets, like)
     if reduction == "none":
         values = layer.rows(flat, function)
@@ -118,7 +119,7 @@ def fused_linear_logprobs(
     targets = checks.rows("target_ids", target_ids, local.shape[:-1])
     like = weight.new_empty(0, dtype=accumulator(weight.dtype))
     function = LabelRows(targets, shard, like, temperature, return_entropy)
-    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(local.shape[-1], local.device))
+    layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(local.shape[-1]))
     values = [value.view(target_ids.shape) for value in layer.rows(local.reshape(-1, local.shape[-1]), function)]
     return (values[0], values[1]) if return_entropy else values[0]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from distill_rl.losses.sweep import Centre, Scratch, accumulator
+from distill_rl.losses.sweep import Centre, Scratch, accumulator, chunks
+
+_TILE = 2**18
+"""Elements; a megabyte of fp32"""
 
 
 class Head:
@@ -15,7 +18,6 @@ class Head:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0):
         self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
-        self._wide = None if weight.is_cuda else weight.to(accumulator(weight.dtype))
 
     def load(
         self, name: str, hidden: Tensor, scratch: Scratch, centre: Centre, rows: slice, *, first: bool = False
@@ -47,15 +49,31 @@ class Head:
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
         """∂/∂ hidden of this rank's columns, from that of the logits [n, Vl]; fp32 (fp64 for fp64)."""
-        return multiply(gradient, self.weight if self._wide is None else self._wide, self.weight.dtype)
+        wide = accumulator(self.weight.dtype)
+        if self.weight.is_cuda or self.weight.dtype == wide:
+            return multiply(gradient, self.weight, self.weight.dtype)
+        total = gradient.new_zeros(gradient.shape[0], self.weight.shape[1])
+        for columns, tile in self._tiles(wide):
+            total.addmm_(gradient[:, columns], tile)
+        return total
 
     def _product(self, hidden: Tensor, out: Tensor) -> None:
-        if self._wide is not None:
-            torch.mm(hidden.to(self._wide.dtype), self._wide.T, out=out)
-        elif self.weight.dtype == out.dtype:
+        if self.weight.dtype == out.dtype:
             torch.mm(hidden.to(out.dtype), self.weight.T, out=out)
-        else:  # bf16 or fp16 on a GPU: summed in fp32 and written as that
+        elif self.weight.is_cuda:  # bf16 or fp16: summed in fp32 and written as that
             torch.mm(hidden.to(self.weight.dtype), self.weight.T, out_dtype=out.dtype, out=out)
+        else:
+            hidden = hidden.to(out.dtype)
+            for columns, tile in self._tiles(out.dtype):
+                torch.mm(hidden, tile.T, out=out[:, columns])
+
+    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the weight, widened a few at a time: a CPU's products in bf16 are written in bf16, so it works in fp32,
+        on tiles that stay in its cache. A copy of the whole weight would be the largest tensor there is."""
+        buffer = self.weight.new_empty(max(1, _TILE // max(self.weight.shape[1], 1)), self.weight.shape[1], dtype=dtype)
+        for columns in chunks(self.weight.shape[0], buffer.shape[0]):
+            tile = buffer[: columns.stop - columns.start]
+            yield columns, tile.copy_(self.weight[columns])
 
 
 def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
