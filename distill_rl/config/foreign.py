@@ -81,7 +81,7 @@ FOREIGN: tuple[tuple[str, str, str], ...] = (
     ("loss_fn.vocab_topk", "loss.top_k", ""),
     ("loss_fn.exact_token_match_only", "loss.cross_tokenizer", "`strict`"),
     ("loss_fn.project_teacher_to_student", "", "the student is projected into the teacher's vocabulary"),
-    ("loss_fn.gold_loss", "loss.cross_tokenizer", "`gold`; false is `xtoken`"),
+    ("loss_fn.gold_loss", "loss.cross_tokenizer", "`hkl` is the same loss, `gold` its mended form; false is `xtoken`"),
     ("loss_fn.xtoken_loss", "loss.gold_relaxed", "admits matches of weight 0.6 and more in `gold`"),
     ("loss_fn.uncommon_topk", "loss.uncommon_top_k", ""),
     ("loss_fn.ce_loss_scale", "loss.ce_weight", ""),

@@ -149,11 +149,11 @@ class LossConfig:
     cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
     """Loss for a teacher with another tokenizer; null: all must share the student's."""
     chunk_average: Literal["mean", "chain"] = "mean"
-    """How the predictions of a chunk's tokens become one, in xtoken, gold and uld: their mean, or the first one's times the chance of the chunk's other tokens."""
+    """How the predictions of a chunk's tokens become one, in `xtoken`, `gold`, `hkl` and `uld`: their mean, or the first one's times the chance of the chunk's other tokens."""
     uncommon_top_k: int = 8192
-    """Columns of the sorted parts of `gold` and `uld`."""
+    """Columns of the sorted parts of `gold`, `hkl` and `uld`."""
     gold_relaxed: bool = False
-    """Admit vocabulary matches of weight 0.6 and more in `gold`."""
+    """Admit vocabulary matches of weight 0.6 and more in `gold` and `hkl`."""
     alm_tau: float = 1.0
     """Temperature of the chunk likelihoods of `alm` and of the longer chunks of `hybrid`: they are raised to 1 / alm_tau."""
 

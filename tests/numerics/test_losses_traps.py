@@ -220,3 +220,29 @@ def test_total_variation_from_a_teacher_that_says_nan_has_no_gradient(teacher: s
     _, gradient = with_gradient(kd_loss, student, TEACHERS[teacher](logits), divergence="tvd")
     assert gradient[2].isnan().all()
     assert gradient[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_an_offset_of_all_logits_costs_no_digits(divergence: str, teacher: str) -> None:
+    """fp32 has seven; logits near 300 would leave four for what they differ by."""
+    student, logits, labels = random_rows()
+    target = TEACHERS[teacher](logits - 300)
+    keywords: dict[str, Any] = {"divergence": divergence, "labels": labels}
+    value, gradient = with_gradient(kd_loss, student + 300, target, **keywords)
+    truth, right = with_gradient(reference.kd_loss, (student + 300).double(), target, **keywords)
+    assert abs(value.double() - truth) <= 1e-6 * truth
+    assert (gradient.double() - right).norm() <= 2e-6 * right.norm()
+
+
+@pytest.mark.parametrize("entry", first_derivatives())
+def test_autocast_changes_no_bit(entry: str) -> None:
+    student, _, _ = random_rows()
+    function, leaf = first_derivatives()[entry], student.requires_grad_()
+    value = function(leaf)
+    (wanted,) = torch.autograd.grad(value, leaf)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = function(leaf)
+        (found,) = torch.autograd.grad(again, leaf)
+    assert torch.equal(again, value)
+    assert torch.equal(found, wanted)
