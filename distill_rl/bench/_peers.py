@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from functools import cache
@@ -26,12 +27,20 @@ def plain_torch(divergence: str = "forward_kl") -> Loss:
 
     def loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         p, q = F.log_softmax(teacher.float(), -1), F.log_softmax(student.float(), -1)
-        first, second = (q, p) if divergence == "forward_kl" else (p, q)
-        rows = F.kl_div(first, second, reduction="none", log_target=True).sum(-1)
+        if divergence == "jsd":
+            m = torch.logaddexp(p, q) - math.log(2)
+            terms = 0.5 * (_kl(m, p) + _kl(m, q))
+        else:
+            terms = _kl(*((q, p) if divergence == "forward_kl" else (p, q)))
+        rows = terms.sum(-1)
         counts = labels != -100
         return (rows * counts).sum() / counts.sum()
 
     return loss
+
+
+def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True)
 
 
 def trl(beta: float = 0.0) -> tuple[str, Loss]:

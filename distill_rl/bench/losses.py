@@ -133,6 +133,7 @@ def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
         steps[divergence, "distill_rl, chunk N/64"] = ours(divergence, dense, chunk_size=chunk)
     theirs("forward_kl", *_peers.torchtune())
     theirs("forward_kl", *_peers.trl(0.0))
+    theirs("jsd", PLAIN, _peers.plain_torch("jsd"))
     theirs("jsd", *_peers.trl(0.5))
     steps["jsd", "distill_rl"] = ours("jsd", dense)
     masked = f"forward_kl, {LABELLED:.0%} of the rows count"

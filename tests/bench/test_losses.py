@@ -55,7 +55,7 @@ def test_the_formulas_that_stand_in_for_missing_packages_agree_with_ours() -> No
     same = {
         "forward_kl": [_peers.plain_torch(), jsd(0.0), torchtune, _peers.automodel()[1]],
         "reverse_kl": [_peers.plain_torch("reverse_kl"), jsd(1.0)],
-        "jsd": [jsd(0.5)],
+        "jsd": [_peers.plain_torch("jsd"), jsd(0.5)],
     }
     for divergence, formulas in same.items():
         for loss in formulas:
