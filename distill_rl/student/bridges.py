@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.losses import Bridge, LearnableProjection
 from distill_rl.parallel.mesh import World
 from distill_rl.types import Crossing
+
+log = logging.getLogger(__name__)
 
 Way = tuple[str, Bridge | LearnableProjection]
 """The loss across tokenizers, and the way from one vocabulary to the other."""
@@ -31,7 +34,15 @@ def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnabl
 
 
 def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
-    bridge = Bridge.from_projection(load_projection(crossing.projection)).to(world.device)
+    found = load_projection(crossing.projection)
+    if world.rank == 0 and not (len(found.student_stops) and len(found.teacher_stops)):
+        log.warning(
+            "%s holds no stop tokens of both sides, as files of earlier versions do not: they are compared like other "
+            "tokens where an answer ends, and a teacher that stops by another may teach not to stop; leave "
+            "projection.path out to have the file built anew",
+            crossing.projection,
+        )
+    bridge = Bridge.from_projection(found).to(world.device)
     if not learnable or crossing.method != "xtoken":
         return crossing.method, bridge
     projection = LearnableProjection(bridge)
