@@ -216,6 +216,13 @@ def refuse_a_weight_whose_ranks_have_rows_of_their_own() -> None:
         fused_linear_kd_loss(data.hidden, head, target, tp_group=other)
 
 
+def refuse_labels_that_are_a_dtensor() -> None:
+    mesh, data, case = line(), batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
+    labels = DTensor.from_local(data.labels, mesh, [Replicate()], run_check=False)
+    with pytest.raises(ValueError, match=r"^labels: must be a plain tensor, this rank's rows; got a DTensor"):
+        kd_loss(data.student, data.target(case), labels=labels)
+
+
 def refuse_plain_shards_of_unequal_width() -> None:
     widths = [20 + rank for rank in range(dist.get_world_size())]
     own = torch.randn(5, widths[dist.get_rank()])
@@ -229,6 +236,10 @@ def refuse_plain_shards_of_unequal_width() -> None:
             call()
     equal = kd_loss(own[:, :20], teacher, tp_group=dist.group.WORLD)  # and the ranks are still in step
     assert equal.loss.isfinite()
+
+
+def test_labels_that_are_a_dtensor_are_refused() -> None:
+    run_ranks(2, refuse_labels_that_are_a_dtensor)
 
 
 def test_a_weight_that_is_sharded_over_data_parallel_ranks_is_refused() -> None:
