@@ -65,6 +65,7 @@ def _project(
     _fits("student", student, student_columns)
     _fits("teacher", teacher, teacher_columns)
     common = common_vocabulary(student, teacher)
+    stops = _stops(student, teacher)
     rows = _exact_rows(student, teacher, common, retokenizer.ids)
     exact_rows = len(rows)
     split = [number for number in np.flatnonzero(student.lengths).tolist() if number not in rows]
@@ -79,8 +80,8 @@ def _project(
         student_hash=student.hash,
         teacher_hash=teacher.hash,
         exact_rows=exact_rows,
-        student_stops=np.array(student.stops, np.int32),
-        teacher_stops=np.array(teacher.stops, np.int32),
+        student_stops=np.array(stops[0], np.int32),
+        teacher_stops=np.array(stops[1], np.int32),
     )
 
 
@@ -124,7 +125,12 @@ def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns
     except ValueError as error:
         log.warning("%s; it is built anew", error)
         return False
-    return tuple(found.student_stops) == student.stops and tuple(found.teacher_stops) == teacher.stops
+    return (tuple(found.student_stops), tuple(found.teacher_stops)) == _stops(student, teacher)
+
+
+def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both sides' stop tokens; none of two copies of one tokenizer, where every token has its own counterpart."""
+    return ((), ()) if student.hash == teacher.hash else (student.stops, teacher.stops)
 
 
 def _fits(side: str, vocabulary: Vocabulary, columns: int) -> None:

@@ -85,7 +85,9 @@ class ChunkTask:
         """Without the student's logits and the teacher, for what lives until backward."""
         nothing = self.logits.new_empty(0, 0)
         bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
-        bare.__dict__.update({name: self.__dict__[name] for name in ("ends", "groups") if name in self.__dict__})
+        bare.__dict__["groups"] = self.groups
+        if not self.chain:
+            bare.__dict__["ends"] = self.ends  # a GPU is waited for once
         return bare
 
     def dense_teacher(self) -> DenseLogits:

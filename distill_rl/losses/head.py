@@ -24,8 +24,9 @@ class Head:
     ) -> Tensor:
         """Logits of these rows, centred and scaled, in the buffer of that name, [n, width]."""
         buffer = scratch.buffer(name, hidden.shape[0])
-        self.logits(hidden, buffer[:, : scratch.columns])
-        return scratch.finish(buffer, centre, rows, first=first)
+        logits = buffer[:, : scratch.columns]
+        self.logits(hidden, logits)
+        return scratch.finish(buffer, logits, centre, rows, first=first)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""

@@ -131,14 +131,13 @@ class Scratch:
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
         """Logits [n, columns] of these rows, centred and scaled, with the floor for −inf and in the dummy columns."""
         buffer = self.buffer(name, logits.shape[0])
-        buffer[:, : self.columns].copy_(logits)
-        return self.finish(buffer, centre, rows, first=first)
+        return self.finish(buffer, logits, centre, rows, first=first)
 
-    def finish(self, buffer: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
-        """What `load` does after copying, for a buffer that was filled otherwise."""
+    def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
+        """What `load` does, for logits that may already lie in the buffer. They are widened on the way."""
         if first:
-            centre.measure(rows, buffer[:, : self.columns])
-        buffer.sub_(centre.of(rows, first=first)[:, None])
+            centre.measure(rows, logits)
+        torch.sub(logits, centre.of(rows, first=first)[:, None], out=buffer[:, : self.columns])
         if centre.scale != 1:
             buffer.mul_(centre.scale)
         buffer.clamp_(min=floor_of(buffer.dtype))

@@ -35,7 +35,8 @@ def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnabl
 
 def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
     found = load_projection(crossing.projection)
-    if world.rank == 0 and not (len(found.student_stops) and len(found.teacher_stops)):
+    same = found.student_hash == found.teacher_hash
+    if world.rank == 0 and not same and not (len(found.student_stops) and len(found.teacher_stops)):
         log.warning(
             "%s holds no stop tokens of both sides, as files of earlier versions do not: they are compared like other "
             "tokens where an answer ends, and a teacher that stops by another may teach not to stop; leave "

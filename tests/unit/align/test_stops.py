@@ -110,3 +110,9 @@ def test_endings_count_the_rows_that_end_in_a_stop_on_both_sides() -> None:
 def test_texts_end_in_eos_as_in_a_run() -> None:
     found = endings(TokenAligner(*pair()), ["kalo mi", "ter an sol"])
     assert (found.rows, found.ending) == (2, 2)
+
+
+def test_two_copies_of_one_tokenizer_need_no_stops_for_each_token_has_its_own() -> None:
+    made = build_projection(tiny_tokenizer(320), tiny_tokenizer(320), student_columns=320, teacher_columns=320)
+    assert not len(made.student_stops)
+    assert not len(made.teacher_stops)

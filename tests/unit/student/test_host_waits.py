@@ -35,17 +35,19 @@ SWEEP = {("nonzero", "losses/chunk_task.py:sweep"): 1}
 """an order of chunks in which longer ones come last"""
 ENDS = {("tolist", "losses/chunk_task.py:ends"): 1}
 """where groups of chunks end"""
+STOPS = {("_local_scalar_dense", "losses/chunk_stops.py:with_stops"): 1}
+"""how many of the chunks are stop tokens"""
 MICRO_BATCH = {
     "/topk": {},
     "/hidden": {},
     "/logits": {},
-    "hybrid/topk": CHUNKS | ONE_TO_ONE,
-    "alm/topk": CHUNKS,
-    "strict/logits": CHUNKS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/chunk_strict.py:strict"): 1},
-    "uld/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS,
-    "gold/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS
-    | {("nonzero", "losses/chunk_dense.py:_others"): 2, ("index", "losses/chunk_dense.py:gold"): 3},
-    "xtoken/logits": CHUNKS | ONE_TO_ONE | SWEEP | ENDS
+    "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
+    "alm/topk": CHUNKS | STOPS,
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/chunk_strict.py:strict"): 1},
+    "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS,
+    "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
+    | {("nonzero", "losses/chunk_dense.py:_others"): 2, ("index", "losses/chunk_dense.py:_by_parts"): 3},
+    "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
     | {
         ("nonzero", "losses/chunk_projected.py:_top_columns"): 1,
         ("_unique2", "losses/chunk_projected.py:xtoken"): 1,
