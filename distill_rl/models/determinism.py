@@ -27,7 +27,7 @@ def start_vector_math() -> None:
     """Makes the first cosine of the process on one thread.
 
     torch's CPU builds take cosines from MKL, which sets itself up in the first call. Where several threads share that
-    call, it now and then returns values that are wrong by 1.5e-4 (seen in 7 of 40 processes, torch 2.13): rotary
-    positions, so whole models, differ from process to process. One element is never shared among threads.
+    call, it now and then returns wrong values: rotary positions, so whole models, differ from process to process. One
+    element is never shared among threads.
     """
     torch.zeros(1).cos()
