@@ -41,7 +41,7 @@ def measure(seed: int, root: Path) -> dict[str, Any]:
     _run("distill_rl.quickstart", "--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material))
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
     scored = {
-        "hybrid": _scores(runs / "quickstart-cross"),
+        "hybrid": _scores(runs / "quickstart-cross", "student_after"),
         "one_to_one_only": _train(
             "one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE
         ),
@@ -67,11 +67,11 @@ def _train(name: str, material: Path, seed: int, runs: Path, *overrides: str) ->
     }
     given = [f"{key}={value}" for key, value in settings.items()]
     _run("distill_rl", "train", "-c", str(CONFIG), *given, *overrides)
-    return _scores(runs / name)
+    return _scores(runs / name, "student")
 
 
-def _scores(run: Path) -> dict[str, Any]:
-    return json.loads((run / "evals" / "student" / "exact_match.json").read_text())
+def _scores(run: Path, model: str) -> dict[str, Any]:
+    return json.loads((run / "evals" / model / "exact_match.json").read_text())
 
 
 def _run(*command: str) -> None:
