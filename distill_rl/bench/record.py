@@ -58,10 +58,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def commit() -> dict[str, Any]:
-    """`commit`, empty where this is no clone, and `dirty`: tracked files differ from it."""
+    """`commit`, empty where this is no clone, and `dirty`: tracked files differ from it, other benchmarks' figures aside."""
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/benchmarks")),
     }
 
 

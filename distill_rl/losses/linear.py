@@ -12,7 +12,6 @@ from distill_rl.losses.head import Head, multiply
 from distill_rl.losses.shards import VocabularyShard
 from distill_rl.losses.sweep import RowFunction, Scratch, accumulator, chunks, part
 
-
 _TILE = 2**12
 """Rows of a gradient that are rounded at once: as a whole it need not exist in fp32 for that."""
 

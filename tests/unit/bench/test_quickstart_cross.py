@@ -21,6 +21,13 @@ def test_all_chunks_beat_no_teacher_on_every_seed_and_one_to_one_chunks_alone_do
         assert one["teacher"] >= 0.97
 
 
+def test_a_teacher_with_two_stop_tokens_teaches_as_many_answers_to_end() -> None:
+    cut_off = {name: sum(one["truncated"][name] for one in RECORD["seeds"]) for name in RECORD["seeds"][0]["truncated"]}
+    assert cut_off["two_stops"] <= cut_off["hybrid"] < cut_off["one_to_one_only"]
+    for one in RECORD["seeds"]:
+        assert one["intervals"]["two_stops"][0] > one["intervals"]["ce_only"][1]
+
+
 def test_the_pages_say_what_was_recorded() -> None:
     page = (Path(__file__).parents[3] / "docs/losses.md").read_text()
     for one in RECORD["seeds"]:
