@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DistillError as error:
         return _complain(error)
     except KeyboardInterrupt:
-        from distill_rl.signals import EXIT_INTERRUPTED
+        from distill_rl.system.signals import EXIT_INTERRUPTED
 
         print("distill-rl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _eval(options: argparse.Namespace) -> int:
     from distill_rl.commands.evaluate import Request, Where, evaluate
-    from distill_rl.evals.backend import Settings
+    from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
     settings = Settings(options.batch_size, options.dtype, options.tensor_parallel)

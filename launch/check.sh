@@ -27,7 +27,7 @@ step lint "$PYTHON" -m ruff check .
 step format "$PYTHON" -m ruff format --check --quiet .
 step types "$PYTHON" -m mypy
 step imports "$PYTHON" -m pytest -q tests/unit/test_imports.py
-step units "$PYTHON" -m pytest -q tests/unit/config tests/unit/test_errors.py tests/unit/test_prefetch.py tests/unit/test_launch_scripts.py tests/properties
+step units "$PYTHON" -m pytest -q tests/unit/config tests/unit/test_errors.py tests/unit/run/test_prefetch.py tests/unit/test_launch_scripts.py tests/properties
 
 if ((${#failed[@]})); then
     echo "check: failed: ${failed[*]}" >&2

@@ -151,7 +151,7 @@ tell_missing() { # tell_missing WHY: names the nodes and shows what they said la
 }
 
 start_nodes() {
-    "${on_all[@]}" "${container[@]}" "$PYTHON" -m distill_rl.workers.cluster.ray_node "$shared" "$logs" &
+    "${on_all[@]}" "${container[@]}" "$PYTHON" -m distill_rl.workers.cluster.node "$shared" "$logs" &
     nodes=$!
     local deadline=$((SECONDS + RAY_START_TIMEOUT + 30)) failed
     while [[ -n "$(missing)" ]]; do

@@ -26,7 +26,7 @@ elif [[ ${1:-} == gpu ]]; then
 elif [[ ${1:-} == vllm ]]; then
     shift
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
-    exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/test_vllm.py "$@"
+    exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py "$@"
 elif [[ ${1:-} == faults ]]; then
     shift
     exec "$PYTHON" -m pytest tests/faults "$@"

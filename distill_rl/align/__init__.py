@@ -7,7 +7,7 @@ from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment, Tokenized
 from distill_rl.align.audit import CoverageReport, audit
 from distill_rl.align.chat import content_spans
-from distill_rl.align.vocabulary import Vocabulary, common_vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary, common_vocabulary
 
 __all__ = [
     "Alignment",

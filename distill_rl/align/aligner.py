@@ -11,8 +11,8 @@ import numpy as np
 
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
-from distill_rl.align.encoder import Encoder
-from distill_rl.align.given import read_ids
+from distill_rl.align.dp.window import WindowSolver
+from distill_rl.align.given_ids import read_ids
 from distill_rl.align.ids import Found, IdAligner
 from distill_rl.align.place import (
     at_one_place,
@@ -25,8 +25,8 @@ from distill_rl.align.place import (
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, Placed, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
-from distill_rl.align.vocabulary import compose, read_vocabulary
-from distill_rl.align.window import WindowSolver
+from distill_rl.align.tokenizer.encoder import Encoder
+from distill_rl.align.tokenizer.vocabulary import compose, read_vocabulary
 
 METHODS = ("auto", "bytes", "offsets", "dp")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment
-from distill_rl.align.vocabulary import Vocabulary, common_vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary, common_vocabulary
 
 CLASSES = ("letters", "digits", "punctuation", "cjk", "other scripts", "whitespace", "parts of characters", "mixed")
 _MIXED, _WHITESPACE = CLASSES.index("mixed"), CLASSES.index("whitespace")

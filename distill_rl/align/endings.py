@@ -9,7 +9,7 @@ import numpy as np
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, chunks_by_ends, gather
-from distill_rl.align.vocabulary import SPACE, Vocabulary
+from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(student ids, teacher ids) → chunk numbers of both, −1 for none"""

@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from distill_rl.align.alignment import Tokenized
-from distill_rl.align.families import WHITE_SPACE
 from distill_rl.align.spans import Chunks, Placed, gather
-from distill_rl.align.vocabulary import SPACE, Vocabulary
+from distill_rl.align.tokenizer.families import WHITE_SPACE
+from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 

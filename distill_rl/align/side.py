@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from distill_rl.align.spans import gather, stretch
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 Places = slice | np.ndarray
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 
 def no_places() -> np.ndarray:

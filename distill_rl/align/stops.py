@@ -9,7 +9,7 @@ import numpy as np
 
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Placed
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 StopPairs = list[tuple[int, int]]
 

@@ -20,9 +20,9 @@ import torch
 
 from distill_rl.bench import record
 from distill_rl.bench.prefetch import learn_tokenizer
-from distill_rl.evals.backend import Settings
-from distill_rl.evals.generate import Generator
-from distill_rl.evals.suite import Item
+from distill_rl.evals.backends.base import Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.suites.base import Item
 
 LEAST = 3.0
 """The batched way must be this many times faster than a forward per item and letter."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from distill_rl.bench import _peers, record
+from distill_rl.bench import peers, record
 from distill_rl.losses import (
     DenseLogits,
     TopKLogprobs,
@@ -124,29 +124,29 @@ def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
     some = torch.where(torch.arange(rows) < LABELLED * rows, every, -100)
     steps: dict[Name, Step] = {}
 
-    def theirs(name: str, by: str, loss: _peers.Loss, labels: Tensor = every) -> None:
+    def theirs(name: str, by: str, loss: peers.Loss, labels: Tensor = every) -> None:
         steps[name, by] = lambda student: loss(student, teacher, labels)
 
     for divergence in ("forward_kl", "reverse_kl"):
-        theirs(divergence, PLAIN, _peers.plain_torch(divergence))
+        theirs(divergence, PLAIN, peers.plain_torch(divergence))
         steps[divergence, "distill_rl"] = ours(divergence, dense)
         steps[divergence, "distill_rl, chunk N/64"] = ours(divergence, dense, chunk_size=chunk)
-    theirs("forward_kl", *_peers.torchtune())
-    theirs("forward_kl", *_peers.trl(0.0))
-    theirs("jsd", PLAIN, _peers.plain_torch("jsd"))
-    theirs("jsd", *_peers.trl(0.5))
+    theirs("forward_kl", *peers.torchtune())
+    theirs("forward_kl", *peers.trl(0.0))
+    theirs("jsd", PLAIN, peers.plain_torch("jsd"))
+    theirs("jsd", *peers.trl(0.5))
     steps["jsd", "distill_rl"] = ours("jsd", dense)
     masked = f"forward_kl, {LABELLED:.0%} of the rows count"
-    theirs(masked, PLAIN, _peers.plain_torch(), some)
-    theirs(masked, *_peers.trl(0.0), some)
+    theirs(masked, PLAIN, peers.plain_torch(), some)
+    theirs(masked, *peers.trl(0.0), some)
     steps[masked, "distill_rl"] = ours("forward_kl", dense, some)
     steps[f"forward_kl, top {TOP_K} + rest", "distill_rl"] = ours("forward_kl", top)
     steps[f"forward_kl, top {TOP_K} + rest", "distill_rl, chunk N/64"] = ours("forward_kl", top, chunk_size=chunk)
-    steps[f"forward_kl, top {TOP_K}", "verl (formula)"] = lambda student: _peers.top_k_kl(student, top)
+    steps[f"forward_kl, top {TOP_K}", "verl (formula)"] = lambda student: peers.top_k_kl(student, top)
     steps[f"forward_kl, top {TOP_K}", "distill_rl"] = ours("forward_kl", top, tail="truncate")
     steps["log-probabilities", PLAIN] = lambda student: F.cross_entropy(student.float(), every)
     steps["log-probabilities", "SkyRL (formula)"] = lambda student: (
-        -_peers.StreamedLogprobs.apply(student, every, chunk).mean()
+        -peers.StreamedLogprobs.apply(student, every, chunk).mean()
     )
     steps["log-probabilities", "distill_rl"] = lambda student: -_logprobs(student, every).mean()
     return steps
@@ -185,7 +185,7 @@ def linear_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
     target = TopKLogprobs(ids, torch.full(ids.shape, 0.5 / TOP_K).log(), torch.full((rows,), 0.5).log())
 
     def plain(states: Tensor, weight: Tensor) -> Tensor:
-        return _peers.top_k_kl(states @ weight.T, target)
+        return peers.top_k_kl(states @ weight.T, target)
 
     def fused(states: Tensor, weight: Tensor) -> Tensor:
         return fused_linear_kd_loss(states, weight, target).loss

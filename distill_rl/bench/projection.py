@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.bench import record
-from distill_rl.observe.sinks import read_records
+from distill_rl.observe.sinks.sinks import read_records
 
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
 

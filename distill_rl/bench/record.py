@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from distill_rl.files import write_json
+from distill_rl.system.files import write_json
 
 ROOT = Path(__file__).parents[2]
 

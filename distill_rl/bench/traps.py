@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from distill_rl.bench import record
-from distill_rl.bench._peers import Loss, automodel, liger, plain_torch, trl
+from distill_rl.bench.peers import Loss, automodel, liger, plain_torch, trl
 from distill_rl.losses import DenseLogits, kd_loss
 
 ROWS, COLUMNS = 6, 200

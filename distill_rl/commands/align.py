@@ -62,8 +62,8 @@ def align(
     from distill_rl.align import TokenAligner, audit
     from distill_rl.align.endings import endings
     from distill_rl.config.schema import DataConfig
-    from distill_rl.files import write_json
     from distill_rl.models.hub import configured_stops, read_tokenizer
+    from distill_rl.system.files import write_json
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)

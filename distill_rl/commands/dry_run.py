@@ -9,14 +9,13 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from distill_rl import rundir
 from distill_rl.config.derive import compute_groups
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of
-from distill_rl.files import write_atomic
 from distill_rl.observe.log import say, setup_console
-from distill_rl.preflight import gather
+from distill_rl.preflight import gather, run_directory
+from distill_rl.system.files import write_atomic
 from distill_rl.transport.choose import require_crossing
 
 ROOT = Path(__file__).parents[2]
@@ -60,9 +59,9 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
         raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")
-    run = rundir.paths_of(config).root.absolute()
+    run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
-    settings, script = (run / name for name in rundir.SUBMISSION)
+    settings, script = (run / name for name in run_directory.SUBMISSION)
     submitted = replace(
         config, ray=replace(config.ray, address=None), checkpoint=replace(config.checkpoint, resume=None)
     )

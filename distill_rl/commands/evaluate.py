@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distill_rl.errors import ConfigError, DataError, DistillError
 from distill_rl.observe.log import get, log_file, printable, say, setup_console
-from distill_rl.signals import EXIT_PREEMPTED, Preempted, Signals
+from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
-    from distill_rl.evals.lane import Lane
+    from distill_rl.evals.executor import Lane
     from distill_rl.evals.options import Asked, Options
     from distill_rl.evals.run import Model
 
@@ -204,11 +204,11 @@ def _log(out: Path) -> Iterator[None]:
 
 def _lane(where: Where, signals: Signals, out: Path | None) -> AbstractContextManager[Lane]:
     if where.shards == 0:
-        from distill_rl.evals.lane import LocalLane
+        from distill_rl.evals.executor import LocalLane
 
         return closing(LocalLane())
     from distill_rl.config.schema import RayConfig
-    from distill_rl.workers.eval_lane import RayLane, Shards
+    from distill_rl.workers.evaluation.executor import RayLane, Shards
 
     shards = Shards(where.shards, where.gpus_each, RayConfig(address=where.address), where.deadline_s)
     logs = None if out is None else out / "logs"
@@ -271,7 +271,7 @@ def _count(part: Mapping[str, Any], name: str) -> int:
 
 def print_suites() -> None:
     """The suites there are, one line each."""
-    from distill_rl.evals.registry import SUITES
+    from distill_rl.evals.suites.registry import SUITES
 
     width = max(map(len, SUITES))
     for name, suite in SUITES.items():

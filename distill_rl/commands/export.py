@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from distill_rl import checkpoints
 from distill_rl.errors import CheckpointError, ConfigError
 from distill_rl.observe.log import say
+from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
 
 
@@ -21,7 +21,7 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
     from distill_rl.config.load import load_config
     from distill_rl.config.schema import ParallelConfig
     from distill_rl.models.hub import tokenizer_of, vocabulary_size
-    from distill_rl.observe.card import model_card
+    from distill_rl.observe.report.card import model_card
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
 

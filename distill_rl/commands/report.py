@@ -13,7 +13,7 @@ from distill_rl.observe.log import say
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from distill_rl.observe.scores import Evaluation, Score
+    from distill_rl.observe.report.scores import Evaluation, Score
 
 COMPARISON = "comparison.html"
 WIDE = 140
@@ -32,17 +32,17 @@ def report(*paths: Path, out: Path | None = None, baseline: str | None = None) -
         ConfigError: a folder that holds neither, no such baseline, or a file that cannot be written.
         DataError: damaged results, one line each.
     """
-    from distill_rl.evals import compare
+    from distill_rl.evals.results import compare
 
     if all((path / "metrics.jsonl").is_file() for path in paths):
-        from distill_rl.observe.report import write_report
+        from distill_rl.observe.report.report import write_report
 
         first, *others = paths
         target = out or first / "report.html"
         with _writing(target):
             write_report(first, comparisons=others, evaluation=compare.of_run(first, others, baseline), out=target)
     else:
-        from distill_rl.observe.comparison import write_comparison
+        from distill_rl.observe.report.comparison import write_comparison
 
         evaluation = compare.compare(compare.find(paths), baseline)
         if evaluation.problems:

@@ -18,10 +18,10 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
-from distill_rl.rundir import paths_of
+from distill_rl.preflight.run_directory import paths_of
 from distill_rl.service import runs
 from distill_rl.service.runs import Run
-from distill_rl.signals import EXIT_PREEMPTED
+from distill_rl.system.signals import EXIT_PREEMPTED
 
 if TYPE_CHECKING:
     from distill_rl.service.client import Service

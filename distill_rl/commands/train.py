@@ -6,19 +6,18 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distill_rl import rundir
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.files import write_atomic
 from distill_rl.observe.log import log_file, say, setup_console
-from distill_rl.preflight import gather
-from distill_rl.signals import EXIT_PREEMPTED, Preempted, Signals
+from distill_rl.preflight import gather, run_directory
+from distill_rl.system.files import write_atomic
+from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
-    from distill_rl.driver import Driver
+    from distill_rl.run.driver import Driver
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
         raise ConfigError.many(problems)
     # The workers of a cluster that was joined have working directories of their own.
     config = checked.config if checked.config.ray.address is None else absolute(checked.config)
-    with rundir.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
+    with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
             return _run(config, paths, signals)
         except Preempted:
@@ -54,10 +53,10 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
 
 
 def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
-    from distill_rl.driver import Driver
-    from distill_rl.evals.compare import of_run
-    from distill_rl.job import prepare
-    from distill_rl.observe.report import write_report
+    from distill_rl.evals.results.compare import of_run
+    from distill_rl.observe.report.report import write_report
+    from distill_rl.preflight.job import prepare
+    from distill_rl.run.driver import Driver
 
     with signals.at_once():
         job = prepare(config, paths)
@@ -76,7 +75,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
 def score_export(driver: Driver) -> None:
     """Runs the suites on the exported student; the scores go to the metrics, the report and the model card."""
-    from distill_rl.workers.evaluations import scores
+    from distill_rl.workers.evaluation.evaluations import scores
 
     export = driver.job.paths.export
     results = driver.evaluations.score(export, driver.state.step)

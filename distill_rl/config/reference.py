@@ -18,7 +18,7 @@ from distill_rl.config.interpolate import ENVIRONMENT
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import NOT_AVAILABLE
 from distill_rl.config.walk import MISSING, default_of, hints, item_kind, leaves, unwrap
-from distill_rl.files import write_atomic
+from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
 # Configuration

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from distill_rl.config.interpolate import escape
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
-from distill_rl.files import write_atomic
-from distill_rl.redact import holds_secret, redact
+from distill_rl.system.files import write_atomic
+from distill_rl.system.redact import holds_secret, redact
 
 
 def to_yaml(config: Config) -> str:

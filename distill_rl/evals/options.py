@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals import registry
-from distill_rl.evals.backend import BackendName, Settings
-from distill_rl.evals.suite import Item, Questions, Suite, with_fewshot
+from distill_rl.evals.backends.base import BackendName, Settings
+from distill_rl.evals.suites import registry
+from distill_rl.evals.suites.base import Item, Questions, Suite, with_fewshot
 
 
 @dataclass(frozen=True, slots=True)

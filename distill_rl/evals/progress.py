@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distill_rl.evals.result import Row, worked_tokens
+from distill_rl.evals.results.result import Row, worked_tokens
 from distill_rl.observe.log import printable
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
-from distill_rl.evals import registry
-from distill_rl.evals.backend import BackendName, Output, Settings
-from distill_rl.evals.grader import Graded, Grader
-from distill_rl.evals.lane import Lane, LocalLane, Task
+from distill_rl.evals.backends.base import BackendName, Output, Settings
+from distill_rl.evals.executor import Lane, LocalLane, Task
+from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
 from distill_rl.evals.progress import Progress, Quiet
-from distill_rl.evals.registry import SUITES
-from distill_rl.evals.result import Row, chosen, completed, summarise, worked_tokens
-from distill_rl.evals.statistics import wilson
-from distill_rl.evals.store import Store, occupied
-from distill_rl.evals.suite import Item
-from distill_rl.files import sha256
+from distill_rl.evals.results.result import Row, chosen, completed, summarise, worked_tokens
+from distill_rl.evals.results.statistics import wilson
+from distill_rl.evals.results.store import Store, occupied
+from distill_rl.evals.suites import registry
+from distill_rl.evals.suites.base import Item
+from distill_rl.evals.suites.registry import SUITES
+from distill_rl.system.files import sha256
 
 __all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
@@ -130,7 +130,7 @@ def check_models(models: Sequence[Model], asked: Sequence[Asked]) -> None:
     Raises:
         ConfigError: folders that hold no model, or none that the suites can ask; all problems at once.
     """
-    from distill_rl.evals.encode import model_folder
+    from distill_rl.evals.backends.encode import model_folder
 
     chats = chat_suites(asked)
     problems: list[str] = []

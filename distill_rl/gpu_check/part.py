@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distill_rl.files import write_atomic
+from distill_rl.system.files import write_atomic
 
 _PR_SET_PDEATHSIG = 1
 _STACKS_BEFORE_END_S = 2.0

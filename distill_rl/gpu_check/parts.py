@@ -75,7 +75,7 @@ RAY_PARTS = (
         "`distill-rl train` with real shapes, student and teacher on one GPU",
         limit_s=300,
         command=(
-            *(sys.executable, "-m", "distill_rl.bench.train_cuda", "--steps", "12"),
+            *(sys.executable, "-m", "distill_rl.bench.gpu.train_cuda", "--steps", "12"),
             *("--device", "{device}", "--out", "{out}/train_cuda.json"),
         ),
         figures_file="{out}/train_cuda.json",

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from distill_rl.files import write_atomic
 from distill_rl.gpu_check.page import render
 from distill_rl.gpu_check.parts import Part
 from distill_rl.gpu_check.process import FAILED, NOT_RUN, TIMED_OUT, Outcome
+from distill_rl.system.files import write_atomic
 
 FORMAT = 1
 JSON, TEXT, LOG = "gpu_check.json", "gpu_check.txt", "gpu_check.log"

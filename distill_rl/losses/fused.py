@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distill_rl.losses import checks
-from distill_rl.losses.autograd import Anchor, untraced
-from distill_rl.losses.labels import LabelRows
-from distill_rl.losses.linear import FusedRows
-from distill_rl.losses.reduce import ReductionName
-from distill_rl.losses.shards import VocabularyShard, local_like, split
-from distill_rl.losses.sparse import Tail
-from distill_rl.losses.sweep import RowFunction, accumulator
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import Anchor, untraced
+from distill_rl.losses.core.labels import LabelRows
+from distill_rl.losses.core.linear import FusedRows
+from distill_rl.losses.core.reduce import ReductionName
+from distill_rl.losses.core.shards import VocabularyShard, local_like, split
+from distill_rl.losses.core.sparse import Tail
+from distill_rl.losses.core.streaming import RowFunction, accumulator
+from distill_rl.losses.core.task import KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.targets import Teacher
-from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
 _LEAST_CHUNK = 64
 """rows, for a good matrix product"""

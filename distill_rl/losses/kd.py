@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distill_rl.losses import checks
-from distill_rl.losses.autograd import untraced
-from distill_rl.losses.reduce import ReductionName
-from distill_rl.losses.shards import split
-from distill_rl.losses.sparse import Tail
-from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.reduce import ReductionName
+from distill_rl.losses.core.shards import split
+from distill_rl.losses.core.sparse import Tail
+from distill_rl.losses.core.streaming import RowPlan, StreamedRows, accumulator, default_chunk
+from distill_rl.losses.core.task import KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.targets import Teacher
-from distill_rl.losses.task import KDOutput, local_teacher, make_task, spread
 
 
 @untraced

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distill_rl.losses import checks
-from distill_rl.losses.autograd import untraced
-from distill_rl.losses.labels import LabelRows
-from distill_rl.losses.shards import split
-from distill_rl.losses.sweep import RowPlan, StreamedRows, accumulator, default_chunk
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.labels import LabelRows
+from distill_rl.losses.core.shards import split
+from distill_rl.losses.core.streaming import RowPlan, StreamedRows, accumulator, default_chunk
 
 
 @untraced

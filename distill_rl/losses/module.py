@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distill_rl.losses.autograd import untraced
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.task import KDOutput, check_settings
 from distill_rl.losses.fused import fused_linear_kd_loss
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.targets import DenseLogits, Teacher
-from distill_rl.losses.task import KDOutput, check_settings
 
 _OF_A_BATCH = ("student_logits", "teacher", "labels", "token_weights", "num_items_in_batch")
 

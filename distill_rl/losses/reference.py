@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
-from distill_rl.losses.task import KDOutput
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from distill_rl.losses import checks
-from distill_rl.losses.autograd import untraced
-from distill_rl.losses.shards import VocabularyShard, split
-from distill_rl.losses.sweep import Centre, LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.shards import VocabularyShard, split
+from distill_rl.losses.core.streaming import Centre, LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from distill_rl.models.varlen import Documents
+    from distill_rl.models.attention.varlen import Documents
 
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but it sees only this
@@ -196,7 +196,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def _inputs(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
 ) -> dict[str, Any]:
-    from distill_rl.models.varlen import Documents, needs_documents, reads_documents
+    from distill_rl.models.attention.varlen import Documents, needs_documents, reads_documents
 
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
     if not reads_documents(model.config):

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, varlen
-from distill_rl.models.attention import choose
+from distill_rl.models import families
+from distill_rl.models.attention import varlen
+from distill_rl.models.attention.choice import choose
 from distill_rl.models.hub import read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
+from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.probe import probe
 from distill_rl.models.weights import WeightFiles, read_weights
-from distill_rl.parallel.apply import parallelize, tie_again
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import ConfigError
-from distill_rl.redact import in_text
+from distill_rl.system.redact import in_text
 
 ROOT = "distill_rl"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -78,7 +78,7 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def printable(text: object) -> str:
     """`text` as one line that is safe on a terminal and in a log: every control, format and line-breaking character is
-    escaped, secrets in it are taken out (`distill_rl.redact`).
+    escaped, secrets in it are taken out (`distill_rl.system.redact`).
 
     Run names, data rows and what a model generates are untrusted: an escape sequence in them could
     repaint the terminal, a newline could forge a line of the log.

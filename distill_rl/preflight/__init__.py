@@ -60,15 +60,15 @@ def gather(
         clean: the run directory may hold an earlier run.
         download: as for `inspect`.
     """
-    from distill_rl import rundir
     from distill_rl.config import validate
     from distill_rl.config.load import read_config
+    from distill_rl.preflight import run_directory
 
     config, found = read_config(path, overrides)
     if config is None:
         return Checked(None, found.lines, [], Facts())
     inspected = inspect(config, download=download)
-    later = [*validate.problems(config), *inspected.problems, *rundir.problems(config, clean=clean)]
+    later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = found.lines + [line for line in later if line.partition(":")[0] not in found.keys]
     return Checked(config, list(dict.fromkeys(lines)), inspected.unreachable, inspected.facts)
 
@@ -172,7 +172,7 @@ def _gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 def _dp_problems(gpus: int) -> Iterator[str]:
     """What the aligners' CUDA kernel lacks here; nothing in Numba's simulator, which stands in for a GPU in tests."""
-    from distill_rl.align.dp_device import missing_for_cuda
+    from distill_rl.align.dp.device import missing_for_cuda
 
     missing = missing_for_cuda()
     if missing and not gpus:

@@ -7,7 +7,7 @@ from typing import Any
 
 from distill_rl.config.facts import CPU_WIDTH_MULTIPLE, GPU_WIDTH_MULTIPLE, row_width, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.models.attention import VARLEN, installed, obstacles
+from distill_rl.models.attention.choice import VARLEN, installed, obstacles
 from distill_rl.models.families import family_of
 from distill_rl.preflight.opened import line, who
 

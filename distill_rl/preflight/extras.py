@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distill_rl.config.schema import Config
-from distill_rl.models.attention import installed
+from distill_rl.models.attention.choice import installed
 from distill_rl.preflight.opened import line
 
 

@@ -40,7 +40,7 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
 def _crossing_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
     """What a teacher with another tokenizer needs."""
     from distill_rl.align import Vocabulary
-    from distill_rl.align.vocabulary import common_vocabulary
+    from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 
     settings, method = running_teachers(config)[index], teacher.crossing
     assert method is not None

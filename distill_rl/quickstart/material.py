@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from distill_rl.files import sync_directory, sync_tree
 from distill_rl.quickstart.recipe import RECIPE, Recipe
 from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
+from distill_rl.system.files import sync_directory, sync_tree
 
 PARTIAL = ".partial-"
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import distill_rl
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.evals.compare import of_run
-from distill_rl.files import write_json
+from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import printable, say
-from distill_rl.observe.report import write_report
-from distill_rl.observe.sinks import SECONDS, TOKENS, read_records
+from distill_rl.observe.report.report import write_report
+from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
 from distill_rl.quickstart.child import run_cli
 from distill_rl.quickstart.material import Material, make_material
 from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
+from distill_rl.system.files import write_json
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
@@ -99,7 +99,7 @@ def verdict(summary: Mapping[str, Any]) -> int:
 
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
     """Exact match of every model on the held-out questions, by name in the order of MODELS; also written to <run>/evals."""
-    from distill_rl.evals.lane import LocalLane
+    from distill_rl.evals.executor import LocalLane
     from distill_rl.evals.options import Options
     from distill_rl.evals.progress import Printed
     from distill_rl.evals.run import Model, evaluate_models

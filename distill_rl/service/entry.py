@@ -6,21 +6,22 @@ processes, of which this is a child, block SIGINT, or a shell that started Ray i
 
 from __future__ import annotations
 
+import runpy
 import signal
 import sys
 from types import FrameType
 
 from distill_rl.service.runs import ENDED
-from distill_rl.signals import EXIT_PREEMPTED
+from distill_rl.system.signals import EXIT_PREEMPTED
 
 
 def main(config: str) -> int:
     signal.signal(signal.SIGTERM, _outside_of_the_run)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    from distill_rl.cli import main as distill_rl
-
-    return distill_rl(["train", "-c", config])
+    sys.argv[:] = ["distill-rl", "train", "-c", config]
+    runpy.run_module("distill_rl", run_name="__main__")
+    return 0
 
 
 def _outside_of_the_run(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
-from distill_rl.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from distill_rl.system.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -110,7 +110,7 @@ class Progress:
 
 def progress(folder: Path) -> Progress | None:
     """How far a run is, by the metrics in its directory; None where they are not within reach, or none are there yet."""
-    from distill_rl.observe.sinks import read_records
+    from distill_rl.observe.sinks.sinks import read_records
 
     try:
         records = read_records(folder / "metrics.jsonl")

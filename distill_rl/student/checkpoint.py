@@ -1,7 +1,7 @@
 """The student's bytes: parameters, AdamW's state and random state, written and read by every rank together.
 
 A directory holds torch.distributed.checkpoint files, which reshard on load, and `student.json`. This module knows
-nothing of where directories lie, which is the newest, or whether one is whole: `distill_rl.checkpoints` commits,
+nothing of where directories lie, which is the newest, or whether one is whole: `distill_rl.run.checkpoints` commits,
 prunes, and checks the manifest. DCP's `.metadata` is a pickle: only a directory that passed that check may be loaded.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distill_rl.errors import CheckpointError
-from distill_rl.files import write_json
 from distill_rl.student.staging import Staging
+from distill_rl.system.files import write_json
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World

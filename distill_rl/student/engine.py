@@ -23,25 +23,25 @@ from torch import Tensor, nn
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.memory import reduces_once_per_step
 from distill_rl.config.schema import Config
-from distill_rl.gpu_memory import gpu_phase
 from distill_rl.models import families
+from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
+from distill_rl.models.fsdp import GradientReduction, reshard
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
-from distill_rl.models.varlen import documents_for
 from distill_rl.observe.metrics import Metric
-from distill_rl.parallel.fsdp import GradientReduction, reshard
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.bridges import complete_gradient, open_bridges, save_learnt
-from distill_rl.student.guard import Guard
-from distill_rl.student.heads import open_heads
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
+from distill_rl.student.projections import complete_gradient, open_bridges, save_learnt
+from distill_rl.student.step_guard import Guard
+from distill_rl.student.teacher_heads import open_heads
 from distill_rl.student.writer import Writer
+from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
 
 if TYPE_CHECKING:

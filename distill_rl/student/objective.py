@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import Bridge, Chunks, DenseLogits, HiddenStates, LearnableProjection, chunk_kd_loss, kd_loss
-from distill_rl.losses.shards import split
+from distill_rl.losses.core.shards import split
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.inputs import to_device
 from distill_rl.observe.metrics import Metric
-from distill_rl.student.heads import TeacherHead
+from distill_rl.student.teacher_heads import TeacherHead
 from distill_rl.types import ChunkRows
 
 Target = Wire

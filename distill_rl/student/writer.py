@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from distill_rl.errors import CheckpointError
-from distill_rl.files import write_json
 from distill_rl.parallel.mesh import World, open_group_beside
 from distill_rl.student.checkpoint import Snapshot, save
 from distill_rl.student.staging import Staging
+from distill_rl.system.files import write_json
 
 
 class Writer:

@@ -12,14 +12,14 @@ from torch import Tensor
 from distill_rl.config.facts import teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.gpu_memory import gpu_phase
 from distill_rl.losses.targets import HiddenStates, Wire
 from distill_rl.models import families
+from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
-from distill_rl.models.varlen import documents_for
 from distill_rl.parallel.mesh import World
+from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.teacher.targets import chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows

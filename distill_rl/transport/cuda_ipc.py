@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.gpu_memory import gpu_phase
+from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
 from distill_rl.transport.gpu_wait import ALIVE, has_ended, wait_for
 from distill_rl.transport.place import expandable_segments, gpu_uuid

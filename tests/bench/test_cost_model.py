@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.bench import cost_model as model
-from distill_rl.bench._cost_page import PAGE, page
-from distill_rl.bench._engines import Engines, made_up_chunks, made_up_projection
-from distill_rl.bench._shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
+from distill_rl.bench.gpu.cost_page import PAGE, page
+from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
+from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
 from distill_rl.losses import Bridge, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.objective import flat_chunks
@@ -198,7 +198,7 @@ def test_bad_sizes_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_cost_model_needs_the_standard_library_only() -> None:
     program = (
-        "import sys\nfrom distill_rl.bench.cost_model import main\nmain([])\n"
+        "import sys\nfrom distill_rl.bench.gpu.cost_model import main\nmain([])\n"
         "print({'torch', 'numpy', 'transformers', 'omegaconf', 'ray'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench import _peers, losses
+from distill_rl.bench import losses, peers
 from distill_rl.losses import DenseLogits, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
 
 
@@ -46,16 +46,16 @@ def test_the_formulas_that_stand_in_for_missing_packages_agree_with_ours() -> No
     def kd(divergence: str) -> Tensor:
         return gradient(lambda leaf: kd_loss(leaf, DenseLogits(teacher), labels=labels, divergence=divergence).loss)
 
-    def jsd(beta: float) -> _peers.Loss:
-        return lambda *inputs: _peers._generalized_jsd(*inputs, beta)
+    def jsd(beta: float) -> peers.Loss:
+        return lambda *inputs: peers._generalized_jsd(*inputs, beta)
 
     def torchtune(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        return _peers._cross_entropy_of_teacher(student, teacher, labels, student)
+        return peers._cross_entropy_of_teacher(student, teacher, labels, student)
 
     same = {
-        "forward_kl": [_peers.plain_torch(), jsd(0.0), torchtune, _peers.automodel()[1]],
-        "reverse_kl": [_peers.plain_torch("reverse_kl"), jsd(1.0)],
-        "jsd": [_peers.plain_torch("jsd"), jsd(0.5)],
+        "forward_kl": [peers.plain_torch(), jsd(0.0), torchtune, peers.automodel()[1]],
+        "reverse_kl": [peers.plain_torch("reverse_kl"), jsd(1.0)],
+        "jsd": [peers.plain_torch("jsd"), jsd(0.5)],
     }
     for divergence, formulas in same.items():
         for loss in formulas:
@@ -68,9 +68,9 @@ def test_the_formulas_of_verl_and_skyrl_agree_with_ours() -> None:
     student, teacher = (torch.randn(6, 50, generator=draw) for _ in range(2))
     top, ids = vocab_parallel_topk(teacher, 5), torch.arange(6)
     pairs = (
-        (lambda leaf: _peers.top_k_kl(leaf, top), lambda leaf: kd_loss(leaf, top, tail="truncate").loss),
+        (lambda leaf: peers.top_k_kl(leaf, top), lambda leaf: kd_loss(leaf, top, tail="truncate").loss),
         (
-            lambda leaf: _peers.StreamedLogprobs.apply(leaf, ids, 4).sum(),
+            lambda leaf: peers.StreamedLogprobs.apply(leaf, ids, 4).sum(),
             lambda leaf: vocab_parallel_logprobs(leaf, ids).sum(),
         ),
     )

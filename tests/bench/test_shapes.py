@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from distill_rl.bench._shapes import (
+from distill_rl.bench.gpu.shapes import (
     LLAMA_1B,
     LLAMA_8B,
     PAIRS,

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl import cli
 from distill_rl.align.projection import build_projection, save_projection
-from distill_rl.checkpoints import CheckpointStore, SavedState
-from distill_rl.models.attention import installed
+from distill_rl.models.attention.choice import installed
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 from tests.helpers.command import Ended, distill_rl, environment
 from tests.helpers.corpus import write_corpus

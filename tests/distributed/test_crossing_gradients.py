@@ -11,7 +11,8 @@ from distill_rl.align.projection import cached_projection, load_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
 from distill_rl.data.pairing import BatchBuilder, Partner
-from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs, reference_chunks
+from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs
+from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.objective import flat_chunks

@@ -19,7 +19,7 @@ from distill_rl.losses import (
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
-from distill_rl.losses.shards import split
+from distill_rl.losses.core.shards import split
 from tests.helpers.losses import Case, assert_close, batch, sharded
 from tests.helpers.ranks import RankError, run_ranks
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from distill_rl.models import families
+from distill_rl.models.fsdp import GradientReduction, reshard
 from distill_rl.models.load import load_model
-from distill_rl.parallel.fsdp import GradientReduction, reshard
 from distill_rl.parallel.mesh import close_world, data_mesh, open_world
 from tests.helpers import ranks
 from tests.helpers.engines import relative_l2

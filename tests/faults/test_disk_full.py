@@ -1,4 +1,4 @@
-"""R5: the disk of the checkpoints is full in mid-run. Small cases of the same: tests/unit/test_saving.py."""
+"""R5: the disk of the checkpoints is full in mid-run. Small cases of the same: tests/unit/run/test_async_save.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from distill_rl import checkpoints
-from distill_rl.files import size_of
+from distill_rl.run import checkpoints
+from distill_rl.system.files import size_of
 from tests.helpers.command import environment
 
 pytestmark = pytest.mark.cli

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.align.canonical import CanonicalTables
-from distill_rl.align.dp import align_windows
+from distill_rl.align.dp.backends import align_windows
+from distill_rl.align.dp.canonical import CanonicalTables
 from tests.helpers.windows import STUDENT, TEACHER, random_windows, same, vocabulary
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_a_thousand_windows_are_aligned_as_by_numpy(tables: CanonicalTables, ban
 
 
 def test_long_windows_and_several_launches(tables: CanonicalTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    from distill_rl.align import dp_cuda
+    from distill_rl.align.dp import cuda as dp_cuda
 
     draw = np.random.default_rng(0)
     windows = [

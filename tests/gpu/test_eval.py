@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill_rl.evals.backend import Output, Settings
-from distill_rl.evals.generate import Generator
-from distill_rl.evals.suite import Item
+from distill_rl.evals.backends.base import Output, Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.suites.base import Item
 from tests.cli.conftest import CONFIG
 from tests.cli.test_train import assert_equal_runs
 from tests.helpers.command import distill_rl, series

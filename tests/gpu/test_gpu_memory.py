@@ -1,4 +1,4 @@
-"""CUDA out of memory as PyTorch itself tells it; what follows from the text: tests/unit/test_gpu_memory.py."""
+"""CUDA out of memory as PyTorch itself tells it; what follows from the text: tests/unit/system/test_gpu_memory.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from distill_rl.errors import GpuMemoryError
 from distill_rl.gpu_check.checks import environment
-from distill_rl.gpu_memory import gpu_phase
-from distill_rl.workers.rank import hold_to
+from distill_rl.system.gpu_memory import gpu_phase
+from distill_rl.workers.actors.rank import hold_to
 
 pytestmark = pytest.mark.gpu
 

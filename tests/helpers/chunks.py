@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill_rl.losses import Bridge, ChunkOutput, Chunks, DenseLogits, TopKLogprobs, reference_chunks
+from distill_rl.losses import Bridge, ChunkOutput, Chunks, DenseLogits, TopKLogprobs
+from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 
 KINDS = ((1, 1), (1, 2), (3, 1), (2, 3), (1, 1), (2, 2), (1, 4), (1, 1))
 """Rows of student and teacher in each chunk; every kind is there."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from distill_rl.observe import tracker_process
+from distill_rl.observe.sinks import tracker_process
 
 Behaviour = Literal["takes", "hangs", "closes"]
 

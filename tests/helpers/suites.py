@@ -7,7 +7,7 @@ from pathlib import Path
 OWN = """\
 from pathlib import Path
 
-from distill_rl.evals.suite import Item, Questions, Verdict
+from distill_rl.evals.suites.base import Item, Questions, Verdict
 
 
 class Own:

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 from distill_rl.gpu_check.checks import dp
 
 Window = tuple[np.ndarray, np.ndarray]

@@ -12,7 +12,7 @@ from torch.nn.functional import kl_div
 
 from distill_rl.bench.losses import peak_bytes
 from distill_rl.losses import METHODS, Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss
-from distill_rl.losses.chunk_rows import Bernoulli
+from distill_rl.losses.cross_tokenizer.rows import Bernoulli
 from distill_rl.losses.divergence import DIVERGENCES, resolve
 from tests.helpers import chunks as helpers
 from tests.helpers.chunks import Documents, documents, identity

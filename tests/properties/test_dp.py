@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.align.canonical import CanonicalTables
-from distill_rl.align.dp import align_window, align_windows, load_backend
-from distill_rl.align.dp_problem import make_problems
+from distill_rl.align.dp.backends import align_window, align_windows, load_backend
+from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.dp.problem import make_problems
 from tests.helpers.windows import STUDENT, TEACHER, best_score, check_chunks, same, score, vocabulary
 
 LEFT, RIGHT = vocabulary(STUDENT), vocabulary(TEACHER)

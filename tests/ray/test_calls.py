@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.errors import DataError, GpuMemoryError, NumericsError, WorkerError
-from distill_rl.workers.calls import Calls
+from distill_rl.workers.cluster.calls import Calls
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray

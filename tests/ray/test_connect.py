@@ -13,10 +13,10 @@ from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError, TransportError
 from distill_rl.transport.choose import Choice
 from distill_rl.transport.segment import Segment
-from distill_rl.workers import connect
-from distill_rl.workers.connect import Connector
-from distill_rl.workers.student import StudentWorker
-from distill_rl.workers.teacher import TeacherWorker
+from distill_rl.workers.actors.student import StudentWorker
+from distill_rl.workers.actors.teacher import TeacherWorker
+from distill_rl.workers.pipeline import connect
+from distill_rl.workers.pipeline.connect import Connector
 
 pytestmark = pytest.mark.ray
 

@@ -16,11 +16,11 @@ from distill_rl.config.schema import Config, StudentConfig
 from distill_rl.data.collate import BatchPlan, Share
 from distill_rl.errors import AlignmentError, DataError
 from distill_rl.types import BadRow, Cursor, DocumentBatch
-from distill_rl.workers.aligner import AlignerWorker
-from distill_rl.workers.calls import Calls
-from distill_rl.workers.group import WorkerGroup
-from distill_rl.workers.placement import aligner_name, reserve, seat
-from distill_rl.workers.pool import AlignerPool, BadRows
+from distill_rl.workers.actors.aligner import AlignerWorker
+from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.placement import aligner_name, reserve, seat
+from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 

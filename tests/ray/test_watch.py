@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distill_rl.config.schema import FaultsConfig
-from distill_rl.workers import watch
-from distill_rl.workers.rank import identify
+from distill_rl.workers.cluster import process_monitor
+from distill_rl.workers.actors.rank import identify
 from tests.helpers.command import until
 
-watch._ANSWER_WITHIN_S, watch._LOOK_EVERY_S = 3.0, 0.1
+process_monitor._ANSWER_WITHIN_S, process_monitor._LOOK_EVERY_S = 3.0, 0.1
 
 class Worker:
     def identify(self):
@@ -35,7 +35,7 @@ own = ray.get_runtime_context().get_node_id()
 there = NodeAffinitySchedulingStrategy(other, soft=False)
 actor = ray.remote(Worker).options(scheduling_strategy=there, num_cpus=0).remote()
 process = ray.get(actor.identify.remote(), timeout=60)
-made = watch.Watch(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
+made = process_monitor.Watch(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
 
 def seen():
     made.look()
@@ -49,7 +49,7 @@ print("seen: what a silent watcher had seen is forgotten")
 until(lambda: seen() == "sleeping", "another watcher's answer")
 print("seen: another one answers")
 os.kill(process.pid, signal.SIGSTOP)
-until(lambda: seen() == watch.GONE, "the end of what stands still")
+until(lambda: seen() == process_monitor.GONE, "the end of what stands still")
 print("seen:", made.fate("worker"))
 made.close()
 for each in watchers():

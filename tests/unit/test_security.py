@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import distill_rl
-from distill_rl import rundir
 from distill_rl.config import validate
 from distill_rl.config.load import load_config, read_config, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
+from distill_rl.preflight import run_directory
 from distill_rl.workers.cluster.session import passed_on
 
 PACKAGE = Path(distill_rl.__file__).parent
@@ -143,9 +143,9 @@ def test_the_name_of_a_run_stays_one_folder(config: Config, name: str) -> None:
 
 @pytest.mark.parametrize("link", ["", "checkpoints", "export", "logs", "metrics.jsonl", "checkpoints/step-3"])
 def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_path: Path, link: str) -> None:
-    root = rundir.paths_of(config).root
+    root = run_directory.paths_of(config).root
     if link:
-        with rundir.occupy(config, clean=False) as paths:
+        with run_directory.occupy(config, clean=False) as paths:
             paths.checkpoints.mkdir()
         if (root / link).is_dir():
             (root / link).rename(tmp_path / "away")
@@ -157,7 +157,7 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_pat
     (root / link).symlink_to(outside)
     for clean, resume in ((False, None), (True, None), (False, "auto")):
         config.checkpoint.resume = resume
-        (line,) = rundir.problems(config, clean=clean)
+        (line,) = run_directory.problems(config, clean=clean)
         assert str(root / link).rstrip("/") in line
         assert "a run writes nowhere but in its directory" in line
     assert [entry.name for entry in outside.iterdir()] == ["keep"]
@@ -165,9 +165,9 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_pat
 
 def test_a_link_within_the_run_directory_is_no_problem(config: Config) -> None:
     config.checkpoint.resume = "auto"
-    with rundir.occupy(config, clean=False) as paths:
+    with run_directory.occupy(config, clean=False) as paths:
         (paths.root / "logs" / "newest").symlink_to(paths.logs.name)
-    assert rundir.problems(config, clean=False) == []
+    assert run_directory.problems(config, clean=False) == []
 
 
 @pytest.mark.parametrize("script", sorted((PACKAGE.parent / "launch").glob("*.sbatch")), ids=lambda path: path.name)

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from distill_rl.evals.suite import Item
+from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import seeded_words
 

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 
-from distill_rl.evals.backend import Output, Settings
-from distill_rl.evals.generate import Generator
-from distill_rl.evals.lane import LocalLane, Task
-from distill_rl.evals.suite import Item
+from distill_rl.evals.backends.base import Output, Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.executor import LocalLane, Task
+from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 from tests.helpers.tokenizers import seeded_words
 from tests.vllm.material import SHAPE

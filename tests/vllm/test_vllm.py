@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.backend import Backend, Output, Settings
-from distill_rl.evals.generate import Generator
-from distill_rl.evals.likelihood import rows_of
-from distill_rl.evals.suite import Item
-from distill_rl.evals.vllm import VLLM, _scoring
+from distill_rl.evals.backends.base import Backend, Output, Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.likelihood import rows_of
+from distill_rl.evals.backends.vllm import VLLM, _scoring
+from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.vllm.material import LETTERS, POSITIONS, SHAPE, items, train
 

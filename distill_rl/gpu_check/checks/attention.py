@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distill_rl.models import families, varlen
-from distill_rl.models.attention import VARLEN, installed
+from distill_rl.models import families
+from distill_rl.models.attention import varlen
+from distill_rl.models.attention.choice import VARLEN, installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,10 +9,10 @@ from unittest import SkipTest
 import numpy as np
 import torch
 
-from distill_rl.align.canonical import CanonicalTables
-from distill_rl.align.dp import align_windows
-from distill_rl.align.dp_device import missing_for_cuda
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.dp.backends import align_windows
+from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.dp.device import missing_for_cuda
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 STUDENT = ("", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "cab")
 TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")

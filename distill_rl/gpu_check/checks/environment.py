@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill_rl.bench import record
 from distill_rl.errors import GpuMemoryError
-from distill_rl.gpu_memory import gpu_phase
+from distill_rl.system.gpu_memory import gpu_phase
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegaconf", "pytest", "datasets", "vllm")

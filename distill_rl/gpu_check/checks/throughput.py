@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import distill_rl.bench.engine_throughput as engine_throughput
+import distill_rl.bench.gpu.engine_throughput as engine_throughput
 
 report = engine_throughput.report
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from distill_rl.align.canonical import CanonicalTables
-from distill_rl.align.dp import align_window
-from distill_rl.align.vocabulary import Vocabulary
+from distill_rl.align.dp.backends import align_window
+from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.tokenizer.vocabulary import Vocabulary
 from tests.helpers.windows import check_chunks
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

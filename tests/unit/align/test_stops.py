@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from distill_rl.align import TokenAligner, Vocabulary
-from distill_rl.align.encoder import Encoder
 from distill_rl.align.endings import endings
 from distill_rl.align.projection import build_projection, cached_projection, load_projection
-from distill_rl.align.projection_file import HEADER
-from distill_rl.align.vocabulary import common_vocabulary, read_vocabulary
+from distill_rl.align.projection.file import HEADER
+from distill_rl.align.tokenizer.encoder import Encoder
+from distill_rl.align.tokenizer.vocabulary import common_vocabulary, read_vocabulary
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
 SIZES = {"student_columns": 320, "teacher_columns": 330}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl import rundir
 from distill_rl.cli import main
 from distill_rl.commands.dry_run import ROOT, layout
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.preflight import run_directory
 from tests.helpers.command import environment
 
 
@@ -47,10 +47,10 @@ def test_it_writes_the_resolved_configuration_and_the_script_and_starts_nothing(
     assert f"sbatch --account=ACCOUNT --partition=PARTITION '{run}/submit.sbatch'" in capsys.readouterr().out
     # A run may be started there as if it were empty, and a second dry run writes them anew.
     config = load_config(path)
-    assert rundir.problems(config, clean=False) == []
+    assert run_directory.problems(config, clean=False) == []
     assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
     assert "gpus-per-node" not in options((run / "submit.sbatch").read_text())
-    with rundir.occupy(config, clean=False) as paths:
+    with run_directory.occupy(config, clean=False) as paths:
         assert paths.config.exists()
         assert (run / "submit.sbatch").exists()
 
@@ -80,7 +80,7 @@ def test_a_transport_of_one_node_is_no_way_between_the_nodes_of_a_job(material, 
 def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_path, capsys):
     path = material.config(tmp_path)
     config = load_config(path)
-    with rundir.occupy(config, clean=False) as paths:
+    with run_directory.occupy(config, clean=False) as paths:
         paths.metrics.write_text("{}\n")
         before = paths.config.read_text()
     assert main(["train", "-c", str(path), "--dry-run"]) == 2

@@ -8,9 +8,9 @@ import pytest
 
 from distill_rl.commands.evaluate import Request, Where, named_models, print_table, require_sense, say_what_was_left_out
 from distill_rl.errors import ConfigError
-from distill_rl.evals.backend import Settings
+from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
-from distill_rl.evals.result import OUTCOMES
+from distill_rl.evals.results.result import OUTCOMES
 
 
 def request_of(where: Where, backend: str = "hf", tensor_parallel: int = 1) -> Request:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from distill_rl.errors import DataError
-from distill_rl.evals.backend import Output, Settings
-from distill_rl.evals.generate import Generator
-from distill_rl.evals.suite import Item
+from distill_rl.evals.backends.base import Output, Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.suites.base import Item
 from tests.helpers.models import FAMILIES, write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 from tests.helpers.zoo import write_model

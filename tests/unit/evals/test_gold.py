@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from distill_rl.evals.extract import last_boxed
-from distill_rl.evals.grader import Graded, Grader
-from distill_rl.evals.normalize import normalize
-from distill_rl.evals.registry import find
-from distill_rl.evals.suite import Item
+from distill_rl.evals.grading.extract import last_boxed
+from distill_rl.evals.grading.grader import Graded, Grader
+from distill_rl.evals.grading.normalize import normalize
+from distill_rl.evals.suites.base import Item
+from distill_rl.evals.suites.registry import find
 
 EVALS = Path(__file__).parents[4] / "shared" / "data" / "evals"
 

@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.options import Options, chat_suites, load_questions
-from distill_rl.evals.suite import Item, Suite, with_fewshot
+from distill_rl.evals.suites.base import Item, Suite, with_fewshot
 from tests.helpers.suites import write_suite
 
 

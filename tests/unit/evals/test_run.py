@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.lane import LocalLane
+from distill_rl.evals.executor import LocalLane
 from distill_rl.evals.options import Options
+from distill_rl.evals.results.statistics import wilson
 from distill_rl.evals.run import SUITES, Model, evaluate, evaluate_models
-from distill_rl.evals.statistics import wilson
 from tests.helpers.models import write_tiny_model
 from tests.helpers.suites import write_suite
 from tests.unit.evals.conftest import KNOWN, chat, write_rows
@@ -45,7 +45,7 @@ def test_an_untrained_model_scores_nothing(questions: Path, tmp_path: Path) -> N
 
 
 def test_results_and_items_are_written_and_the_report_finds_them(parrot: Path, questions: Path, tmp_path: Path) -> None:
-    from distill_rl.observe.scores import read_runs
+    from distill_rl.observe.report.scores import read_runs
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, varlen
-from distill_rl.models.attention import VARLEN
+from distill_rl.models import families
+from distill_rl.models.attention import varlen
+from distill_rl.models.attention.choice import VARLEN
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
 from tests.helpers.zoo import write_model

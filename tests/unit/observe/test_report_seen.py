@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.load import save_config
-from distill_rl.observe.report import write_report
+from distill_rl.observe.report.report import write_report
 from tests.helpers import results
 from tests.helpers.chromium import PROGRAM, Browser, View, chromium
 from tests.unit.observe.test_report import make_config, make_run, training

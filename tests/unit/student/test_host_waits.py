@@ -12,7 +12,9 @@ from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
 from distill_rl.data.pairing import BatchBuilder, Partner
-from distill_rl.losses import checks, chunk_task, chunks
+from distill_rl.losses.core import checks
+from distill_rl.losses.cross_tokenizer import chunks
+from distill_rl.losses.cross_tokenizer import task as chunk_task
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
@@ -27,15 +29,18 @@ from tests.helpers.tokenizers import tiny_tokenizer
 OURS, THEIRS, WIDTH = 320, 600, 40
 PACKING = {("_local_scalar_dense", "masking_utils.py:find_packed_sequence_indices"): 1}
 """transformers asks whether positions restart, in every forward"""
-CHUNKS = {("nonzero", "losses/chunks.py:of"): 2, ("nonzero", "losses/chunk_task.py:make_task"): 1}
+CHUNKS = {
+    ("nonzero", "losses/cross_tokenizer/chunks.py:of"): 2,
+    ("nonzero", "losses/cross_tokenizer/task.py:make_task"): 1,
+}
 """the positions of either side that belong to a chunk, and those with a label: their number is the shape of what follows"""
-ONE_TO_ONE = {("nonzero", "losses/chunks.py:one_to_one"): 1}
+ONE_TO_ONE = {("nonzero", "losses/cross_tokenizer/chunks.py:one_to_one"): 1}
 """chunks of one token on either side"""
-SWEEP = {("nonzero", "losses/chunk_task.py:sweep"): 1}
+SWEEP = {("nonzero", "losses/cross_tokenizer/task.py:sweep"): 1}
 """an order of chunks in which longer ones come last"""
-ENDS = {("tolist", "losses/chunk_task.py:ends"): 1}
+ENDS = {("tolist", "losses/cross_tokenizer/task.py:ends"): 1}
 """where groups of chunks end"""
-STOPS = {("_local_scalar_dense", "losses/chunk_stops.py:with_stops"): 1}
+STOPS = {("_local_scalar_dense", "losses/cross_tokenizer/stops.py:with_stops"): 1}
 """how many of the chunks are stop tokens"""
 MICRO_BATCH = {
     "/topk": {},
@@ -43,15 +48,15 @@ MICRO_BATCH = {
     "/logits": {},
     "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
     "alm/topk": CHUNKS | STOPS,
-    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/chunk_strict.py:strict"): 1},
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
     "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS,
     "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
-    | {("nonzero", "losses/chunk_dense.py:_others"): 2, ("index", "losses/chunk_dense.py:_by_parts"): 3},
+    | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
     "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
     | {
-        ("nonzero", "losses/chunk_projected.py:_top_columns"): 1,
-        ("_unique2", "losses/chunk_projected.py:xtoken"): 1,
-        ("nonzero", "losses/projection.py:__init__"): 1,
+        ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,
+        ("_unique2", "losses/cross_tokenizer/xtoken.py:xtoken"): 1,
+        ("nonzero", "losses/cross_tokenizer/projection.py:__init__"): 1,
     },
 }  # fmt: skip
 """Of the loss, per micro-batch of the student, by loss across tokenizers / export of the teacher."""

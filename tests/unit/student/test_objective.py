@@ -10,8 +10,8 @@ from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import Bridge, DenseLogits, HiddenStates, TopKLogprobs
 from distill_rl.observe.metrics import merge, values
-from distill_rl.student.heads import TeacherHead
 from distill_rl.student.objective import Blend, LossSums, Objective, flat_chunks
+from distill_rl.student.teacher_heads import TeacherHead
 from distill_rl.types import IGNORE_INDEX, ChunkRows
 from tests.helpers.engines import plain_losses
 

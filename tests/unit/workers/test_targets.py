@@ -8,8 +8,8 @@ import torch
 from distill_rl.losses import TopKLogprobs
 from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.local import LocalTransport
-from distill_rl.workers.student import _Targets
-from distill_rl.workers.teacher import Published
+from distill_rl.workers.actors.student import _Targets
+from distill_rl.workers.actors.teacher import Published
 
 TOKENS, K, ROWS_PER_SLOT, SLOTS = 3, 2, 2, 4
 

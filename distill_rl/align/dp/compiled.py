@@ -1,0 +1,147 @@
+"""The dynamic programme compiled by Numba: about 2 ms for 2,048 × 2,048 tokens. Imported when it is first asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from distill_rl.align.dp.canonical import NONE
+from distill_rl.align.dp.problem import (
+    COLUMN_GAP,
+    COLUMNS,
+    EQUAL,
+    EQUAL_SCORE,
+    GAP_SCORE,
+    JOIN_SCORE,
+    NEVER,
+    ROW_GAP,
+    ROWS,
+    UNEQUAL,
+    UNEQUAL_SCORE,
+    Problem,
+    trace_back,
+)
+
+
+def choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4):  # type: ignore[no-untyped-def]
+    """(score, move) of a cell from the scores of those before it, `NEVER` for one that it cannot come from.
+
+    The CUDA kernel compiles the same function; among equal scores the first in this order wins.
+    """
+    best, move = NEVER, EQUAL
+    if equal:
+        best = diagonal + EQUAL_SCORE
+    if rows2 + 2 * JOIN_SCORE > best:
+        best, move = rows2 + 2 * JOIN_SCORE, ROWS
+    if rows3 + 3 * JOIN_SCORE > best:
+        best, move = rows3 + 3 * JOIN_SCORE, ROWS + 1
+    if rows4 + 4 * JOIN_SCORE > best:
+        best, move = rows4 + 4 * JOIN_SCORE, ROWS + 2
+    if columns2 + 2 * JOIN_SCORE > best:
+        best, move = columns2 + 2 * JOIN_SCORE, COLUMNS
+    if columns3 + 3 * JOIN_SCORE > best:
+        best, move = columns3 + 3 * JOIN_SCORE, COLUMNS + 1
+    if columns4 + 4 * JOIN_SCORE > best:
+        best, move = columns4 + 4 * JOIN_SCORE, COLUMNS + 2
+    if not equal and diagonal + UNEQUAL_SCORE > best:
+        best, move = diagonal + UNEQUAL_SCORE, UNEQUAL
+    if above + GAP_SCORE > best:
+        best, move = above + GAP_SCORE, ROW_GAP
+    if left + GAP_SCORE > best:
+        best, move = left + GAP_SCORE, COLUMN_GAP
+    return best, move
+
+
+def _compiled(function: Any) -> Any:
+    """Compiled on first use and kept on disk, unless no folder for that can be written."""
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True)(function)
+
+
+_choose = _compiled(choose)
+_trace_back = _compiled(trace_back)
+
+
+def _at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
+    if i < 0 or j < low[i] or j > high[i]:
+        return np.int64(NEVER)
+    return np.int64(scores[offsets[i] + j - low[i]])
+
+
+_score_at = _compiled(_at)
+
+
+def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
+    n = len(row_ids)
+    moves = np.empty(offsets[n + 1], np.uint8)
+    scores = np.empty(offsets[n + 1], np.int32)
+    for j in range(high[0] + 1):
+        scores[j] = GAP_SCORE * j
+        moves[j] = COLUMN_GAP
+    for i in range(1, n + 1):
+        row_id = row_ids[i - 1]
+        row1, row2, row3, row4 = row_joins[i - 1, 0], row_joins[i - 1, 1], row_joins[i - 1, 2], row_joins[i - 1, 3]
+        first, last, before = low[i - 1], high[i - 1], offsets[i - 1] - low[i - 1]
+        left = np.int64(NEVER)
+        diagonal = np.int64(scores[before + low[i] - 1]) if low[i] > first else np.int64(NEVER)
+        for j in range(low[i], high[i] + 1):
+            above = np.int64(scores[before + j]) if j <= last else np.int64(NEVER)
+            equal = joined = False
+            if j > 0:
+                equal = row_id != NONE and row_id == column_ids[j - 1]
+                column1 = column_joins[j - 1, 0]
+                by_rows = row2 == column1 or row3 == column1 or row4 == column1
+                by_columns = (
+                    column_joins[j - 1, 1] == row1 or column_joins[j - 1, 2] == row1 or column_joins[j - 1, 3] == row1
+                )
+                joined = (by_rows and column1 != 0) or (by_columns and row1 != 0)
+            if joined:
+                rows2 = rows3 = rows4 = columns2 = columns3 = columns4 = np.int64(NEVER)
+                column1 = column_joins[j - 1, 0]
+                if column1 != 0:
+                    if row2 == column1:
+                        rows2 = _score_at(scores, low, high, offsets, i - 2, j - 1)
+                    if row3 == column1:
+                        rows3 = _score_at(scores, low, high, offsets, i - 3, j - 1)
+                    if row4 == column1:
+                        rows4 = _score_at(scores, low, high, offsets, i - 4, j - 1)
+                if row1 != 0:
+                    if column_joins[j - 1, 1] == row1:
+                        columns2 = _score_at(scores, low, high, offsets, i - 1, j - 2)
+                    if column_joins[j - 1, 2] == row1:
+                        columns3 = _score_at(scores, low, high, offsets, i - 1, j - 3)
+                    if column_joins[j - 1, 3] == row1:
+                        columns4 = _score_at(scores, low, high, offsets, i - 1, j - 4)
+                left, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
+            else:
+                left, move = _choose(equal, diagonal, above, left, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER)
+            here = offsets[i] + j - low[i]
+            scores[here] = left
+            moves[here] = move
+            diagonal = above
+    return moves
+
+
+_fill = _compiled(_fill_cells)
+
+
+def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """(row marks, column marks, how many) of each; see `trace_back`."""
+    solved = []
+    for problem in problems:
+        rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
+        moves = _fill(
+            problem.row_ids,
+            problem.column_ids,
+            problem.row_joins,
+            problem.column_joins,
+            problem.low,
+            problem.high,
+            problem.offsets,
+        )
+        solved.append((rows, columns, int(_trace_back(moves, problem.low, problem.offsets, rows, columns))))
+    return solved

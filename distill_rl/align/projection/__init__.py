@@ -1,0 +1,6 @@
+"""The sparse projection between two vocabularies: building it, and its file."""
+
+from distill_rl.align.projection.build import build_projection, cached_projection
+from distill_rl.align.projection.file import Projection, load_projection, save_projection
+
+__all__ = ["Projection", "build_projection", "cached_projection", "load_projection", "save_projection"]

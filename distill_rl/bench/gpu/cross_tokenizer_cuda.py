@@ -1,0 +1,180 @@
+"""Time and memory of the cross-tokenizer losses on a CUDA device, at the vocabularies of two real models.
+
+Forward and backward of KD plus cross-entropy, from logits of the student and targets of the teacher: whole logits, and for
+`hybrid` also its top k. Chunks are of all kinds, three quarters of them 1:1. Beside them, in the same run, stands the loss for
+one tokenizer on the same student logits, against a teacher with the student's vocabulary; ratios are to that.
+Times are medians by CUDA events after a warm-up, memory is the allocator's peak above what was there before, the gradient
+included.
+
+`--device cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from distill_rl.bench import record
+from distill_rl.bench.gpu.contenders import OURS, Case, Step
+from distill_rl.bench.gpu.losses_cuda import Figures, measure
+from distill_rl.losses import Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss, kd_loss, vocab_parallel_topk
+
+SIZES = {"cuda": (4096, 128_256, 151_936), "cpu": (128, 2048, 2560)}
+"""Student rows, student columns and teacher columns by default."""
+TOP_K = 64
+KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
+"""Rows of student and teacher, over and over."""
+ONE_TOKENIZER = "kd_loss, one tokenizer"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Logits of both, which rows are whose chunk, and the way between the vocabularies."""
+
+    student: Tensor
+    teacher: Tensor
+    labels: Tensor
+    teacher_labels: Tensor
+    chunks: Chunks
+    bridge: Bridge
+
+    @classmethod
+    def draw(cls, sizes: Sequence[int], device: str) -> Sides:
+        """Random, with logits of standard deviation 2."""
+        rows, columns, teacher_columns = sizes
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        chunks = _chunks(rows, device)
+
+        def logits(shape: tuple[int, int]) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(2)
+
+        def tokens(shape: tuple[int, int]) -> Tensor:
+            return torch.randint(0, shape[1], shape[:1], generator=generator, device=device)
+
+        own, other = (rows, columns), (len(chunks.teacher), teacher_columns)
+        bridge = _bridge(columns, teacher_columns).to(device)
+        return cls(logits(own), logits(other), tokens(own), tokens(other), chunks, bridge)
+
+    @property
+    def teacher_top(self) -> TopKLogprobs:
+        return vocab_parallel_topk(self.teacher, min(TOP_K, self.teacher.shape[1]), labels=self.teacher_labels)
+
+
+def _chunks(rows: int, device: str) -> Chunks:
+    sides: tuple[list[int], list[int]] = [], []
+    count = 0
+    while len(sides[0]) + KINDS[count % len(KINDS)][0] <= rows:
+        for side, length in zip(sides, KINDS[count % len(KINDS)]):
+            side += [count] * length
+        count += 1
+    sides[0].extend([-1] * (rows - len(sides[0])))
+    student, teacher = (torch.tensor(side, device=device) for side in sides)
+    return Chunks(student, teacher, count)
+
+
+def _bridge(columns: int, teacher_columns: int) -> Bridge:
+    """Two thirds of the smaller vocabulary in common; the others go into two or three tokens."""
+    draw = torch.Generator().manual_seed(0)
+    common = 2 * min(columns, teacher_columns) // 3
+    counterparts = torch.randperm(teacher_columns, generator=draw)[:common]
+    lengths = torch.cat([torch.ones(common, dtype=torch.int64), torch.arange(columns - common) % 2 + 2])
+    start = lengths.cumsum(0) - lengths
+    place = torch.arange(int(lengths.sum())) - start.repeat_interleave(lengths)
+    weights = 0.9 * 0.1 ** place.double()
+    sums = torch.zeros(columns, dtype=torch.float64).index_add_(
+        0, torch.arange(columns).repeat_interleave(lengths), weights
+    )
+    # a row's pieces are neighbours, for they must differ
+    first = torch.randint(0, teacher_columns - 3, (columns,), generator=draw)
+    first[:common] = counterparts
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return Bridge(
+        indptr, first.repeat_interleave(lengths) + place, (weights / sums.repeat_interleave(lengths)).float(),
+        teacher_columns, torch.arange(common), counterparts,
+    )  # fmt: skip
+
+
+def cases(sides: Sides) -> Iterator[Case]:
+    """Of the losses, each with what it is given."""
+    top = sides.teacher_top
+    dense = DenseLogits(sides.teacher, top.label_logprob)
+    own = vocab_parallel_topk(sides.student.flip(0), min(TOP_K, sides.student.shape[1]))
+
+    def one(student: Tensor) -> Tensor:
+        return kd_loss(student, own, labels=sides.labels, kd_ratio=0.5, reduction="sum").loss
+
+    def step(method: str, target: DenseLogits | TopKLogprobs, **keywords: Any) -> Step:
+        def loss(student: Tensor) -> Tensor:
+            output = chunk_kd_loss(
+                student, target, sides.chunks, sides.bridge, method=method, labels=sides.labels, top_k=TOP_K, **keywords
+            )
+            return 0.5 * output.kd + 0.5 * output.ce
+
+        return loss
+
+    yield Case("logits", "forward_kl", ONE_TOKENIZER, f"top {TOP_K}", one)
+    yield Case("logits", "hybrid", OURS, f"top {TOP_K}", step("hybrid", top))
+    yield Case("logits", "alm", OURS, "label log-probs", step("alm", top))
+    for method in ("hybrid", "xtoken", "gold", "uld", "strict"):
+        yield Case("logits", method, OURS, "logits", step(method, dense))
+    for method in ("xtoken", "gold"):
+        yield Case("logits", f"{method}, chain", OURS, "logits", step(method, dense, chunk_average="chain"))
+
+
+def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
+    """All cases on the same draw."""
+    sides = Sides.draw(sizes, device)
+    measured = [measure(case, [sides.student], repeats) for case in cases(sides)]
+    base = next(line.milliseconds for line in measured if line.by == ONE_TOKENIZER)
+    return [
+        replace(line, ratio=round(line.milliseconds / base, 3) if line.milliseconds and base else None)
+        for line in measured
+    ]
+
+
+def show(figures: Sequence[Figures], title: str) -> None:
+    table = Table("loss", "by", "target", "ms", "over one tokenizer", "peak MiB", title=title)
+    for line in figures:
+        numbers = ((line.milliseconds, ".2f"), (line.ratio, ".2f"), (line.peak_mib, ".1f"))
+        cells = ["–" if number is None else format(number, digits) for number, digits in numbers]
+        if line.status != "ok":
+            cells[0] = line.status
+        table.add_row(line.divergence, line.by, line.target, *cells)
+    Console(width=140).print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = record.parser("Time and memory of the cross-tokenizer losses on a CUDA device")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to see that it works")
+    names = ("rows", "columns", "teacher_columns")
+    for name, large, small in zip(names, SIZES["cuda"], SIZES["cpu"]):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, metavar="N", help=f"default: {large}; {small} on a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("cross_tokenizer_cuda: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
+        return 2
+    sizes = [getattr(arguments, name) or size for name, size in zip(names, SIZES[arguments.device])]
+    figures = compare(sizes, arguments.device, arguments.repeats)
+    settings = dict(zip(names, sizes), device=arguments.device, repeats=arguments.repeats, top_k=TOP_K)
+    settings |= {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"}
+    show(figures, ", ".join(f"{name} {value}" for name, value in settings.items()))
+    if arguments.device == "cpu" and arguments.out is None:
+        print("not written: figures of a CPU are no record; --out keeps them")
+        return 0
+    results = {"settings": settings, "results": [asdict(line) for line in figures]}
+    print(f"written: {record.write('cross_tokenizer_cuda', results, arguments.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

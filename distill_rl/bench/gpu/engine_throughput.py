@@ -1,0 +1,250 @@
+"""Tokens per second of a teacher and a student engine in one process on one GPU, beside what the cost model predicts.
+
+Real shapes, random weights, full rows: a student of the shape of Llama-3.2-1B learns from a teacher of the shape of
+Qwen3-4B, with another vocabulary, and from one of the shape of Llama-3.1-8B. The teacher runs over the whole batch, then
+the student takes its step; nothing overlaps, as on one card nothing can. There is no driver, no aligner and no transport but
+a copy into slots; the engines need torch, transformers, numpy and safetensors only.
+
+The total is timed without instruments. A second pass times the phases by events between them. MFU is what the models need,
+forward and backward, over the rate of a large matrix product measured just before (`mfu`), and over the card's nominal one.
+
+`--device cpu --tiny` is the same with tiny models, to see that it works; figures of a CPU are no record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distill_rl.bench.gpu.ceilings import measure_card
+from distill_rl.bench.gpu.cost_model import PHASES, Card, Step, microseconds, parts
+from distill_rl.bench.gpu.engines import Engines
+from distill_rl.bench.gpu.phases import phase_seconds
+from distill_rl.bench.gpu.shapes import PAIRS, TINY_PAIRS, Pair
+from distill_rl.parallel.mesh import World, close_world, open_world
+
+WARM_UP, MOST_STEPS, PROFILED = 2, 10, 2
+"""Steps before timing, timed at most, and timed by phase."""
+TINY = Step(rows=4, micro_batch=2, length=32, top_k=8)
+OUT_OF_MEMORY, NO_TIME = "out of memory", "no time left"
+
+
+def measure(
+    device: torch.device,
+    tiny: bool,
+    budget_s: float,
+    *,
+    step: Step | None = None,
+    pairs: Iterable[str] = tuple(PAIRS),
+) -> dict[str, Any]:
+    """Every pair in turn; what goes wrong with one is its `status`, and the others go on.
+
+    Args:
+        device: where both engines live.
+        tiny: the pairs in tiny sizes, on whatever device.
+        budget_s: seconds for everything, which the pairs share; it decides how many steps are timed.
+        step: rows, micro-batch, length and top-k; None: the default sizes.
+        pairs: names in `PAIRS`.
+
+    Returns:
+        `card`: the rates measured first; `step`: the sizes; `pairs`: by name, each with a `status` ("ok", "out of
+        memory", "no time left", or "failed: …" with the `traceback` beside it) and, where that is ok, with the figures
+        of `_measure_pair`.
+    """
+    deadline = time.monotonic() + budget_s
+    step = step or (TINY if tiny else Step())
+    names = list(pairs)
+    card = measure_card(device)
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    found: dict[str, Any] = {}
+    try:
+        for i, name in enumerate(names):
+            pair = (TINY_PAIRS if tiny else PAIRS)[name]
+            share = (deadline - time.monotonic()) / (len(names) - i)
+            found[name] = {"pair": pair.name, **_try_pair(pair, step, card, world, share)}
+            _free(world.device)
+    finally:
+        close_world(world)
+    return {"card": asdict(card) | {"attention": list(card.attention)}, "step": asdict(step), "pairs": found}
+
+
+def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float) -> dict[str, Any]:
+    if budget_s <= 0:
+        return {"status": NO_TIME}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return {"status": "ok", **_measure_pair(pair, step, card, world, Path(folder), budget_s)}
+    except Exception as error:
+        if _ran_out_of_memory(error):
+            return {"status": OUT_OF_MEMORY}
+        line = traceback.format_exception_only(error)[-1].strip()
+        return {"status": f"failed: {line}", "traceback": traceback.format_exc()}
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error is not None
+
+
+def _free(device: torch.device) -> None:
+    """After the frames that held the engines are gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path, budget_s: float) -> dict[str, Any]:
+    """Figures of one pair; µs are per token of the student's batch.
+
+    Half of the budget, less what loading took, goes to the timed steps: at least one, at most `MOST_STEPS`.
+    """
+    device, start = world.device, time.monotonic()
+    engines = Engines(pair, step, world, folder, WARM_UP + MOST_STEPS + PROFILED)
+    _wait(device)
+    loading = time.monotonic() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(WARM_UP):
+        once = time.monotonic()
+        metrics = engines.step()
+        _wait(device)
+        once = time.monotonic() - once
+    left = budget_s - (time.monotonic() - start)
+    steps = max(1, min(MOST_STEPS, int(left / 2 / once)))
+    start = time.perf_counter()
+    for _ in range(steps):
+        metrics = engines.step()
+    _wait(device)
+    seconds = (time.perf_counter() - start) / steps
+    loss = metrics["train/loss"].value
+    if not math.isfinite(loss):
+        raise ArithmeticError(f"the loss is {loss}")
+    figures = _figures(pair, step, card, seconds, phase_seconds(engines, device, PROFILED))
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+    return {
+        "loss_over": "tokens" if pair.one_tokenizer else "chunks (hybrid), made up, with a made-up projection",
+        "loading_seconds": round(loading, 1),
+        "steps": steps,
+        "labelled_tokens_per_step": int(metrics["train/tokens"].value),
+        "loss": loss,
+        "peak_gib": None if memory is None else round(memory, 2),
+        **figures,
+    }
+
+
+def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
+    """Of `seconds` per step and seconds per phase, with the prediction at the rates of `card`."""
+    flops = pair.flops_per_token(step.length) * step.tokens / seconds
+    predicted = microseconds(parts(pair, step, card), card, by="phase")
+    per_token = {name: 1e6 * phases[name] / step.tokens for name in PHASES}
+    whole, predicted_whole = 1e6 * seconds / step.tokens, sum(predicted.values())
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_second": step.tokens / seconds,
+        "model_flops_per_second": flops,
+        "mfu": flops / card.matmul,
+        "mfu_nominal": None if card.nominal is None else flops / card.nominal,
+        "microseconds": {"measured": whole, "predicted": predicted_whole, "ratio": whole / predicted_whole},
+        "phases": {
+            name: {"measured": per_token[name], "predicted": predicted[name], "ratio": per_token[name] / predicted[name]}
+            for name in PHASES
+        },
+    }  # fmt: skip
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def report(measured: dict[str, Any]) -> str:
+    """What `measure` returned, for people."""
+    card, step = measured["card"], measured["step"]
+    lines = [
+        f"{card['name']}: copies {card['bandwidth'] / 1e12:.3g} TB/s, matrix product {card['matmul'] / 1e12:.3g} TFLOP/s; "
+        f"{step['rows']} rows of {step['length']} tokens, micro-batches of {step['micro_batch']}, top {step['top_k']}"
+    ]
+    for found in measured["pairs"].values():
+        lines += ["", *_pair_lines(found)]
+    return "\n".join(lines)
+
+
+def _pair_lines(found: dict[str, Any]) -> list[str]:
+    if found["status"] != "ok":
+        return [f"{found['pair']}: {found['status']}"]
+    memory = "" if found["peak_gib"] is None else f", peak {found['peak_gib']:.1f} GiB"
+    nominal = "" if found["mfu_nominal"] is None else f" ({found['mfu_nominal']:.1%} of nominal)"
+    lines = [
+        f"{found['pair']}, loss over {found['loss_over']}",
+        f"{found['tokens_per_second']:,.0f} tokens/s, {found['seconds_per_step']:.3f} s per step, MFU {found['mfu']:.1%}"
+        f"{nominal}{memory}; {found['steps']} steps, loaded in {found['loading_seconds']:.1f} s",
+        f"{'µs per token':<24}{'measured':>10}{'predicted':>11}{'ratio':>8}",
+    ]
+    rows = {**found["phases"], "all, timed by itself": found["microseconds"]}
+    return lines + [
+        f"{name:<24}{row['measured']:>10.2f}{row['predicted']:>11.2f}{row['ratio']:>8.2f}" for name, row in rows.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    from distill_rl.bench import record
+
+    parser = record.parser(str(__doc__).partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it works; a CPU takes no others")
+    parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")
+    parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for everything; %(default)s")
+    for name, what in (
+        ("rows", "per step"),
+        ("micro_batch", "rows"),
+        ("length", "tokens per row"),
+        ("top_k", "entries"),
+    ):
+        sizes = f"{what}; {getattr(Step, name)}, tiny {getattr(TINY, name)}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=sizes)
+    options = parser.parse_args(argv)
+    problem = _problem(options)
+    if problem:
+        print(f"engine_throughput: error: {problem}", file=sys.stderr)
+        return 2
+    pairs = [options.pair] if options.pair else PAIRS
+    measured = measure(torch.device(options.device), options.tiny, options.budget, step=_step(options), pairs=pairs)
+    print(report(measured))
+    if options.device == "cpu" and options.out is None:
+        print("not written: figures of a CPU are no record; --out keeps them")
+    else:
+        print(f"written: {record.write('engine_throughput', measured, options.out)}")
+    return int(any(found["status"].startswith("failed") for found in measured["pairs"].values()))
+
+
+def _step(options: argparse.Namespace) -> Step:
+    default = TINY if options.tiny else Step()
+    given = (options.rows, options.micro_batch, options.length, options.top_k)
+    return Step(*(asked or size for asked, size in zip(given, asdict(default).values())))
+
+
+def _problem(options: argparse.Namespace) -> str:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device; --device cpu --tiny runs its small twin"
+    if options.device == "cpu" and not options.tiny:
+        return "models of real shape need a GPU; add --tiny"
+    step = _step(options)
+    if min(asdict(step).values()) < 1 or step.rows % step.micro_batch:
+        return f"--rows must be a multiple of --micro-batch, and all sizes positive; got {asdict(step)}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

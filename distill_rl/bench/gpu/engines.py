@@ -1,0 +1,185 @@
+"""A teacher and a student engine in one process, with real shapes and random weights, and batches for them.
+
+No weight is drawn on the CPU or written to a disk: a model's folder holds a config and a sparse safetensors file, whose
+zeros take no space; the engines load it like any other model, and the weights are drawn afterwards where they lie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distill_rl.align.projection.file import Projection, save_projection
+from distill_rl.bench.gpu.cost_model import Step
+from distill_rl.bench.gpu.shapes import Pair, Shape
+from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
+from distill_rl.losses import TopKLogprobs
+from distill_rl.parallel.mesh import World
+from distill_rl.student.engine import StudentEngine
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.types import ChunkRows, Crossing, RankBatch, TokenRows
+
+KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
+"""Tokens of student and teacher in a chunk of text, over and over: three quarters are one to one."""
+
+
+class Engines:
+    """Both engines of a pair, what they are given, and one step of them.
+
+    A teacher with the student's vocabulary is compared token by token. One with another vocabulary is compared chunk by
+    chunk with the default loss, `hybrid`, over chunks and a vocabulary projection that are made up.
+
+    Args:
+        folder: an empty directory for the models' descriptions.
+        total_steps: how often `step` will be called at most.
+    """
+
+    def __init__(self, pair: Pair, step: Step, world: World, folder: Path, total_steps: int):
+        for name, shape in (("student", pair.student), ("teacher", pair.teacher)):
+            write_model(folder / name, shape, step.length)
+        config = _config(folder, step)
+        crossings: list[Crossing | None] = []
+        if not pair.one_tokenizer:
+            path = folder / "projection.safetensors"
+            save_projection(made_up_projection(pair), path)
+            crossings = [Crossing("hybrid", str(path))]
+        self.student = StudentEngine(
+            config, world, vocabulary_size=pair.student.tokens, total_steps=total_steps, crossings=crossings
+        )
+        self.teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=pair.teacher.tokens)
+        torch.manual_seed(0)
+        for model in (self.student.model, self.teacher.model):
+            draw_weights(model)
+        self.batch, self.teacher_batch = made_up_batches(pair, step)
+        self.temperature = config.loss.temperature
+        self._slots: dict[int, dict[str, Tensor]] = {}
+
+    def teach(self) -> Iterator[None]:
+        """The teacher's targets of the whole batch, a micro-batch per iteration, copied into slots as a transport does."""
+        for layout, tensors in self.teacher.forward(self.teacher_batch):
+            if layout.first_row not in self._slots:
+                self._slots[layout.first_row] = {name: torch.empty_like(each) for name, each in tensors.items()}
+            for name, each in tensors.items():
+                self._slots[layout.first_row][name].copy_(each)
+            yield
+
+    @contextmanager
+    def targets(self, first_row: int, num_rows: int) -> Iterator[Sequence[TopKLogprobs]]:
+        """What the student reads: the slot of these rows, which are one micro-batch of either."""
+        yield [TopKLogprobs.from_tensors(self._slots[first_row], self.temperature)]
+
+    def step(self) -> dict[str, Any]:
+        """The teacher's forward over the batch, then the student's whole step; the student's metrics."""
+        for _ in self.teach():
+            pass
+        return self.student.train_step(self.batch, self.targets)
+
+
+def _config(folder: Path, step: Step) -> Config:
+    return Config(
+        student=StudentConfig(model=str(folder / "student")),
+        teachers=[TeacherConfig(model=str(folder / "teacher"))],
+        data=DataConfig(max_length=step.length, packing=False),
+        loss=LossConfig(top_k=step.top_k),
+        train=TrainConfig(global_batch_size=step.rows, micro_batch_size=step.micro_batch),
+    )
+
+
+def write_model(folder: Path, shape: Shape, length: int) -> None:
+    """config.json, and model.safetensors with zeros in bf16 that take no room on the disk."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=length,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {name: each.shape for name, each in model.named_parameters() if name not in model.all_tied_weights_keys}
+    header, end = {}, 0
+    for name, size in sizes.items():
+        start, end = end, end + 2 * prod(size)
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module) -> None:
+    """Matrices from N(0, 0.02²), vectors (norms) ones; in place, whatever device and shards they are on."""
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.ndim > 1:
+            local.normal_(std=0.02)
+        else:
+            local.fill_(1)
+
+
+def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
+    """Full rows of random ids for student and teacher, every token labelled."""
+    draw = np.random.default_rng(0)
+    shape = (step.rows, step.length)
+    positions = np.broadcast_to(np.arange(step.length, dtype=np.int32), shape)
+
+    def rows(tokens: int) -> TokenRows:
+        ids = draw.integers(0, tokens, (step.rows, step.length + 1), dtype=np.int32)
+        return TokenRows(ids[:, :-1], ids[:, 1:], positions)
+
+    student = rows(pair.student.tokens)
+    if pair.one_tokenizer:
+        batch = RankBatch(0, 0, student, step.tokens)
+        return batch, batch
+    chunks = made_up_chunks(step)
+    return RankBatch(0, 0, student, step.tokens, (chunks,)), RankBatch(0, 0, rows(pair.teacher.tokens), step.tokens)
+
+
+def made_up_chunks(step: Step) -> ChunkRows:
+    """The same chunks in every row, of `KINDS` in turn until one side's row is full."""
+    sides: tuple[list[int], list[int]] = [], []
+    count = one_to_one = 0
+    while all(len(side) + length <= step.length for side, length in zip(sides, KINDS[count % len(KINDS)])):
+        kind = KINDS[count % len(KINDS)]
+        for side, length in zip(sides, kind):
+            side += [count] * length
+        one_to_one += kind == (1, 1)
+        count += 1
+    student, teacher = (
+        np.tile(np.array(side + [-1] * (step.length - len(side)), np.int32), (step.rows, 1)) for side in sides
+    )
+    return ChunkRows(student, teacher, step.rows * count, step.rows * one_to_one, step.rows * len(sides[0]))
+
+
+def made_up_projection(pair: Pair) -> Projection:
+    """Two thirds of the smaller vocabulary in common, the student's other tokens in two or three of the teacher's."""
+    student, teacher = pair.student, pair.teacher
+    draw = np.random.default_rng(0)
+    common = 2 * min(student.tokens, teacher.tokens) // 3
+    counterparts = draw.permutation(teacher.tokens)[:common]
+    first = draw.integers(0, teacher.tokens - 3, student.columns)
+    first[:common] = counterparts
+    lengths = np.concatenate([np.ones(common, np.int64), np.arange(student.columns - common) % 2 + 2])
+    lengths[student.tokens :] = 0
+    indptr = np.concatenate([[0], lengths.cumsum()])
+    place = np.arange(indptr[-1]) - indptr[:-1].repeat(lengths)
+    weights = 0.9 * 0.1**place
+    sums = np.bincount(np.arange(student.columns).repeat(lengths), weights, student.columns)
+    return Projection(
+        indptr, (first.repeat(lengths) + place).astype(np.int32), (weights / sums.repeat(lengths)).astype(np.float32),
+        teacher.columns, np.arange(common, dtype=np.int32), counterparts.astype(np.int32),
+        "made up", "made up", exact_rows=common,
+    )  # fmt: skip

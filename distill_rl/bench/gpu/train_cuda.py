@@ -1,0 +1,238 @@
+"""Training steps with models of real shape on one GPU that teacher and student share: tokens/s, memory, waits, FLOP/s.
+
+A student of the shape of Llama-3.2-1B learns from a teacher of the shape of Qwen3-4B, weights random, vocabularies of
+their sizes: two small tokenizers are learnt from invented text and filled up with entries that never occur, most of them
+common to both. The real command line trains on full rows. Memory is the most that the card reports in use above what was
+before, contexts and caches of both processes included. FLOP/s count what the models need, forward and backward, without
+what activation checkpointing computes again, and stand beside the rate of a large matrix product measured just before.
+
+`--device cpu` is the same with tiny models, to see that it works; its figures say nothing and are kept only where --out says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distill_rl.bench import record
+from distill_rl.bench.gpu.ceilings import matmul_rate
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT, Shape
+from distill_rl.bench.prefetch import invent_text, learn_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+SHAPES = {"cuda": (LLAMA_1B, QWEN3_4B), "cpu": (TINY_STUDENT, TINY_QWEN3)}
+SIZES = {"cuda": {"steps": 200, "batch": 8, "length": 2048}, "cpu": {"steps": 6, "batch": 2, "length": 64}}
+LEARNT = {"cuda": (12_000, 9_000), "cpu": (500, 400)}
+"""ids of either tokenizer that occur in text"""
+GOAL = 14_000
+"""tokens per second on one H200"""
+PUBLISHED = {"tokens_per_second_per_gpu": 3000, "gib": 29.5, "gpus": 16}
+"""NeMo-RL's figures for this pair"""
+CONFIG = """\
+run: {{name: train, dir: {root}/runs}}
+student: {{model: {root}/student, dtype: {dtype}, activation_checkpointing: {checkpointing}}}
+teachers: [{{name: teacher, model: {root}/teacher, dtype: {dtype}}}]
+data: {{path: {root}/text.jsonl, max_length: {length}}}
+loss: {{top_k: 64}}
+optimizer: {{lr: 1.0e-5}}
+train: {{steps: {steps}, global_batch_size: {batch}, micro_batch_size: {micro_batch}}}
+prefetch: {{depth: {depth}}}
+transport: {transport}
+observe: {{tensorboard: false}}
+"""
+
+
+def fill_up(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+    """The same tokenizer with `size` ids; the new ones are words that no merge makes."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    for number in range(size - len(vocabulary)):
+        vocabulary[f"Ġfilling{number}"] = len(vocabulary)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+    )
+
+
+def write_material(root: Path, device: str, *, rows: int, length: int, one_tokenizer: bool) -> float:
+    """student/, teacher/ and text.jsonl, documents longer than a row; the teacher's tokens per token of the student."""
+    draw = random.Random(0)
+    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(8000)]
+    texts = [invent_text(draw, words, length) for _ in range(rows)]
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    student, teacher = SHAPES[device]
+    ends, counts = ("</s>", "<|end|>"), []
+    for name, shape, learnt, end in zip(("student", "teacher"), (student, teacher), LEARNT[device], ends):
+        if name == "student" or not one_tokenizer:
+            tokenizer = fill_up(learn_tokenizer(texts[:64], learnt, end), shape.tokens)
+        tokenizer.save_pretrained(root / name)
+        write_model(root / name, shape, tokenizer, device, length)
+        counts.append(sum(len(ids) for ids in tokenizer(texts[:8])["input_ids"]))
+    return counts[1] / counts[0]
+
+
+def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, device: str, length: int) -> None:
+    """Random weights, made on the device and in the dtype that they are kept in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=max(4096, length),
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
+    model.save_pretrained(folder)
+
+
+def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None]:
+    """The records of a run of the command line, and the most GiB that the card had in use during it."""
+    path = root / "train.yaml"
+    dtype = "bf16" if device == "cuda" else "fp32"
+    path.write_text(CONFIG.format(root=root, dtype=dtype, **settings), "utf-8")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
+    with _watch_memory(device) as peak:
+        command = [sys.executable, "-m", "distill_rl", "train", "-c", str(path)]
+        done = subprocess.run(command, env=environment)
+    log = root / "runs" / "train" / "logs" / "latest" / "driver.log"
+    if done.returncode:
+        raise SystemExit(f"the run failed; its log:\n{log.read_text('utf-8') if log.exists() else 'none'}")
+    metrics = root / "runs" / "train" / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
+    return [one for one in records if "timing/step" in one], round(max(peak), 2) if peak else None
+
+
+@contextmanager
+def _watch_memory(device: str) -> Iterator[list[float]]:
+    """GiB in use on the card beyond what is in use now, looked at ten times a second; empty on a CPU."""
+    seen: list[float] = []
+    if device != "cuda":
+        yield seen
+        return
+    torch.cuda.empty_cache()
+    before, ended = torch.cuda.mem_get_info()[0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            seen.append((before - torch.cuda.mem_get_info()[0]) / 2**30)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length: int, ratio: float) -> dict[str, Any]:
+    """Of the steps of a run after its warm-up, a twentieth of them but at least one.
+
+    Args:
+        ratio: the teacher's tokens per token of the student.
+    """
+    warm_up = max(1, len(steps) // 20)
+    before, counted = steps[warm_up - 1], steps[warm_up:]
+    seconds = counted[-1]["time"] - before["time"]
+    tokens = sum(one["train/tokens"] for one in counted)
+    student, teacher = shapes
+    per_token = student.flops_per_token(length, trained=True) + ratio * teacher.flops_per_token(length, trained=False)
+    parts = sorted({name for one in counted for name in one if name.startswith(("timing/", "transport/"))})
+    waits = [one["timing/wait_teachers"] / one["timing/step"] for one in counted]
+    return {
+        "steps": len(counted),
+        "tokens_per_step": round(tokens / len(counted), 1),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "step_seconds": round(seconds / len(counted), 4),
+        "teacher_wait": round(sum(waits) / len(waits), 4),
+        "flops_per_second": tokens * per_token / seconds,
+        "medians": {name: round(median(one.get(name, 0.0) for one in counted), 5) for name in parts},
+        "losses": [steps[0]["train/loss"], steps[-1]["train/loss"]],
+    }
+
+
+def show(measured: Mapping[str, Any]) -> None:
+    memory = "–" if measured["peak_gib"] is None else f"{measured['peak_gib']:.1f} GiB"
+    lines = {
+        "tokens per second": f"{measured['tokens_per_second']:,.0f}",
+        "seconds per step": f"{measured['step_seconds']:.3f}, of {measured['tokens_per_step']:,.0f} tokens",
+        "peak memory of the card": memory,
+        "waiting for the teacher": f"{measured['teacher_wait']:.1%} of a step",
+        "FLOP/s of the models": f"{measured['flops_per_second'] / 1e12:,.1f} T",
+        "FLOP/s of a matrix product": f"{measured['matmul_flops_per_second'] / 1e12:,.1f} T",
+        "the one over the other": f"{measured['utilization']:.1%}",
+    }
+    for name, value in lines.items():
+        print(f"{name:<28}{value}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = record.parser("Training steps with models of real shape on one GPU that teacher and student share")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to see that it works")
+    for name, what in (("steps", "optimizer steps"), ("batch", "rows per step"), ("length", "tokens per row")):
+        default = f"{SIZES['cuda'][name]}; {SIZES['cpu'][name]} on a CPU"
+        parser.add_argument(f"--{name}", type=int, help=f"{what}; {default}")
+    parser.add_argument("--micro-batch", type=int, default=2, help="rows per forward and backward; %(default)s")
+    parser.add_argument("--depth", type=int, default=1, help="prefetch.depth; %(default)s")
+    parser.add_argument("--transport", default="auto", help="%(default)s")
+    parser.add_argument("--checkpointing", action="store_true", help="student.activation_checkpointing")
+    parser.add_argument("--one-tokenizer", action="store_true", help="the teacher has the student's")
+    options = parser.parse_args(argv)
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        print("train_cuda: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
+        return 2
+    sizes = {name: getattr(options, name) or default for name, default in SIZES[device].items()}
+    settings = sizes | {
+        "micro_batch": options.micro_batch,
+        "depth": options.depth,
+        "transport": options.transport,
+        "checkpointing": str(options.checkpointing).lower(),
+    }
+    rate = matmul_rate(torch.device(device), 8192 if device == "cuda" else 256)
+    with tempfile.TemporaryDirectory() as folder:
+        root, length = Path(folder), sizes["length"]
+        rows = 40 * sizes["batch"]
+        ratio = write_material(root, device, rows=rows, length=length, one_tokenizer=options.one_tokenizer)
+        steps, peak = train(root, device, settings)
+        measured = figures(steps, SHAPES[device], length, ratio)
+    measured |= {"peak_gib": peak, "matmul_flops_per_second": rate, "utilization": measured["flops_per_second"] / rate}
+    show(measured)
+    if device == "cpu" and options.out is None:
+        print("not written: figures of a CPU are no record; --out keeps them")
+        return 0
+    settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
+    print(f"written: {record.write('train_cuda', {'settings': settings, 'results': measured}, options.out)}")
+    return 0
+
+
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+if __name__ == "__main__":
+    sys.exit(main())

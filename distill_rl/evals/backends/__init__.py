@@ -1,0 +1,1 @@
+"""What runs a model on questions: Transformers and vLLM."""

@@ -1,0 +1,1 @@
+"""Judging answers in child processes: extraction, normalisation, equivalence."""

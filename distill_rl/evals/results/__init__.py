@@ -1,0 +1,1 @@
+"""Results: rows, scores, their uncertainty, files, and comparisons."""

@@ -1,0 +1,98 @@
+"""From outputs to rows, from rows to a result."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.evals.backends.base import Output
+from distill_rl.evals.results.statistics import wilson
+from distill_rl.evals.suites.base import Item
+
+if TYPE_CHECKING:
+    from distill_rl.evals.grading.grader import Graded
+
+OUTCOMES = ("right", "wrong", "unparsable", "truncated", "too_long", "grader_timeout", "grader_failed")
+"""What became of an item; exactly one of them:
+
+right           the full score
+wrong           an answer, but not the right one; or one worth a part of the score
+unparsable      no answer was found in the completion
+truncated       the completion was cut off at its limit and is not right
+too_long        prompt and answer do not fit into the model's positions
+grader_timeout  judging it took longer than the deadline
+grader_failed   judging it broke: out of memory, or the process died
+"""
+
+Row = dict[str, Any]
+
+
+def chosen(item: Item, output: Output) -> Row:
+    """The row of an item whose choices were compared; of equally likely ones the first counts."""
+    if output.too_long:
+        return _row(item, output, "too_long", 0.0, None) | {"choice_logprobs": []}
+    logprobs = [value if math.isfinite(value) else None for value in output.logprobs]
+    likely = max((value for value in logprobs if value is not None), default=None)
+    if likely is None:  # a broken model prefers nothing
+        return _row(item, output, "unparsable", 0.0, None) | {"choice_logprobs": logprobs}
+    letter = item.choices[logprobs.index(likely)].strip()
+    right = letter == item.answer.strip()
+    row = _row(item, output, "right" if right else "wrong", float(right), letter)
+    return row | {"choice_logprobs": [value if value is None else round(value, 6) for value in logprobs]}
+
+
+def completed(item: Item, output: Output, graded: Graded | None) -> Row:
+    """The row of an item that was answered freely; None for one that was never run."""
+    outcome, score, extracted = _outcome(output, graded)
+    why = {"detail": graded.detail} if graded is not None and graded.detail else {}
+    return _row(item, output, outcome, score, extracted) | why | {"completion": output.text}
+
+
+def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | None]:
+    if graded is None:
+        return "too_long", 0.0, None
+    verdict = graded.verdict
+    if verdict is None:
+        return graded.outcome, 0.0, None
+    if verdict.score >= 1:
+        return "right", verdict.score, verdict.extracted
+    if output.truncated:
+        return "truncated", verdict.score, verdict.extracted
+    return ("wrong" if verdict.extracted is not None else "unparsable"), verdict.score, verdict.extracted
+
+
+def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:
+    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
+    judged = {"outcome": outcome, "score": score, "answer": item.answer, "extracted": extracted}
+    counts = {"truncated": output.truncated, "num_tokens": output.num_tokens, "prompt_tokens": output.prompt_tokens}
+    return {"id": item.id, "task": item.task} | judged | counts | {"prompt": prompt}
+
+
+def worked_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
+    """What a model's speed is measured in: tokens written, or read where choices were compared."""
+    return sum(row["num_tokens"] if "completion" in row else row["prompt_tokens"] for row in rows)
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Score with its 95 % interval, outcomes, and the same by task; `macro` is the mean over tasks."""
+    tasks: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["task"]:
+            tasks.setdefault(row["task"], []).append(row)
+    per_task = {task: _summary(members) for task, members in tasks.items()}
+    macro = math.fsum(part["score"] for part in per_task.values()) / len(per_task) if per_task else None
+    return _summary(rows) | {"macro": macro, "per_task": per_task}
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    score = math.fsum(row["score"] for row in rows) / len(rows)
+    counted = Counter(row["outcome"] for row in rows)
+    return {
+        "score": score,
+        "interval": list(wilson(score, len(rows))),
+        "num_items": len(rows),
+        "outcomes": {name: counted[name] for name in OUTCOMES},
+        "truncated": sum(bool(row["truncated"]) for row in rows),
+    }

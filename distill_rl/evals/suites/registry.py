@@ -1,0 +1,249 @@
+"""The suites by name, and those of a user by the path of their file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.evals.suites import gsm8k, math, mmlu
+from distill_rl.evals.suites.base import Item, Questions, Suite
+from distill_rl.evals.suites.exact_match import ExactMatch
+from distill_rl.system.files import sha256
+
+_ALL: tuple[Suite, ...] = (*math.SUITES, *mmlu.SUITES, *gsm8k.SUITES, ExactMatch())
+SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
+
+MAX_PROBLEMS = 20
+"""of the items of a user's suite, that are told"""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None and value not in SUITES
+
+
+def _tuple_of(kind: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, tuple)
+        and len(value) > 0
+        and all(
+            isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in value
+        )
+    )
+
+
+_Rules = Mapping[str, tuple[str, Callable[[object], bool]]]
+_OF_SUITE: _Rules = MappingProxyType({
+    "name": ("letters, digits, _, - and ., and not that of a suite that is here already", _is_name),
+    "title": ("a text", _is_text),
+    "num_fewshot": ("a whole number, 0 or more", _is_number),
+    "max_fewshot": ("a whole number, 0 or more", _is_number),
+    "chat": ("True or False", lambda value: isinstance(value, bool)),
+    "max_new_tokens": ("a whole number, 1 or more, or None", lambda value: value is None or _is_number(value, 1)),
+    "stop": ("a tuple of texts that are not empty", lambda value: _tuple_of(str)(value) and "" not in cast(tuple, value)),
+    "load": ("a function", callable),
+    "judge": ("a function", callable),
+})  # fmt: skip
+_OF_QUESTIONS: _Rules = MappingProxyType({
+    "items": ("a tuple of Item", _tuple_of(Item)),
+    "files": ("a tuple of Path", _tuple_of(Path)),
+    "content_sha256": ("a text", _is_text),
+    "warnings": ("a tuple of texts", _tuple_of(str)),
+})  # fmt: skip
+_OF_ITEM: _Rules = MappingProxyType({
+    "id": ("a text", _is_text),
+    "prompt": ("a text, or a tuple of messages {role, content}", _is_prompt),
+    "answer": ("a text", _is_text),
+    "task": ("a text", _is_text),
+    "prefix": ("a text", _is_text),
+    "choices": ("a tuple of texts", _tuple_of(str)),
+})  # fmt: skip
+
+
+def find(name: str) -> Suite:
+    """The suite of that name, or the object `SUITE` of a Python file, where the name is a path that ends in .py.
+
+    Such a file is run, so it must be one that the user trusts. The same unchanged file is run once per process.
+
+    Raises:
+        ConfigError: an unknown name; a file that is missing, fails, or holds no suite.
+    """
+    if name.endswith(".py"):
+        return _from_file(Path(name).expanduser())
+    if name not in SUITES:
+        raise ConfigError("suites", f"must be among {', '.join(SUITES)}, or the path of a .py file", name)
+    return SUITES[name]
+
+
+def find_all(names: Sequence[str]) -> dict[str, Suite]:
+    """The suites in the order of their names (`find`), each once; the keys are the names as given.
+
+    Raises:
+        ConfigError: none named; every name that is wrong, one line each; two suites that bear the same name.
+    """
+    if not names:
+        raise ConfigError("suites", "must name at least one", "none", f"choose from {', '.join(SUITES)}")
+    unknown = [name for name in dict.fromkeys(names) if not name.endswith(".py") and name not in SUITES]
+    problems = []
+    if unknown:
+        rule = f"must be among {', '.join(SUITES)}, or the path of a .py file"
+        problems.append(str(ConfigError("suites", rule, ", ".join(unknown))))
+    found: dict[str, Suite] = {}
+    for name in dict.fromkeys(names):
+        if name in unknown:
+            continue
+        try:
+            suite = find(name)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        same = next((other for other, one in found.items() if one.name == suite.name), None)
+        if same is not None:
+            rule = "must have different names, which their results bear"
+            problems.append(str(ConfigError("suites", rule, f"{same} and {name} are both {suite.name!r}")))
+            continue
+        found[name] = suite
+    if problems:
+        raise ConfigError.many(problems)
+    return found
+
+
+def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
+    """The questions of a suite that `find` gave for this name. What a user's own file returns is looked at first.
+
+    Raises:
+        DataError: as `Suite.load`.
+        ConfigError: a user's `load` fails, or returns something else than questions: one line per attribute that is
+            wrong; or only some of its items have choices.
+    """
+    if not name.endswith(".py"):
+        return suite.load(data, num_fewshot)
+    path = Path(name).expanduser()
+    try:
+        questions: Any = suite.load(data, num_fewshot)
+    except DistillError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _failed(path, "load() must work", error) from error
+    problems = _question_problems(f"suite {path}", questions)
+    if problems:
+        raise ConfigError.many(problems)
+    return questions
+
+
+def source_sha256(name: str) -> str | None:
+    """Of the file of a user's own suite, not of what it imports; None for the suites of this package.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not name.endswith(".py"):
+        return None
+    path = Path(name).expanduser()
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _from_file(path: Path) -> Suite:
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _run_file(path.resolve(), changed)
+
+
+@lru_cache(maxsize=64)
+def _run_file(path: Path, changed: int) -> Suite:
+    """`changed` makes the cache forget a file that was written anew."""
+    name = f"distill_rl_suite_{hashlib.sha256(f'{path} {changed}'.encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"suite {path}", "must be a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name while the file is still running.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failed(path, "must run", error) from error
+    what, suite = f"suite {path}", getattr(module, "SUITE", None)
+    if suite is None or isinstance(suite, type):
+        raise ConfigError(what, "must end with `SUITE = MySuite()`", "no object of that name")
+    try:
+        missing = [fact for fact in _OF_SUITE if not hasattr(suite, fact)]
+        problems = _problems(what, suite, {fact: _OF_SUITE[fact] for fact in _OF_SUITE if fact not in missing})
+    except Exception as error:  # of a property
+        raise _failed(path, "what SUITE has must be readable", error) from error
+    if missing:
+        problems.insert(0, str(ConfigError(what, "SUITE must have all that a suite has", f"no {', '.join(missing)}")))
+    if problems:
+        raise ConfigError.many(problems)
+    return cast(Suite, suite)
+
+
+def _question_problems(what: str, questions: object) -> list[str]:
+    if not isinstance(questions, Questions):
+        return [str(ConfigError(what, "load() must return Questions", _shown(questions)))]
+    problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
+    if problems:
+        return problems
+    for number, item in enumerate(questions.items, start=1):
+        problems += _problems(f"{what}, item {number}", item, _OF_ITEM)
+        if len(problems) >= MAX_PROBLEMS:
+            return [*problems[:MAX_PROBLEMS], f"{what}: stopped after {MAX_PROBLEMS} problems of its items"]
+    free = [item.id for item in questions.items if not item.choices]
+    if not problems and 0 < len(free) < len(questions.items):
+        value = f"{len(free)} of {len(questions.items)} without, such as {free[0]}"
+        problems.append(str(ConfigError(what, "all items must have choices, or none", value, "make it two suites")))
+    return problems
+
+
+def _problems(what: str, thing: object, rules: _Rules) -> list[str]:
+    values = {name: getattr(thing, name) for name in rules}
+    return [
+        str(ConfigError(what, f"`{name}` must be {rule}", _shown(values[name])))
+        for name, (rule, holds) in rules.items()
+        if not holds(values[name])
+    ]
+
+
+def _shown(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
+    """Says the line of the user's file that it came from."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    remedy = f"see line {own[-1].lineno} of the file" if own else ""
+    return ConfigError(f"suite {path}", rule, f"{type(error).__name__}: {error}", remedy)
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable")

@@ -1,0 +1,1 @@
+"""What all losses share: streaming over logits, vocabulary shards, argument checks, reductions."""

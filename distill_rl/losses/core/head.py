@@ -1,0 +1,115 @@
+"""Output layers applied to a chunk of hidden states at a time, with logits accumulated in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.streaming import Centre, Scratch, accumulator, chunks
+
+_TILE = 2**18
+"""Elements; a megabyte of fp32"""
+
+
+class Head:
+    """logits = softcap(scale · hidden · Wᵀ + bias) on this rank's rows of W; hidden [n, H], W [Vl, H], bias [Vl]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0):
+        self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
+
+    def load(
+        self, name: str, hidden: Tensor, scratch: Scratch, centre: Centre, rows: slice, *, first: bool = False
+    ) -> Tensor:
+        """Logits of these rows, centred and scaled, in the buffer of that name, [n, width]."""
+        buffer = scratch.buffer(name, hidden.shape[0])
+        logits = buffer[:, : scratch.columns]
+        self.logits(hidden, logits)
+        return scratch.finish(buffer, logits, centre, rows, first=first)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""
+        self._product(hidden, out)
+        if self.scale != 1:
+            out.mul_(self.scale)
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+            if self.bias is not None:
+                out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap makes −softcap of a masked column
+
+    def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, scratch: Scratch) -> Tensor | None:
+        """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
+        if self.softcap is None:
+            return None
+        slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
+        slope.add_((centre.value[rows] / self.softcap)[:, None])
+        return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
+
+    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+        """∂/∂ hidden of this rank's columns, from that of the logits [n, Vl]; fp32 (fp64 for fp64)."""
+        wide = accumulator(self.weight.dtype)
+        if self.weight.is_cuda or self.weight.dtype == wide:
+            return multiply(gradient, self.weight, self.weight.dtype)
+        total = gradient.new_zeros(gradient.shape[0], self.weight.shape[1])
+        for columns, tile in self._tiles(wide):
+            total.addmm_(gradient[:, columns], tile)
+        return total
+
+    def _product(self, hidden: Tensor, out: Tensor) -> None:
+        if self.weight.dtype == out.dtype:
+            torch.mm(hidden.to(out.dtype), self.weight.T, out=out)
+        elif self.weight.is_cuda:  # bf16 or fp16: summed in fp32 and written as that
+            torch.mm(hidden.to(self.weight.dtype), self.weight.T, out_dtype=out.dtype, out=out)
+        else:
+            hidden = hidden.to(out.dtype)
+            for columns, tile in self._tiles(out.dtype):
+                torch.mm(hidden, tile.T, out=out[:, columns])
+
+    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of the weight, widened a few at a time: a CPU's products in bf16 are written in bf16, so it works in fp32,
+        on tiles that stay in its cache. A copy of the whole weight would be the largest tensor there is."""
+        buffer = self.weight.new_empty(max(1, _TILE // max(self.weight.shape[1], 1)), self.weight.shape[1], dtype=dtype)
+        for columns in chunks(self.weight.shape[0], buffer.shape[0]):
+            tile = buffer[: columns.stop - columns.start]
+            yield columns, tile.copy_(self.weight[columns])
+
+
+def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
+    """a · b in fp32 (fp64 for fp64). A GPU multiplies in `narrow` and accumulates in fp32, a CPU works in fp32."""
+    wide = accumulator(narrow)
+    if a.is_cuda and narrow != wide:
+        return torch.mm(a.to(narrow), b.to(narrow), out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+class HiddenChunks:
+    """Teacher logits made from its hidden states [N, Ht] when a chunk of them is wanted."""
+
+    def __init__(self, hidden: Tensor, head: Head):
+        self.hidden, self.head = hidden, head
+
+    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
+        if scratch.held.get("teacher") != (rows, first):
+            again = scratch.held.get("teacher") == (rows, True)
+            buffer = scratch.buffer("teacher", rows.stop - rows.start)
+            if not again:
+                self.head.load("teacher", self.hidden[rows], scratch, centre, rows, first=first)
+            elif centre.split:
+                buffer.add_(centre.moved(rows)[:, None])
+            scratch.held["teacher"] = rows, first
+        return scratch.buffer("teacher", rows.stop - rows.start)
+
+    def select(self, kept: Tensor) -> HiddenChunks:
+        return HiddenChunks(self.hidden[kept], self.head)
+
+    def lend(self) -> tuple[Tensor, ...]:
+        head, hidden, nothing = self.head, self.hidden, self.hidden.new_empty(0)
+        self.hidden, self.head = nothing, Head(head.weight.new_empty(0), None, head.softcap, head.scale)
+        return (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.hidden, weight, *bias = tensors
+        self.head = Head(weight, bias[0] if bias else None, self.head.softcap, self.head.scale)

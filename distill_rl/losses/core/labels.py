@@ -1,0 +1,170 @@
+"""The label's log-probability, alone or as the cross-entropy that comes out of a KD sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.streaming import Centre, LogSums, Picked, RowFunction, Scratch, Sweep, combine
+
+
+class LabelTerm:
+    """A label's logit and its normaliser, collected in a sweep over logits divided by T; the cross-entropy is at T = 1.
+
+    A label that no rank holds counts as a logit of 0: finite, and for the caller to mask.
+    """
+
+    def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
+        """labels: [N] global ids. `temperature`: what the logits of the sweep have been divided by."""
+        self.ids, self.columns, self.size = labels, shard.columns(labels), shard.size
+        self.temperature = temperature
+        self.logit = like.new_empty(labels.shape[0])
+        self.lse = like.new_empty(labels.shape[0])
+        self.others = like.new_empty(labels.shape[0])
+        """[N], the other columns' probability at T, once the log-probability was asked for"""
+
+    def picked(self, rows: slice) -> Picked:
+        """For `combine`."""
+        return self.logit, self.columns[rows]
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """Of the sums that the sweep must take for both softmaxes; the last is that of T = 1."""
+        return (1.0,) if self.temperature == 1 else (1.0, self.temperature)
+
+    def collect(self, rows: slice, u: Tensor) -> None:
+        columns = self.columns[rows, None]
+        self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
+
+    def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
+        """Given the logsumexp of the undivided logits."""
+        self.lse[rows] = lse
+        return lse - self.logit[rows] * self.temperature
+
+    def realised(self, rows: slice, others: Tensor) -> Tensor:
+        """The label's log-probability at the temperature of the sweep, given the logsumexp of all other columns.
+
+        Taken from the others it keeps its digits where it is next to zero, and so does what is missing to one.
+        """
+        self.others[rows] = (others - self.logit[rows]).sigmoid()
+        return logsigmoid(self.logit[rows] - others)
+
+    def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
+        """gradient − weight at the label's column, in place."""
+        return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
+
+
+class LabelGradient:
+    """The label's part of a chunk's gradient: of the cross-entropy, ce · (softmax − 1[label]) at T = 1, and of the label's
+    log-probability at T, realised · (1[label] − softmax) / T.
+
+    What goes with the softmax that KD works with is the weight `shared` [n]. A cross-entropy at another temperature has a
+    softmax of its own, computed before the chunk is overwritten.
+
+    A row whose realised log-probability is asked for has no KD. That weight may be as large as 1/(1 − q), so in its label's
+    column 1 − q is not made of the softmax, which has lost it where q is next to one.
+    """
+
+    def __init__(
+        self,
+        term: LabelTerm | None,
+        rows: slice,
+        u: Tensor,
+        ce: Tensor | None,
+        scratch: Scratch,
+        realised: Tensor | None = None,
+    ):
+        self.term, self.rows, self._realised = term, rows, realised
+        self.shared = u.new_zeros(u.shape[0])
+        self._ce: Tensor | None = None
+        self._apart: Tensor | None = None
+        if term is None:
+            return
+        if realised is not None:
+            self.shared = realised.to(u.dtype) * (-1 / term.temperature)
+        if ce is not None and term.temperature == 1:
+            self.shared = self.shared + ce.to(u.dtype)
+        elif ce is not None:
+            self._ce = ce.to(u.dtype)
+            logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
+            self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
+
+    def add_to(self, gradient: Tensor) -> Tensor:
+        """In place, what is not in `shared`."""
+        if self.term is None:
+            return gradient
+        self.term.subtract(self.rows, gradient, self.shared)
+        if self._realised is not None:
+            columns = self.term.columns[self.rows, None]
+            exact = self.shared * -self.term.others[self.rows]
+            exact = torch.where(self._realised != 0, exact, gradient.gather(1, columns)[:, 0])
+            gradient.scatter_(1, columns, exact[:, None])
+        if self._apart is not None and self._ce is not None:
+            self.term.subtract(self.rows, gradient.add_(self._apart), self._ce)
+        return gradient
+
+
+def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
+    """The gradient of value `number`, None where nobody asked for it."""
+    return grads[number] if number < len(grads) else None
+
+
+def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
+    """The gradient of value `number` for the rows of chunk u, [n]; zeros where nobody asked for it."""
+    grad = given(grads, number)
+    return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
+
+
+class LabelRows(RowFunction):
+    """log q(target) and, if asked for, the entropy of q, for q at temperature T.
+
+    ∂ log q_t/∂u_v = 1[v = t] − q_v and ∂ entropy/∂u_v = −q_v (log q_v + entropy).
+    """
+
+    def __init__(self, targets: Tensor, shard: VocabularyShard, like: Tensor, temperature: float, entropy: bool):
+        """targets: [N] global ids. `like`: any tensor of the device and the dtype of the arithmetic."""
+        num_rows = targets.shape[0]
+        self.shard, self.temperature, self.with_entropy = shard, temperature, entropy
+        self.centre = Centre(num_rows, like, shard, 1 / temperature)
+        self.label = LabelTerm(targets, shard, like)
+        self.sums = LogSums(num_rows, (1.0,), self.centre, whole=True, weighted=entropy)
+        self.lse = like.new_empty(num_rows)
+        self.entropy = like.new_empty(num_rows if entropy else 0)
+        self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        return [(self._collect, self._complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, self.values = tuple(self.values), []
+        return values, ()
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        self.label.collect(rows, u)
+        exponentials = self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
+        if self.sums.weighted is not None:
+            self.sums.weigh(rows, exponentials, u)
+
+    def _complete(self, rows: slice) -> None:
+        combine(self.shard, rows, [self.sums], [self.label.picked(rows)])
+        self.lse[rows] = self.sums.log(rows)
+        self.values[0][rows] = self.label.logit[rows] - self.lse[rows]
+        if self.with_entropy:
+            self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
+            self.values[1][rows] = self.entropy[rows]
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
+        log_q = u.sub_(self.lse[rows, None])
+        if self.with_entropy:
+            q = torch.exp(log_q, out=scratch.buffer("work", u.shape[0]))
+            gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(-entropy[:, None])
+            gradient.addcmul_(q, -label[:, None])
+        else:
+            gradient = log_q.exp_().mul_(-label[:, None])
+        return self.label.subtract(rows, gradient, -label)

@@ -1,0 +1,190 @@
+"""The autograd function of the fused losses: hidden states in, values per row out, gradients of all inputs back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.autograd import first_derivative, own_dtypes
+from distill_rl.losses.core.head import Head, multiply
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.streaming import RowFunction, Scratch, accumulator, chunks, part
+
+_TILE = 2**12
+"""Rows of a gradient that are rounded at once: as a whole it need not exist in fp32 for that."""
+
+
+class FusedRows(torch.autograd.Function):
+    """A row function of logits that are made on the way: hidden [n, H], weight [Vl, H], bias [Vl] → its values.
+
+    With `weights`, the derivative of the final number with respect to each value, the first output is Σ weights · values,
+    the only differentiable one, and gradients are made while the logits are at hand: 6·N·H·Vl operations. Without, every
+    value is differentiable and backward makes the logits again: 8·N·H·Vl.
+    """
+
+    @staticmethod
+    @own_dtypes
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        function: RowFunction,
+        shard: VocabularyShard,
+        chunk: int,
+        weights: Sequence[Tensor | None] | None,
+        *anchors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """anchors: of the inputs that require a gradient, so that a second derivative finds its way to its refusal."""
+        needs = ctx.needs_input_grad[:3]
+        gradients = (
+            _Gradients(hidden, weight, bias, needs, shard, chunk) if weights is not None and any(needs) else None
+        )
+        _forward(hidden, Head(weight, bias, softcap), function, shard, chunk, gradients, weights)
+        values, constants = function.outputs()
+        ctx.set_materialize_grads(False)
+        if weights is None:
+            ctx.save_for_backward(hidden, weight, bias, *function.lend())
+            ctx.rest = softcap, function, shard, chunk, len(values), len(anchors)
+            ctx.mark_non_differentiable(*constants)
+            return *values, *constants
+        ctx.rest = None
+        ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
+        ctx.mark_non_differentiable(*values, *constants)
+        parts = [(value * share).sum() for value, share in zip(values, weights) if share is not None]
+        total = torch.stack(parts).sum()
+        return total, *values, *constants
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, *grads: Tensor | None):
+        if ctx.rest is None:
+            factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+            assert factor is not None
+            scaled = (None if one is None else _scaled(one, factor) for one in made)
+            return *scaled, *[None] * (5 + len(anchors))
+        hidden, weight, bias, *lent = ctx.saved_tensors
+        softcap, function, shard, chunk, count, num_anchors = ctx.rest
+        function.take_back(lent)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard, chunk)
+        _backward(hidden, Head(weight, bias, softcap), function, chunk, gradients, grads[:count])
+        function.lend()
+        return *gradients.finish(), *[None] * (5 + num_anchors)
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient · factor, rounded once; a part at a time where that is narrower than the product."""
+    if gradient.dtype == factor.dtype:
+        return gradient * factor
+    out = torch.empty_like(gradient)
+    for rows in chunks(gradient.shape[0], _TILE):
+        out[rows] = gradient[rows].to(factor.dtype) * factor
+    return out
+
+
+# The chunks' buffers are gone when these return: the gradients are rounded afterwards, which needs memory, too.
+
+
+def _forward(
+    hidden: Tensor,
+    head: Head,
+    function: RowFunction,
+    shard: VocabularyShard,
+    chunk: int,
+    gradients: _Gradients | None,
+    weights: Sequence[Tensor | None] | None,
+) -> None:
+    scratch = _scratch(hidden, head.weight, chunk)
+    for rows in chunks(hidden.shape[0], chunk):
+        u = head.load("student", hidden[rows], scratch, function.centre, rows, first=True)
+        for number, (collect, complete) in enumerate(function.sweeps):
+            collect(rows, u, scratch)
+            complete(rows)
+            if number == 0 and shard.group is not None:
+                u.add_(function.centre.moved(rows)[:, None])
+        if gradients is not None and weights is not None:
+            gradients.add(rows, u, function, weights, head, scratch)
+
+
+def _backward(
+    hidden: Tensor,
+    head: Head,
+    function: RowFunction,
+    chunk: int,
+    gradients: _Gradients,
+    grads: Sequence[Tensor | None],
+) -> None:
+    scratch = _scratch(hidden, head.weight, chunk)
+    for rows in chunks(hidden.shape[0], chunk):
+        u = head.load("student", hidden[rows], scratch, function.centre, rows)
+        gradients.add(rows, u, function, grads, head, scratch)
+
+
+class _Gradients:
+    """Sums of a chunk at a time, in fp32, of what the inputs need; the hidden states' is complete on every rank."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+        shard: VocabularyShard,
+        chunk: int,
+    ):
+        self.inputs, self.shard = (hidden, weight, bias), shard
+        wide = accumulator(weight.dtype)
+        self.at_once = hidden.shape[0] <= chunk
+        """whether all rows come in one call of `add`: there is nothing to add up"""
+        self.hidden = torch.empty_like(hidden, dtype=wide if shard.group else hidden.dtype) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=weight.dtype if self.at_once else wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+
+    def add(
+        self,
+        rows: slice,
+        u: Tensor,
+        function: RowFunction,
+        grads: Sequence[Tensor | None],
+        head: Head,
+        scratch: Scratch,
+    ) -> None:
+        cap_slope = head.cap_slope(u, function.centre, rows, scratch)
+        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
+        if cap_slope is not None:
+            gradient.mul_(cap_slope)
+        gradient, chunk = gradient[:, : scratch.columns], self.inputs[0][rows]
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0))
+        if gradient.is_cuda and chunk.dtype == head.weight.dtype:
+            gradient = gradient.to(chunk.dtype)  # rounded once for both products
+        if self.hidden is not None:
+            self.hidden[rows] = head.hidden_gradient(gradient)
+        if self.weight is not None:
+            self._add_to_weight(gradient, chunk)
+
+    def _add_to_weight(self, gradient: Tensor, chunk: Tensor) -> None:
+        assert self.weight is not None
+        wide = accumulator(self.weight.dtype)
+        if self.at_once and self.weight.dtype != wide:
+            narrow = chunk.dtype
+            chunk = chunk if self.weight.is_cuda else chunk.to(wide)
+            for columns in chunks(self.weight.shape[0], _TILE):
+                self.weight[columns] = multiply(gradient[:, columns].T, chunk, narrow)
+        elif self.weight.is_cuda:
+            self.weight.add_(multiply(gradient.T, chunk, chunk.dtype))
+        else:
+            self.weight.addmm_(gradient.T, chunk.to(wide))
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        if self.hidden is not None:
+            self.shard.sum_(self.hidden)
+        made = zip((self.hidden, self.weight, self.bias), self.inputs)
+        return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)
+
+
+def _scratch(hidden: Tensor, weight: Tensor, chunk: int) -> Scratch:
+    return Scratch(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)

@@ -1,0 +1,179 @@
+"""KD against a teacher that is known in k columns per row, with a bucket for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.divergence import Distribution, Divergence
+from distill_rl.losses.targets import TopKLogprobs
+
+Tail = Literal["bucket", "truncate", "renormalize"]
+TAILS: tuple[Tail, ...] = ("bucket", "truncate", "renormalize")
+
+FULL_MASS = 1 - 1e-6
+"""Where the k columns hold this much and the rest did not travel, there is no telling what rounding left of it."""
+
+
+class TopKRows(RowFunction):
+    """(T²·D, cross-entropy, the label's log-probability at T) per row, the last two where there are labels, the last only on
+    request and of rows whose label is an entry; also the mass of teacher and student in the teacher's k columns.
+
+    An id of −1 is an absent entry: neither side has mass there.
+
+    S are the teacher's columns, R the others. log q_R is the logsumexp over R, never log(1 − q_S). What R's columns share:
+    ∂D/∂u_v = exp(u_v − lse_R)·(slope_R − q_R·H) for v in R.
+
+    The student's logits at the k columns are summed over the ranks with the normalisers (k + 1 numbers per row, two
+    collectives), after which every rank has the whole of the comparison and any divergence costs the same.
+    """
+
+    def __init__(
+        self,
+        teacher: TopKLogprobs,
+        shard: VocabularyShard,
+        divergence: Divergence,
+        temperature: float,
+        tail: Tail,
+        label: LabelTerm | None,
+        like: Tensor,
+        realised: bool = False,
+        centre: Centre | None = None,
+    ):
+        """centre: where the student's logits are already centred by somebody else."""
+        self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
+        self.temperature = temperature
+        self.balance = divergence.balance if tail == "bucket" else 0.0
+        num_rows, k = teacher.ids.shape
+        self.centre = centre or Centre(num_rows, like, shard, 1 / temperature)
+        self.rest = LogSums(num_rows, (1.0,) if label is None else label.powers, self.centre, whole=False)
+        self.top = like.new_empty(num_rows, k)
+        # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
+        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
+        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + realised))]
+        self.masses = [like.new_empty(num_rows) for _ in range(2)]
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        return [(self._collect, self._complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, masses, self.values, self.masses = tuple(self.values), tuple(self.masses), [], []
+        self.top = self.top.new_empty(0)
+        return values, masses
+
+    def lend(self) -> tuple[Tensor, ...]:
+        teacher, rest = self.teacher, self.teacher.rest_logprob
+        nothing = teacher.logprobs.new_empty(0)
+        self.teacher = TopKLogprobs(teacher.ids.new_empty(0), nothing, temperature=teacher.temperature)
+        return (teacher.ids, teacher.logprobs) if rest is None else (teacher.ids, teacher.logprobs, rest)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        ids, logprobs, *rest = tensors
+        self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        if self.label is not None:
+            self.label.collect(rows, u)
+        columns = self.shard.columns(self.teacher.ids[rows])
+        top = u.gather(1, columns)
+        self.top[rows] = torch.where(columns < self.shard.size, top, 0)
+        self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+        u.scatter_(1, columns, top)
+
+    def _complete(self, rows: slice) -> None:
+        picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
+        combine(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
+        top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
+        # Where R is empty or masked everywhere its sums count columns at the floor.
+        rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
+        lse = _logsumexp(top, rest_lse)
+        self.lse[rows], self.rest_lse[rows] = lse, rest_lse
+        self._compare(rows, top, lse, rest_lse)
+        if self.label is not None:
+            at_one = lse if self.temperature == 1 else _logsumexp(top * self.temperature, self.rest.log(rows, -1))
+            self.values[1][rows] = self.label.cross_entropy(rows, at_one)
+            if len(self.values) > 2:
+                label = self.teacher.ids[rows] == self.label.ids[rows, None]
+                others = _logsumexp(torch.where(label, floor_of(top.dtype), top), rest_lse)
+                self.values[2][rows] = self.label.realised(rows, others)
+
+    def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
+        """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""
+        log_p, log_q = self._teacher_logprobs(rows, top.dtype), top - lse[:, None]
+        self.masses[0][rows], self.masses[1][rows] = log_p.exp().sum(1), log_q.exp().sum(1)
+        self.base[rows] = lse
+        if self.tail == "renormalize":
+            self.base[rows] = top.logsumexp(1)
+            log_p, log_q = log_p - log_p.logsumexp(1, keepdim=True), top - self.base[rows, None]
+        p, q = Distribution(log_p), Distribution(log_q)
+        value, slope = self._terms(p, q)
+        value, slope = value.sum(1), slope.sum(1)
+        rest_q = Distribution(rest_lse - lse)
+        rest_slope = torch.zeros_like(slope)
+        if self.tail == "bucket":
+            rest_p = Distribution(self._rest_logprob(rows, log_p))
+            rest_value, rest_slope = self._terms(rest_p, rest_q)
+            kept = rest_lse > floor_of(top.dtype)
+            if self.divergence.needs_support:
+                kept &= rest_p.log > floor_of(top.dtype)
+            rest_slope = torch.where(kept, rest_slope, 0)
+            value, slope = value + torch.where(kept, rest_value, 0), slope + rest_slope
+        if self.tail != "truncate":
+            value = value.clamp_min(0)  # what is left below zero is rounding
+        self.values[0][rows] = self.temperature**2 * value
+        slope = slope.masked_fill(value.isnan(), torch.nan)  # the sign in TVD's slope hides a NaN
+        self.slope[rows] = slope
+        self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
+
+    def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
+        value, slope = self.divergence.value(p, q), self.divergence.slope(p, q)
+        if self.balance:
+            value, slope = value + self.balance * (q.prob - p.prob), slope + self.balance * q.prob
+        return value, slope
+
+    def _teacher_logprobs(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        return self.teacher.logprobs[rows].to(dtype).clamp_min(floor_of(dtype))
+
+    def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:
+        """log p_R, the floor where it is 0."""
+        if self.teacher.rest_logprob is None:
+            return rest_of(log_p)
+        return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        label = LabelGradient(self.label, rows, u, given(grads, 1), scratch, given(grads, 2))
+        kd = weight_of(grads, 0, u) * self.temperature
+        columns = self.shard.columns(self.teacher.ids[rows])
+        top = u.gather(1, columns)
+        rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
+        gradient = u.sub_(self.rest_lse[rows, None]).exp_()
+        gradient.mul_((kd * self.rest_factor[rows] + label.shared * rest_q)[:, None])
+        gradient.scatter_(1, columns, self._gradient_at_top(rows, top, kd, label.shared))
+        return label.add_to(gradient)
+
+    def _gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+        log_p = self._teacher_logprobs(rows, top.dtype)
+        if self.tail == "renormalize":
+            log_p = log_p - log_p.logsumexp(1, keepdim=True)
+        q = Distribution(top - self.base[rows, None])
+        _, slope = self._terms(Distribution(log_p), q)
+        gradient = (slope - q.prob * self.slope[rows, None]) * kd[:, None]
+        return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
+
+
+def rest_of(logprobs: Tensor) -> Tensor:
+    """[n, k] → [n], log of what is missing in a row, the floor where nothing is."""
+    mass = logprobs.exp().sum(1)
+    return torch.where(mass >= FULL_MASS, floor_of(mass.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
+
+
+def _logsumexp(top: Tensor, rest: Tensor) -> Tensor:
+    """[n, k] and [n] → [n]"""
+    return torch.cat([top, rest[:, None]], 1).logsumexp(1)

@@ -1,0 +1,197 @@
+"""Chunks: which predictions of a student and of a teacher with another tokenizer stand for the same text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.checks import looked_at
+from distill_rl.losses.core.trees import as_tree
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "hybrid": ("topk", "logits"),
+    "xtoken": ("logits",),
+    "gold": ("logits",),
+    "hkl": ("logits",),
+    "uld": ("logits",),
+    "alm": ("topk", "logits"),
+    "strict": ("logits",),
+}
+"""Every method, with the teacher exports that it can use."""
+
+CHUNK_AVERAGES = ("mean", "chain")
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Which chunk each row of logits belongs to, on both sides.
+
+    A row belongs to the chunk of the token that it *predicts*. Every chunk has at least one row on either side, and its
+    rows follow one another.
+    """
+
+    student: Tensor
+    """int64 [N_s]; −1 for none"""
+    teacher: Tensor
+    """int64 [N_t]"""
+    count: int
+    """chunks are numbered 0 … count − 1"""
+
+    @classmethod
+    def from_alignment(
+        cls, *alignments: Any, student_length: int | None = None, teacher_length: int | None = None, stops: bool = True
+    ) -> Chunks:
+        """Of aligned texts, one to a row, for logits [R, S, V] of either side that begin with the text's first token.
+
+        The row of logits that predicts a token is that of the token before, so numbers move by one, and a chunk that
+        holds the first token of a side, which nobody predicts, is left out.
+
+        Args:
+            alignments: as `TokenAligner` makes them (`distill_rl.align.Alignment`).
+            student_length, teacher_length: S of either side; None: the longest text.
+            stops: paired special tokens (`stop_pairs`) are chunks of one token each, or a student never learns to stop.
+
+        Raises:
+            ValueError: a text is longer than its rows.
+        """
+        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+        count = 0
+        for each in alignments:
+            numbers = [torch.tensor(side, dtype=torch.int64) for side in (each.student_chunk, each.teacher_chunk)]
+            total = int(each.num_chunks)
+            for pair in each.stop_pairs if stops else ():
+                for side, position in zip(numbers, pair):
+                    side[position] = total
+                total += 1
+            kept = torch.ones(total + 1, dtype=torch.bool)  # the last entry is what a −1 reads
+            kept[-1] = False
+            for side in numbers:
+                kept[side[:1]] = False
+            renumbered = torch.where(kept, kept.cumsum(0) - 1 + count, -1)
+            for found, side in zip(sides, numbers):
+                found.append(renumbered[side][1:])
+            count += int(kept.sum())
+        student, teacher = sides
+        return cls(_in_rows("student", student, student_length), _in_rows("teacher", teacher, teacher_length), count)
+
+
+@as_tree
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """Two sums and what they are sums of; the caller weighs and divides them."""
+
+    kd: Tensor
+    """differentiable: T²·D summed over the chunks, or [count] with `reduction="none"`; 0 for a chunk the method skips"""
+    ce: Tensor
+    """differentiable: cross-entropy at T = 1 summed over the labelled rows, or [N_s]"""
+    num_chunks: Tensor
+    """int64 scalar: chunks that the method compares"""
+    teacher_mass: Tensor
+    """detached, summed over the 1:1 chunks: the teacher's probability in the columns compared; 0 for uld and alm"""
+    student_mass: Tensor
+    """detached: the student's there"""
+
+
+def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
+    """int64 [R·S]: the numbers of each text, then −1."""
+    longest = max((len(each) + 1 for each in found), default=0)
+    width = longest if length is None else length
+    if longest > width:
+        raise ValueError(f"{name}_length: must hold the longest text, {longest} tokens; got {width}")
+    rows = torch.full((len(found), width), -1)
+    for row, each in zip(rows, found):
+        row[: len(each)] = each
+    return rows.reshape(-1)
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive rows, `lengths` of them at a time. In a fixed order on every device, as `index_add` is not."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's rows that belong to chunks: chunk by chunk, and in their order within each."""
+
+    rows: Tensor
+    """int64 [n], row numbers"""
+    chunk: Tensor
+    """int64 [n]"""
+    length: Tensor
+    """int64 [count], rows of each chunk"""
+
+    @classmethod
+    def of(cls, numbers: Tensor, count: int) -> Side:
+        rows = (numbers >= 0).nonzero()[:, 0]
+        chunk, order = numbers[rows].long().sort(stable=True)
+        length = torch.zeros(count, dtype=torch.int64, device=numbers.device)
+        return cls(rows[order], chunk, length.index_add_(0, chunk, torch.ones_like(chunk)))
+
+    @cached_property
+    def start(self) -> Tensor:
+        """int64 [count], where in `rows` each chunk begins."""
+        return self.length.cumsum(0) - self.length
+
+    @cached_property
+    def first(self) -> Tensor:
+        """int64 [count], the row number of each chunk's first row."""
+        return self.rows[self.start]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[n] in the order of `rows` → [count]"""
+        return segment_sum(values, self.length)
+
+    def after_first(self, values: Tensor) -> Tensor:
+        """[n] → [count], the sum over all rows of a chunk but the first."""
+        later = torch.ones_like(self.chunk, dtype=torch.bool).index_fill_(0, self.start, False)
+        return self.sum(torch.where(later, values, 0))
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Both sides of all chunks."""
+
+    student: Side
+    teacher: Side
+    count: int
+
+    @cached_property
+    def one_to_one(self) -> Tensor:
+        """int64, numbers of the chunks of one row on either side."""
+        return ((self.student.length == 1) & (self.teacher.length == 1)).nonzero()[:, 0]
+
+
+def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | None) -> Pairing:
+    """The chunks, checked against the rows of both sides.
+
+    Raises:
+        ValueError: shapes or types; and where values are looked at: numbers out of range, chunks without a row on one
+            side, chunks whose rows do not follow one another.
+    """
+    for name, numbers, rows in (("student", chunks.student, num_student), ("teacher", chunks.teacher, num_teacher)):
+        if numbers.shape != (rows,) or numbers.is_floating_point() or numbers.dtype == torch.bool:
+            raise ValueError(
+                f"chunks.{name}: must be integers, one per row of logits, {rows}; got {numbers.dtype} {list(numbers.shape)}"
+            )
+        if looked_at(validate, numbers):
+            _check_numbers(name, numbers, chunks.count)
+    student, teacher = (Side.of(numbers, chunks.count) for numbers in (chunks.student, chunks.teacher))
+    return Pairing(student, teacher, chunks.count)
+
+
+def _check_numbers(name: str, numbers: Tensor, count: int) -> None:
+    if numbers.numel() and not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
+        extreme = int(numbers.min()) if int(numbers.min()) < -1 else int(numbers.max())
+        raise ValueError(f"chunks.{name}: must lie in [-1, {count}), count being {count}; got {extreme}")
+    side = Side.of(numbers, count)
+    if count and int(side.length.min()) == 0:
+        missing = int((side.length == 0).nonzero()[0, 0])
+        raise ValueError(f"chunks.{name}: every chunk must have a row on both sides; chunk {missing} has none")
+    broken = (side.chunk[1:] == side.chunk[:-1]) & (side.rows[1:] != side.rows[:-1] + 1)
+    if bool(broken.any()):
+        number = int(side.chunk[1:][broken][0])
+        raise ValueError(f"chunks.{name}: a chunk's rows must follow one another; those of chunk {number} do not")

@@ -1,0 +1,214 @@
+"""The methods `gold` and `uld`: whole distributions of a chunk, over both vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.labels import given
+from distill_rl.losses.core.streaming import Scratch, Sweep
+from distill_rl.losses.cross_tokenizer.chunks import segment_sum
+from distill_rl.losses.cross_tokenizer.rows import RealisedRows, Terms
+from distill_rl.losses.cross_tokenizer.sorted_l1 import SortedL1
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions, otherwise
+from distill_rl.losses.divergence import Distribution, Divergence
+
+
+class Comparison:
+    """D of one chunk: balanced terms over pairs of columns, and sorted L1 over other columns."""
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        columns: Tensor,
+        counterparts: Tensor,
+        rest: SortedL1,
+        others: Tensor | None,
+        *,
+        balanced: bool = True,
+    ):
+        """columns: this rank's columns of the student that have a counterpart; `others`: the teacher's that have none."""
+        self.divergence, self.columns, self.counterparts = divergence, columns, counterparts
+        self.rest, self.others, self.balanced = rest, others, balanced
+        self._balance = divergence.balance if balanced else 0.0
+
+    def value(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's part of D [n], the part that every rank has [n], and what `slope` needs later."""
+        p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
+        paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self._balance).sum(1)
+        left = log_p if self.others is None else log_p[:, self.others]
+        sorted_, counted = self.rest.compare(log_q, left)
+        return paired, sorted_, counted
+
+    def slope(self, log_q: Tensor, log_p: Tensor, counted: Tensor) -> Tensor:
+        """∂D/∂log q, [n, width]"""
+        p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
+        slope = torch.zeros_like(log_q)
+        slope[:, self.columns] = self.divergence.slope(p, q).add_(q.prob, alpha=self._balance)
+        self.rest.add_slope(slope, log_q, counted)
+        return slope
+
+
+class DistributionRows(RealisedRows):
+    """(cross-entropy, label's log-probability, T²·D) per row; a chunk's D stands at its first row, 0 at the others.
+
+    With Q = Σ_n q_n / len over the rows n of a chunk, ρ_n = q_n / (len·Q) and s = ∂D/∂log Q:
+    ∂D/∂u_nv = s_v ρ_nv − q_nv Σ_w s_w ρ_nw. The sum over w is kept per row; all else is made again in backward.
+    By chain, Q is the first row's times what the other rows hold, which is a constant here: ∂D/∂(its log) is an output.
+    """
+
+    def __init__(self, sweep: RowSweep, teacher: TeacherDistributions, comparison: Comparison):
+        task = sweep.task
+        super().__init__(sweep, realised=task.chain)
+        self.groups = {group.start if task.chain else task.ends[0][group.start]: group for group in task.groups}
+        task = task.bare()
+        self.task, self.sweep, self.teacher, self.comparison = task, replace(sweep, task=task), teacher, comparison
+        side = task.pairing.student
+        count = task.pairing.count
+        self.starts = torch.arange(count, device=side.start.device) if task.chain else side.start
+        self.counted: dict[int, Tensor] = {}
+        self.after = task.like.new_zeros(count)
+        self.divergence, self.shared_part = (task.like.new_empty(count) for _ in range(2))
+        self.mean = task.like.new_empty(sweep.num_first)
+        self.slope_after = task.like.new_zeros(count)
+        self.mass = task.like.new_zeros(count), task.like.new_zeros(count)
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        return [(self._collect, self._complete_first), (self._collect_chunks, self._complete_chunks)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, _ = super().outputs()
+        kd = torch.zeros_like(values[0])
+        kd[self.starts] = self.task.temperature**2 * self.divergence
+        return (*values, kd), (self.slope_after, *self.mass)
+
+    def lend(self) -> tuple[Tensor, ...]:
+        return self.teacher.lend()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.teacher.take_back(tensors)
+
+    def _complete_first(self, rows: slice) -> None:
+        self.complete(rows)
+        if self.task.chain:
+            self.after = self.task.pairing.student.after_first(self.sweep.realised(self.values[1])).clamp_max(0)
+
+    def _collect_chunks(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        group = self.groups.get(rows.start) if rows.start < self.sweep.num_first else None
+        if group is None:
+            return
+        log_q, share, _ = self._student(rows, group, u, scratch.buffer("work", u.shape[0]))
+        log_p = self._teacher(group)
+        own, shared, counted = self.comparison.value(log_q, log_p)
+        self.divergence[group], self.shared_part[group] = own, shared
+        self.counted[rows.start] = counted
+        slope = self._by_row(self.comparison.slope(log_q, log_p, counted), group)
+        self.mean[rows] = (slope if share is None else slope.mul_(share)).sum(1)
+        teacher, student = self.mass
+        teacher[group] = log_p[:, self.comparison.counterparts].exp().sum(1)
+        student[group] = log_q[:, self.comparison.columns].exp().sum(1)
+
+    def _complete_chunks(self, rows: slice) -> None:
+        self.shard.sum_(self.divergence, self.mean, *self.mass)
+        self.divergence += self.shared_part
+        if self.task.chain:
+            q, p = (side.exp() for side in (otherwise(self.after), self.teacher.otherwise))
+            self.divergence += (q - p).abs()
+            self.slope_after = self.mean - (q - p).sign() * self.after.exp()
+        if self.comparison.balanced:
+            self.divergence.clamp_min_(0)
+
+    def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, which lies in `out`."""
+        log_q = torch.sub(u, self.lse[rows, None], out=out)
+        if self.task.chain:
+            return log_q + self.after[group, None], None, log_q
+        length = self.task.pairing.student.length[group]
+        if length.shape[0] == log_q.shape[0]:
+            return log_q, None, log_q
+        largest = torch.segment_reduce(log_q, "max", lengths=length, axis=0, unsafe=True)
+        share = (log_q - self._by_row(largest, group)).exp_()
+        total = segment_sum(share, length)
+        share /= self._by_row(total, group)
+        return largest + (total / length[:, None]).log_(), share, log_q
+
+    def _teacher(self, group: slice) -> Tensor:
+        log_p = self.teacher.of(group)
+        return log_p + self.teacher.realised[group, None] if self.task.chain else log_p
+
+    def _by_row(self, values: Tensor, group: slice) -> Tensor:
+        """[n chunks, …] → [n rows, …]"""
+        if self.task.chain:
+            return values
+        start, stop = (self.task.ends[0][number] for number in (group.start, group.stop))
+        if stop - start == values.shape[0]:
+            return values
+        return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=stop - start)
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        group = self.groups.get(rows.start) if rows.start < self.sweep.num_first else None
+        grad = given(grads, 2)
+        if group is None or grad is None:
+            return super().gradient(rows, u, grads, scratch)
+        label = self.label_gradient(rows, u, grads, scratch)
+        log_mean, share, log_q = self._student(rows, group, u, u)
+        slope = self._by_row(self.comparison.slope(log_mean, self._teacher(group), self.counted[rows.start]), group)
+        weight = self._by_row(grad[self.starts[group] - rows.start], group).to(u.dtype) * self.task.temperature
+        gradient = (slope if share is None else slope.mul_(share)).mul_(weight[:, None])
+        gradient.addcmul_(log_q.exp_(), (label.shared - weight * self.mean[rows])[:, None])
+        return label.add_to(gradient)
+
+
+def gold(task: ChunkTask) -> Terms:
+    """Balanced terms on the common vocabulary plus sorted L1 on the rest (after H-KL of NeMo-RL #2245 and TRL's GOLD)."""
+    return _by_parts(task, balanced=True)
+
+
+def hkl(task: ChunkTask) -> Terms:
+    """H-KL as NeMo-RL #2245 publishes it: the plain sum of p·log(p/q) on the common vocabulary, which may be negative."""
+    return _by_parts(task, balanced=False)
+
+
+def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
+    student, teacher = task.bridge.matches(task.relaxed)
+    of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.bridge.num_teacher)
+    length = min(len(of_student), len(of_teacher), task.uncommon_top_k)
+    mine = task.shard.columns(of_student)
+    rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length, filled=False)
+    columns = task.shard.columns(student)
+    held = columns < task.shard.size
+    comparison = Comparison(task.divergence, columns[held], teacher[held], rest, of_teacher, balanced=balanced)
+    return _compared(task, comparison)
+
+
+def uld(task: ChunkTask) -> Terms:
+    """Sorted L1 of the whole distributions (arXiv 2402.12030)."""
+    length = min(max(task.shard.total, task.bridge.num_teacher), task.uncommon_top_k)
+    nothing = task.labelled[:0]
+    rest = SortedL1(task.shard, None, task.shard.total, length, filled=True)
+    return _compared(task, Comparison(task.divergence, nothing, nothing, rest, None))
+
+
+def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
+    side = task.pairing.student
+    cuts = None if task.chain else [task.ends[0][group.stop] for group in task.groups]
+    sweep = task.sweep(side.first if task.chain else side.rows, cuts)
+    function = DistributionRows(sweep, TeacherDistributions(task), comparison)
+    ce, realised, kd, slope, *masses = sweep.run(function)
+    by_chunk = kd[function.starts]
+    if task.chain:
+        after = side.after_first(sweep.realised(realised))
+        # adds nothing but the derivative
+        by_chunk = by_chunk + task.temperature**2 * slope * (after - after.detach())
+    paired = task.pairing.one_to_one
+    return Terms(by_chunk, sweep.scatter(ce), task.pairing.count, *(mass[paired] for mass in masses))
+
+
+def _others(ids: Tensor, size: int) -> Tensor:
+    """int64, all ids but these, in order."""
+    return torch.ones(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False).nonzero()[:, 0]

@@ -1,0 +1,109 @@
+"""Knowledge distillation from a teacher with another tokenizer: one entry for all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.sparse import Tail
+from distill_rl.losses.cross_tokenizer.chunks import METHODS, ChunkOutput, Chunks
+from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
+from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
+from distill_rl.losses.cross_tokenizer.projection import Bridge
+from distill_rl.losses.cross_tokenizer.rows import Terms
+from distill_rl.losses.cross_tokenizer.stops import with_stops
+from distill_rl.losses.cross_tokenizer.strict import strict
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, make_task
+from distill_rl.losses.cross_tokenizer.xtoken import xtoken
+from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+
+_TERMS: dict[str, Callable[[ChunkTask], Terms]] = {
+    "hybrid": hybrid,
+    "xtoken": xtoken,
+    "gold": gold,
+    "hkl": hkl,
+    "uld": uld,
+    "alm": alm,
+    "strict": strict,
+}
+REDUCTIONS = ("sum", "none")
+
+
+@untraced
+def chunk_kd_loss(
+    student_logits: Tensor,
+    teacher: TopKLogprobs | DenseLogits,
+    chunks: Chunks,
+    bridge: Bridge,
+    *,
+    method: str,
+    labels: Tensor,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tail: Tail = "bucket",
+    top_k: int = 64,
+    chunk_average: str = "mean",
+    uncommon_top_k: int = 8192,
+    relaxed: bool = False,
+    tau: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    validate: bool | None = None,
+) -> ChunkOutput:
+    """Sums of T²·D over chunks of text and of the cross-entropy over rows, each with the exact gradient on every rank.
+
+    Both are sums, so that micro-batches and data-parallel ranks may be added up and divided once. Extra memory is the
+    gradient, in the logits' dtype, and a few pieces of rows; collectives run forward only.
+
+    Args:
+        student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`.
+        teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and columns
+            are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at `temperature`.
+        chunks: which rows of both sides stand for the same text.
+        bridge: from the student's vocabulary to the teacher's. If its values require a gradient, `xtoken` gives them one:
+            this rank's share, complete once summed over the tensor-parallel group (see `LearnableProjection`).
+        method: hybrid, xtoken, gold, hkl, uld, alm or strict.
+        labels: int [N_s] or [R, S], already shifted. Every row of a chunk has one.
+        divergence, beta: as in `kd_loss`; `strict` is reverse KL whatever they say, and `uld` has none.
+        temperature: of both sides; D is scaled by its square. The cross-entropy is at 1.
+        tail: as in `kd_loss`, of `hybrid` and `xtoken`.
+        top_k: of a dense teacher's columns, for `hybrid` (per row) and `xtoken` (per chunk).
+        chunk_average: what `xtoken`, `gold`, `hkl` and `uld` take for a chunk's distribution. `mean`: the arithmetic mean of the
+            student's rows, the normalised geometric mean of the teacher's (NeMo-RL #2245). `chain`: that of the first
+            token times the probability of the chunk's other tokens as they stand, and what is missing to 1 as one more
+            outcome.
+        uncommon_top_k: how many of the sorted probabilities `gold`, `hkl` and `uld` compare.
+        relaxed: `gold` and `hkl` also take for common what W sends mostly into one token.
+        tau: `alm` compares probabilities to the power 1/tau.
+        reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
+        chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.
+        validate: look at ids, labels and chunk numbers; None means on CPU tensors only.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    checks.one_of("method", method, tuple(METHODS))
+    checks.one_of("reduction", reduction, REDUCTIONS)
+    task = make_task(
+        student_logits, teacher, chunks, bridge, method=method, labels=labels, divergence=divergence, beta=beta,
+        temperature=temperature, tail=tail, top_k=top_k, chunk_average=chunk_average, uncommon_top_k=uncommon_top_k,
+        relaxed=relaxed, tau=tau, ignore_index=ignore_index, tp_group=tp_group, chunk_size=chunk_size, validate=validate,
+    )  # fmt: skip
+    terms = with_stops(task, method, _TERMS[method])
+    zero = task.like.new_zeros(())
+    masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
+    whole = reduction == "sum"
+    return ChunkOutput(
+        terms.kd.sum() if whole else terms.kd,
+        terms.ce.sum() if whole else terms.ce,
+        torch.tensor(terms.num_chunks, device=zero.device),
+        *masses,
+    )

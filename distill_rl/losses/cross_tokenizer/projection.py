@@ -1,0 +1,245 @@
+"""From a student's vocabulary to a teacher's: the common part, and a sparse row-stochastic matrix for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.streaming import padded_width
+from distill_rl.losses.cross_tokenizer.chunks import segment_sum
+
+RELAXED_WEIGHT = 0.6
+"""A relaxed match is an entry of W of at least this weight (NeMo-RL #2245)."""
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The matrix W [V_s, V_t] in CSR, and the common vocabulary. V_s and V_t are columns of logits, padding included.
+
+    A row of W says into which teacher tokens a student token goes; it sums to 1, or is empty where there is nothing to
+    say (padding).
+    """
+
+    indptr: Tensor
+    """int64 [V_s + 1]"""
+    indices: Tensor
+    """int64 [nnz], teacher ids, distinct within a row"""
+    values: Tensor
+    """float [nnz], positive; may require a gradient, see `LearnableProjection`"""
+    num_teacher: int
+    """V_t"""
+    student_common: Tensor
+    """int64 [n], distinct"""
+    teacher_common: Tensor
+    """int64 [n], distinct: token i of one is token i of the other"""
+    student_stops: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [m], distinct: tokens by which the student may end an answer; without any, stop tokens are like others"""
+    teacher_stops: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [m], distinct"""
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        indptr: Any,
+        indices: Any,
+        values: Any,
+        *,
+        num_teacher: int,
+        student_common: Any,
+        teacher_common: Any,
+        student_stops: Any = (),
+        teacher_stops: Any = (),
+    ) -> Bridge:
+        """Of arrays or lists, copied."""
+
+        def ids(of: Any) -> Tensor:
+            return torch.tensor(of, dtype=torch.int64)
+
+        weights = torch.tensor(values, dtype=torch.float32)
+        return cls(
+            ids(indptr), ids(indices), weights, num_teacher, ids(student_common), ids(teacher_common),
+            ids(student_stops), ids(teacher_stops),
+        )  # fmt: skip
+
+    @classmethod
+    def from_projection(cls, projection: Any) -> Bridge:
+        """Of `distill_rl.align.Projection`."""
+        return cls.from_arrays(
+            projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
+            student_common=projection.student_common, teacher_common=projection.teacher_common,
+            student_stops=projection.student_stops, teacher_stops=projection.teacher_stops,
+        )  # fmt: skip
+
+    @property
+    def num_student(self) -> int:
+        """V_s"""
+        return self.indptr.shape[0] - 1
+
+    def to(self, device: torch.device | str) -> Bridge:
+        moved = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
+        }
+        return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
+
+    def with_values(self, values: Tensor) -> Bridge:
+        """The same support with other weights; what was derived is kept, relaxed matches of the first weights included."""
+        return replace(self, values=values)
+
+    @property
+    def to_student(self) -> Tensor:
+        """int64 [V_t], the common vocabulary's student id of each teacher id, −1 where there is none."""
+
+        def make() -> Tensor:
+            table = torch.full((self.num_teacher,), -1, dtype=torch.int64, device=self.indptr.device)
+            return table.index_copy_(0, self.teacher_common, self.student_common)
+
+        return self.once("to_student", make)
+
+    def matches(self, relaxed: bool) -> tuple[Tensor, Tensor]:
+        """Student and teacher ids [n] that are taken for one token, one-to-one.
+
+        Relaxed, a student token without a match is given the teacher token into which it goes with a weight of at least
+        `RELAXED_WEIGHT`, if that has none; of several the heaviest gets it, of equals the lowest id.
+        """
+        if not relaxed:
+            return self.student_common, self.teacher_common
+        return self.once("relaxed", self._relaxed_matches)
+
+    def _relaxed_matches(self) -> tuple[Tensor, Tensor]:
+        rows, values = self.entry_rows, self.values.detach()
+        taken = torch.zeros(self.num_student, dtype=torch.bool, device=rows.device)
+        taken[self.student_common] = True
+        free = (values >= RELAXED_WEIGHT) & ~taken[rows] & (self.to_student[self.indices] < 0)
+        student, teacher, weight = rows[free], self.indices[free], values[free]  # by student id
+        order = weight.sort(descending=True, stable=True).indices
+        order = order[teacher[order].sort(stable=True).indices]
+        student, teacher = student[order], teacher[order]
+        best = torch.ones_like(teacher, dtype=torch.bool)
+        best[1:] = teacher[1:] != teacher[:-1]
+        return torch.cat([self.student_common, student[best]]), torch.cat([self.teacher_common, teacher[best]])
+
+    @property
+    def reachable(self) -> Tensor:
+        """bool [V_t], teacher ids into which anything goes."""
+        nothing = torch.zeros(self.num_teacher, dtype=torch.bool, device=self.indptr.device)
+        return self.once("reachable", lambda: nothing.index_fill_(0, self.indices, True))
+
+    @property
+    def entry_rows(self) -> Tensor:
+        """int64 [nnz], the student id of each entry of W."""
+        numbers = torch.arange(self.num_student, device=self.indptr.device)
+        return self.once("rows", lambda: numbers.repeat_interleave(self.indptr.diff()))
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What `make` gives, made on the first call."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+class ColumnProduct:
+    """Products with this rank's rows of W and some of its columns; the other columns are summed into one, the rest.
+
+    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`sweep.Scratch`).
+    """
+
+    def __init__(self, bridge: Bridge, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
+        """columns: int64 [m], distinct teacher ids."""
+        start, stop = bridge.once(
+            (shard.offset, shard.size), lambda: bridge.indptr[[shard.offset, shard.offset + shard.size]].tolist()
+        )
+        self.shard, self._entries, self._count = shard, slice(start, stop), bridge.indices.shape[0]
+        self._rows = bridge.entry_rows[self._entries] - shard.offset
+        self.slots = torch.full((bridge.num_teacher,), -1, dtype=torch.int64, device=columns.device)
+        """int64 [V_t], the place of a teacher id among the columns, −1 for the rest"""
+        self.slots[columns] = torch.arange(columns.shape[0], device=columns.device)
+        self._slots = self.slots[bridge.indices[self._entries]]
+        self._kept = (self._slots >= 0).nonzero()[:, 0]
+        weights = bridge.values.detach()[self._entries].to(dtype)
+        rows, slots, kept = self._rows[self._kept], self._slots[self._kept], weights[self._kept]
+        self.width = columns.shape[0]
+        student_width = padded_width(shard.size)
+        size = student_width, self.width
+        self._matrix = _sparse(rows, slots, kept, size)
+        order = slots.sort(stable=True).indices
+        self._transposed = _sparse(slots[order], rows[order], kept[order], size[::-1])
+        lengths = bridge.indptr.diff()[shard.offset : shard.offset + shard.size]
+        outside = segment_sum(torch.where(self._slots < 0, weights, 0), lengths)
+        self.rest = torch.cat([torch.where(lengths == 0, 1, outside), weights.new_zeros(student_width - shard.size)])
+        """[width], the part of each row of W outside the columns; 1 where a row is empty"""
+        self._gradient = weights.new_zeros(weights.shape[0])
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x · W: [n, m], and the rest [n]"""
+        return torch.sparse.mm(self._transposed, x.T).T, x @ self.rest
+
+    def project_back(self, y: Tensor, rest: Tensor) -> Tensor:
+        """[n, m] and [n] → y · Wᵀ, [n, width]"""
+        return torch.sparse.mm(self._matrix, y.T).T.addcmul(rest[:, None], self.rest)
+
+    def learn(self, x: Tensor, y: Tensor, rest: Tensor) -> None:
+        """Add the derivative of Σ y · (x · W) + rest · (the rest of x · W) with respect to this rank's weights."""
+        gradient = (rest @ x)[self._rows]
+        for part in self._kept.split(_ENTRIES):
+            gradient[part] = (x[:, self._rows[part]] * y[:, self._slots[part]]).sum(0)
+        self._gradient += gradient
+
+    def gradient(self) -> Tensor:
+        """[nnz], what was added up; 0 for other ranks' rows."""
+        whole = self._gradient.new_zeros(self._count)
+        whole[self._entries], self._gradient = self._gradient, torch.zeros_like(self._gradient)
+        return whole
+
+
+_ENTRIES = 2**14
+"""Entries of W whose derivative is taken at once; each costs a number per row of logits."""
+
+
+def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Entries in the order of rows, distinct: taken as coalesced without a look, which would wait for a GPU."""
+    # torch 2.11 warns of `check_invariants=False` as it does of no word at all; of the context it does not.
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size, is_coalesced=True)
+
+
+class LearnableProjection(nn.Module):
+    """W with weights that are learnt: each row the softmax of parameters on the row's fixed support.
+
+    Rows stay stochastic whatever the optimiser does, and start as they were. The parameters are replicated over all ranks;
+    after backward each rank has its own share of their gradient: of its data-parallel part of the batch, and of the rows
+    of W that belong to its part of the student's vocabulary. The sum over *all* ranks of the student, data- and
+    tensor-parallel alike, is the gradient: one all-reduce a step, by whoever steps the optimiser.
+    """
+
+    def __init__(self, bridge: Bridge):
+        super().__init__()
+        self._bridge = bridge
+        self._width = int(bridge.indptr.diff().max()) if len(bridge.indices) else 1
+        self.logits = nn.Parameter(bridge.values.detach().float().clamp_min(torch.finfo(torch.float32).tiny).log())
+        """[nnz]"""
+
+    def forward(self) -> Bridge:
+        """The bridge with the present weights, differentiable."""
+        bridge = self._bridge
+        rows = bridge.entry_rows
+        places = torch.arange(len(rows), device=rows.device) - bridge.indptr[rows]
+        # padded rows: a softmax of a few columns sums in one order on every device
+        logits = _local(self.logits)
+        padded = logits.new_full((bridge.num_student, self._width), -1e30).index_put((rows, places), logits)
+        return bridge.with_values(padded.softmax(1)[rows, places])
+
+
+def _local(logits: Tensor) -> Tensor:
+    """A replicated DTensor's own copy, whose gradient is one share of several."""
+    if not isinstance(logits, DTensor):
+        return logits
+    return logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)

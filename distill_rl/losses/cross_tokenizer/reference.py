@@ -1,0 +1,296 @@
+"""The cross-tokenizer losses written down plainly: chunk by chunk, whole vocabularies, fp64, autograd.
+
+The truth that the tests compare with, and what `distill-rl align --verify` runs. Nothing here is shared with the fast path
+except the types, and nothing is fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses import reference
+from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
+from distill_rl.losses.cross_tokenizer.projection import RELAXED_WEIGHT, Bridge
+from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+
+STRICT_TOP_K = 16
+
+
+@dataclass(frozen=True)
+class _Settings:
+    bridge: Bridge
+    divergence: str
+    beta: float
+    temperature: float
+    tail: str
+    top_k: int
+    chain: bool
+    uncommon_top_k: int
+    relaxed: bool
+    tau: float
+
+    def compare(self, p: Tensor, q: Tensor, *, balanced: bool = True) -> Tensor:
+        """Σ of terms over outcomes [m]."""
+        name = reference._limit(self.divergence, self.beta)
+        terms = reference.DIVERGENCES[name](p, q, self.beta)
+        return (terms + reference.BALANCES[name](p, q, self.beta) if balanced else terms).sum()
+
+
+def chunk_kd_loss(
+    student_logits: Tensor,
+    teacher: TopKLogprobs | DenseLogits,
+    chunks: Chunks,
+    bridge: Bridge,
+    *,
+    method: str,
+    labels: Tensor,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tail: str = "bucket",
+    top_k: int = 64,
+    chunk_average: str = "mean",
+    uncommon_top_k: int = 8192,
+    relaxed: bool = False,
+    tau: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+) -> ChunkOutput:
+    """As `losses.chunk_kd_loss`, on unsharded tensors; every argument means the same. The masses are not computed (0)."""
+    z = student_logits.double().reshape(-1, student_logits.shape[-1])
+    flat = labels.reshape(-1)
+    valid = flat != ignore_index
+    picked = torch.where(valid, flat, 0).long()[:, None]
+    ce = torch.where(valid, -z.log_softmax(1).gather(1, picked)[:, 0], 0)
+    settings = _Settings(
+        bridge, divergence, beta, temperature, tail, top_k, chunk_average == "chain", uncommon_top_k, relaxed, tau
+    )
+    student = (z / temperature).log_softmax(1)
+    realised = student.gather(1, picked)[:, 0]
+    zero = 0 * torch.where(z.isfinite(), z, 0).sum()  # keeps a batch without chunks connected to the graph
+    ends = bridge.student_stops.tolist() if len(bridge.teacher_stops) else []
+    values, counted = [], 0
+    for number in range(chunks.count):
+        of_student = (chunks.student == number).nonzero()[:, 0]
+        of_teacher = (chunks.teacher == number).nonzero()[:, 0]
+        sides = student[of_student], realised[of_student], _select(teacher, of_teacher)
+        stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
+        value = (
+            _stops(method, realised[of_student[0]], sides[2], settings) if stops else _chunk(method, *sides, settings)
+        )
+        counted += value is not None
+        values.append(zero if value is None else temperature**2 * value)
+    kd = torch.stack(values) if values else z.new_zeros(0)
+    whole = reduction == "sum"
+    nothing = z.new_zeros(())
+    return ChunkOutput(
+        kd.sum() + zero if whole else kd, ce.sum() if whole else ce, torch.tensor(counted), nothing, nothing
+    )
+
+
+def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:
+    if isinstance(teacher, TopKLogprobs):
+        return teacher.select(rows)
+    given = teacher.label_logprob
+    return DenseLogits(teacher.logits[rows], None if given is None else given[rows])
+
+
+def _chunk(
+    method: str, student: Tensor, realised: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
+) -> Tensor | None:
+    """D of one chunk, None where the method skips it.
+
+    student: [n, V_s] log-probabilities at T; realised: [n], those of the labels.
+    """
+    single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
+    single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
+    if method == "strict":
+        return _strict(student, teacher, settings) if single else None
+    if method == "alm" or (method == "hybrid" and not single):
+        return _coins(realised.sum(), _realised(teacher).sum(), settings)
+    if method == "hybrid":
+        return _common_top_k(student, teacher, settings)
+    teacher = _dense(teacher)
+    q, other_q = student.exp().mean(0), student.new_zeros(())
+    if settings.chain:
+        rest = realised[1:].sum().exp()
+        q, other_q = student[0].exp() * rest, 1 - rest
+    compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
+    return compare(_teacher_side(teacher, settings), _Side(q, other_q, ~student.isneginf().all(0)), settings)
+
+
+class _Side(NamedTuple):
+    """One side's distribution of a chunk."""
+
+    prob: Tensor
+    """[V]"""
+    other: Tensor
+    """scalar, what is missing to 1"""
+    present: Tensor
+    """bool [V], columns that are not masked"""
+
+
+def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
+    log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
+    present = ~log_p.isneginf().all(0)
+    if settings.chain:
+        rest = _realised(teacher)[1:].sum().exp()
+        return _Side(log_p[0].exp() * rest, 1 - rest, present)
+    return _Side(log_p.mean(0).softmax(0), log_p.new_zeros(()), present)
+
+
+def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
+    if not isinstance(teacher, DenseLogits):
+        raise ValueError(f"teacher: must be DenseLogits for this method; got {type(teacher).__name__}")
+    return teacher
+
+
+def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
+    if teacher.label_logprob is None:
+        raise ValueError("teacher.label_logprob: needed by this method; got None")
+    return teacher.label_logprob.double()
+
+
+def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """Does the text stop here: for the teacher by any of its stop tokens, for the student by the one that stands here?"""
+    ends = settings.bridge.teacher_stops
+    if isinstance(teacher, DenseLogits):
+        log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
+    else:
+        kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in ends.tolist()]
+        log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _realised(teacher)[0])
+    q, p = log_q.exp(), log_p.exp()
+    if method == "uld":
+        return 2 * (q - p).abs()
+    if method == "strict":
+        return replace(settings, divergence="reverse_kl").compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+    tau = settings.tau if method == "alm" else 1.0
+    return _coins(log_q, log_p, replace(settings, tau=tau))
+
+
+def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
+    q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
+    return settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+
+
+def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    if isinstance(teacher, DenseLogits):
+        log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
+        top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
+        teacher = TopKLogprobs(ids, top, log_p.scatter(1, ids, -torch.inf).logsumexp(1), settings.temperature)
+    counterpart = dict(zip(settings.bridge.teacher_common.tolist(), settings.bridge.student_common.tolist()))
+    logprobs = teacher.logprobs.double()
+    rest = teacher.rest_logprob
+    mass = logprobs.exp().sum()
+    rest_p = rest.double().exp()[0] if rest is not None else torch.where(mass >= 1 - 1e-6, 0, 1 - mass)
+    kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in counterpart]
+    lost = [place for place in range(logprobs.shape[1]) if place not in kept]
+    ids = torch.tensor([[counterpart[int(teacher.ids[0, place])] for place in kept]], dtype=torch.int64)
+    rest_p = rest_p + logprobs[0, lost].exp().sum()
+    known = TopKLogprobs(ids, logprobs[:, kept], rest_p.log()[None], teacher.temperature)
+    value, _, _ = reference._rows(
+        student, known, settings.divergence, settings.beta, settings.temperature, settings.tail
+    )
+    return value[0]
+
+
+def _dense_projection(bridge: Bridge) -> Tensor:
+    """W [V_s, V_t]"""
+    matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
+    rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
+    return matrix.index_put((rows, bridge.indices), bridge.values.double())
+
+
+def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """P-KL: the student in the teacher's vocabulary; columns into which nothing is projected are part of the rest."""
+    (p, other_p, _), (q, other_q, _) = teacher, student
+    matrix = _dense_projection(settings.bridge)
+    projected = q @ matrix
+    reachable = (matrix > 0).any(0).nonzero()[:, 0]
+    top = reachable[p[reachable].topk(min(settings.top_k, len(reachable))).indices]
+    outside = torch.ones_like(p, dtype=torch.bool).index_fill(0, top, False)
+    if settings.tail != "bucket":
+        p, q = p[top], projected[top]
+        if settings.tail == "renormalize":
+            return settings.compare(p / p.sum(), q / q.sum())
+        name = reference._limit(settings.divergence, settings.beta)
+        return reference.DIVERGENCES[name](p, q, settings.beta).sum()
+    rest_p = p[outside].sum() + other_p
+    rest_q = projected[outside].sum() + (q * (matrix.sum(1) == 0)).sum() + other_q
+    needs_support = reference._limit(settings.divergence, settings.beta) == "reverse_kl"
+    compared = bool(rest_q > 0) and (bool(rest_p > 0) or not needs_support)
+    p, q = torch.cat([p[top], rest_p[None]]), torch.cat([projected[top], rest_q[None]])
+    return settings.compare(p, q) if compared else settings.compare(p[:-1], q[:-1])
+
+
+def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
+    bridge = settings.bridge
+    matches = dict(zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()))
+    if settings.relaxed:
+        heavy = []
+        for student in range(bridge.num_student):
+            for place in range(int(bridge.indptr[student]), int(bridge.indptr[student + 1])):
+                if float(bridge.values[place]) >= RELAXED_WEIGHT:
+                    heavy.append((-float(bridge.values[place]), student, int(bridge.indices[place])))
+        for _, student, teacher in sorted(heavy):
+            if student not in matches and teacher not in matches.values():
+                matches[student] = teacher
+    return list(matches), list(matches.values())
+
+
+def _others(size: int, taken: list[int]) -> Tensor:
+    return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
+
+
+def _gold(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """H-KL: balanced terms on the common vocabulary, sorted L1 on the rest; never fewer sorted than either side has."""
+    of_student, of_teacher = _matches(settings)
+    return settings.compare(teacher.prob[of_teacher], student.prob[of_student]) + _rest(teacher, student, settings)
+
+
+def _hkl(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """The same without the balance: p·log(p/q) as it stands."""
+    of_student, of_teacher = _matches(settings)
+    common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=False)
+    return common + _rest(teacher, student, settings)
+
+
+def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """Sorted L1 of what has no counterpart. Padding of an output layer, which is masked, is no column."""
+    left = []
+    for side, taken in zip((student, teacher), _matches(settings)):
+        others = _others(len(side.prob), taken)
+        left.append(side.prob[others[side.present[others]]])
+    length = min(len(left[0]), len(left[1]), settings.uncommon_top_k)
+    q, p = (side.sort(descending=True).values[:length] for side in left)
+    return (q - p).abs().sum() + (student.other - teacher.other).abs()
+
+
+def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+    """Sorted L1 of all; the shorter side is filled up with zeros."""
+    length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
+    filled = [
+        torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
+        for side in (student.prob, teacher.prob)
+    ]
+    return (filled[0] - filled[1]).abs().sum() + (student.other - teacher.other).abs()
+
+
+def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """Reverse KL, both sides conditioned on the common vocabulary: the student's first columns and the rest of it."""
+    logits = _dense(teacher).logits
+    bridge = settings.bridge
+    q = student[0, bridge.student_common].softmax(0)
+    p = (logits[0].double() / settings.temperature)[bridge.teacher_common].softmax(0)
+    top = q.detach().topk(min(STRICT_TOP_K, len(q))).indices
+    outside = torch.ones_like(q, dtype=torch.bool).index_fill(0, top, False)
+    rest_p, rest_q = p[outside].sum()[None], q[outside].sum()[None]
+    if not outside.any():
+        rest_p = rest_q = p[:0]
+    f, balance = reference.DIVERGENCES["reverse_kl"], reference.BALANCES["reverse_kl"]
+    p, q = torch.cat([p[top], rest_p]), torch.cat([q[top], rest_q])
+    return (f(p, q, 0) + balance(p, q, 0)).sum()

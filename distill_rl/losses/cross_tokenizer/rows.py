@@ -1,0 +1,140 @@
+"""What the cross-tokenizer losses share: realised tokens' log-probabilities, and the comparison of a few outcomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.autograd import first_derivative
+from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given
+from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.cross_tokenizer.task import RowSweep
+from distill_rl.losses.divergence import Distribution, Divergence
+
+_CERTAIN = -1e-30
+"""The logarithm of a probability that counts as one."""
+
+
+class Terms(NamedTuple):
+    """What a method makes of the student's logits."""
+
+    kd: Tensor
+    """[count], T² included"""
+    ce: Tensor
+    """[M], in the order of the sweep"""
+    num_chunks: int
+    teacher_mass: Tensor | None = None
+    """[n], of the 1:1 chunks, or their sum"""
+    student_mass: Tensor | None = None
+
+
+class RealisedRows(RowFunction):
+    """(cross-entropy at T = 1, log-probability of the label at T) per row, the latter where it is asked for, else 0.
+
+    The base of the row functions that compare whole distributions: they collect, complete and differentiate more.
+    """
+
+    def __init__(self, sweep: RowSweep, *, realised: bool = False, columns: int | None = None):
+        """columns: how many further sums of exponentials `sums.table` holds per row."""
+        task, labels, like = sweep.task, sweep.labels, sweep.task.like
+        shard, temperature = task.shard, task.temperature
+        self.shard, self.temperature = shard, temperature
+        self.centre = Centre(labels.shape[0], like, shard, 1 / temperature)
+        self.label = LabelTerm(labels, shard, like, temperature)
+        self.sums = LogSums(labels.shape[0], self.label.powers, self.centre, whole=True, columns=columns)
+        self.others = LogSums(labels.shape[0], (1.0,), self.centre, whole=False) if realised else None
+        self.lse = like.new_empty(labels.shape[0])
+        self.values = [like.new_zeros(labels.shape[0]) for _ in range(2)]
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        return [(self._collect, self.complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, self.values = tuple(self.values), []
+        return values, ()
+
+    def collect(self, rows: slice, u: Tensor, scratch: Scratch) -> Tensor:
+        """Returns exp(u − its maximum)."""
+        self.label.collect(rows, u)
+        if self.others is not None:
+            columns = self.label.columns[rows, None]
+            label = u.gather(1, columns)
+            self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+            u.scatter_(1, columns, label)
+        return self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        self.collect(rows, u, scratch)
+
+    def complete(self, rows: slice) -> None:
+        combine(self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)])
+        self.lse[rows] = self.sums.log(rows)
+        self.values[0][rows] = self.label.cross_entropy(rows, self.sums.log(rows, -1))
+        if self.others is not None:
+            self.values[1][rows] = self.label.realised(rows, self.others.log(rows))
+
+    def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> LabelGradient:
+        return LabelGradient(self.label, rows, u, given(grads, 0), scratch, given(grads, 1) if self.others else None)
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        label = self.label_gradient(rows, u, grads, scratch)
+        return label.add_to(u.sub_(self.lse[rows, None]).exp_().mul_(label.shared[:, None]))
+
+
+class Compared(torch.autograd.Function):
+    """D of a few outcomes per row, from log-probabilities of student and teacher [n, m] → [n].
+
+    Every term is balanced (see `Divergence.balance`), so it is never negative, whatever the outcomes sum to.
+    """
+
+    @staticmethod
+    def forward(ctx, log_q: Tensor, log_p: Tensor, divergence: Divergence, balanced: bool) -> Tensor:
+        p, q = Distribution(log_p), Distribution(log_q)
+        value, slope = divergence.value(p, q), divergence.slope(p, q)
+        if balanced:
+            value, slope = value + divergence.balance * (q.prob - p.prob), slope + divergence.balance * q.prob
+        ctx.save_for_backward(slope)
+        total = value.sum(1)
+        return total.clamp_min(0) if balanced else total
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return slope * grad[:, None], None, None, None
+
+
+class Bernoulli(torch.autograd.Function):
+    """D between two coins that fall with the probabilities exp(x) and exp(y): x of the student, y of the teacher, [n] → [n].
+
+    x must keep its digits next to zero. The slope grows as 1/(1 − exp(x)) there, and what it meets further down shrinks as
+    much. Nearer to zero than `_CERTAIN` nothing is told apart.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, divergence: Divergence) -> Tensor:
+        x, y = (side.to(x.dtype).clamp(floor_of(x.dtype), _CERTAIN) for side in (x, y))
+        other_x, other_y = log1mexp(x), log1mexp(y)
+        value, slope = torch.zeros_like(x), torch.zeros_like(x)
+        for log_q, log_p, inner in ((x, y, 1.0), (other_x, other_y, -(x - other_x).exp())):
+            p, q = Distribution(log_p), Distribution(log_q)
+            value += divergence.value(p, q)  # both sides sum to one: there is nothing to balance
+            slope += divergence.slope(p, q) * inner
+        ctx.save_for_backward(slope)
+        return value.clamp_min(0)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return slope * grad, None, None
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 − exp(x)) for x < 0 without loss on either side of −log 2 (Mächler, 2012)."""
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))

@@ -1,0 +1,120 @@
+"""The method `strict`: 1:1 chunks only, within the shared vocabulary (arXiv 2610.08448)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from distill_rl.losses.core.labels import given
+from distill_rl.losses.core.sparse import TopKRows
+from distill_rl.losses.core.streaming import Scratch, Sweep, chunks, floor_of
+from distill_rl.losses.cross_tokenizer.rows import RealisedRows, Terms
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.divergence import resolve
+from distill_rl.losses.targets import TopKLogprobs
+from distill_rl.losses.topk import best_of_all, candidates
+
+TOP_K = 16
+"""The student's columns that are compared one by one."""
+
+
+class StrictRows(RealisedRows):
+    """(cross-entropy, label's log-probability, T²·D) per row, and two masses; the first rows of the sweep have a D.
+
+    D is that of `TopKRows` on logits masked to the shared vocabulary.
+    """
+
+    def __init__(self, sweep: RowSweep, teacher: TopKLogprobs, unshared: Tensor):
+        """unshared: local columns outside the shared vocabulary."""
+        task = sweep.task
+        super().__init__(sweep)
+        self.num_first, self.unshared = sweep.num_first, unshared
+        self.top = TopKRows(
+            teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like,
+            centre=self.centre,
+        )  # fmt: skip
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        return [(self._collect, self.complete)]
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, _ = super().outputs()
+        kd, masses = self.top.outputs()
+        return (*values, *kd), masses
+
+    def lend(self) -> tuple[Tensor, ...]:
+        return self.top.lend()
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        self.top.take_back(tensors)
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        self.collect(rows, u, scratch)
+        if rows.start < self.num_first:
+            ((collect, _),) = self.top.sweeps
+            collect(rows, self._masked(u, scratch), scratch)
+
+    def complete(self, rows: slice) -> None:
+        super().complete(rows)
+        ((_, complete),) = self.top.sweeps
+        complete(slice(0, self.num_first))
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        grad, gradient = given(grads, 2), None
+        if grad is not None and rows.start < self.num_first:
+            gradient = self.top.gradient(rows, self._masked(u, scratch), [grad], scratch)
+        of_label = super().gradient(rows, u, grads, scratch)
+        return of_label if gradient is None else of_label.add_(gradient)
+
+    def _masked(self, u: Tensor, scratch: Scratch) -> Tensor:
+        masked = scratch.buffer("masked", u.shape[0]).copy_(u)
+        return masked.index_fill_(1, self.unshared, floor_of(u.dtype))
+
+
+def strict(task: ChunkTask) -> Terms:
+    """Reverse KL over the student's `TOP_K` columns of the shared vocabulary and the rest of it; other chunks are skipped."""
+    pairing, bridge = task.pairing, task.bridge
+    paired = pairing.one_to_one
+    rows = pairing.student.first[paired]
+    shared = task.shard.columns(bridge.student_common)
+    held = torch.zeros(task.shard.size + 1, dtype=torch.bool, device=shared.device).index_fill_(0, shared, True)
+    unshared = (~held[:-1]).nonzero()[:, 0]
+    sweep = task.sweep(rows)
+    ids = _student_top(task, rows, unshared)
+    teacher = _teacher_at(task, pairing.teacher.first[paired], ids)
+    ce, _, kd, *masses = sweep.run(StrictRows(sweep, teacher, unshared))
+    by_chunk = kd.new_zeros(pairing.count).index_copy(0, paired, kd)
+    return Terms(by_chunk, sweep.scatter(ce), len(paired), *masses)
+
+
+@torch.no_grad()
+def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
+    """[n, k], the student's most likely ids of the shared vocabulary."""
+    k = min(TOP_K, len(task.bridge.student_common))
+    parts = []
+    for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
+        masked = task.logits.index_select(0, rows[part]).index_fill_(1, unshared, -torch.inf)
+        parts.append(candidates(masked, task.shard, k, None, task.temperature, task.piece))
+    ids, *others = (torch.cat(part) for part in zip(*parts))
+    return ids if task.shard.group is None else best_of_all(task.shard, k, ids, *others)[0]
+
+
+@torch.no_grad()
+def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
+    """The teacher's log-probabilities at the student's ids, conditioned on the shared vocabulary, and the rest of that."""
+    bridge, logits, floor = task.bridge, task.dense_teacher().logits, floor_of(task.dtype)
+    place = bridge.student_common.new_full((bridge.num_student,), -1)
+    place[bridge.student_common] = torch.arange(len(bridge.student_common), device=place.device)
+    absent = place[ids] < 0
+    columns = torch.where(absent, len(bridge.student_common), place[ids])  # one column more, at the floor
+    logprobs, rest = task.like.new_empty(ids.shape), task.like.new_empty(len(ids))
+    for part in chunks(len(rows), task.piece):
+        shared = logits.index_select(0, rows[part])[:, bridge.teacher_common].to(task.dtype)
+        shared = pad(shared.mul_(1 / task.temperature).log_softmax(1), (0, 1), value=floor).clamp_min_(floor)
+        logprobs[part] = shared.gather(1, columns[part])
+        rest[part] = shared.scatter_(1, columns[part], floor).logsumexp(1).clamp_min(floor)
+    return TopKLogprobs(torch.where(absent, -1, ids), logprobs, rest, task.temperature)

@@ -1,0 +1,257 @@
+"""The arguments of a cross-tokenizer loss, checked, and the rows that it sweeps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.shards import VocabularyShard, split
+from distill_rl.losses.core.sparse import TAILS, Tail
+from distill_rl.losses.core.streaming import RowFunction, RowPlan, StreamedRows, accumulator, chunks, default_chunk
+from distill_rl.losses.cross_tokenizer.chunks import CHUNK_AVERAGES, METHODS, Chunks, Pairing, pair
+from distill_rl.losses.cross_tokenizer.projection import Bridge
+from distill_rl.losses.divergence import Divergence, resolve
+from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """What every method works with; all checked."""
+
+    logits: Tensor
+    """[N_s, Vl], this rank's columns"""
+    shard: VocabularyShard
+    labels: Tensor
+    """int64 [N_s], −1 where there is none"""
+    labelled: Tensor
+    """int64, row numbers of those that have one"""
+    pairing: Pairing
+    teacher: TopKLogprobs | DenseLogits
+    bridge: Bridge
+    divergence: Divergence
+    temperature: float
+    tail: Tail
+    top_k: int
+    chain: bool
+    uncommon_top_k: int
+    relaxed: bool
+    tau: float
+    piece: int
+    """rows of logits, of the student's vocabulary or the teacher's, to work on at once"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulator(self.logits.dtype)
+
+    @property
+    def like(self) -> Tensor:
+        """Empty, of the device and the dtype of the arithmetic."""
+        return self.logits.new_empty(0, dtype=self.dtype)
+
+    @cached_property
+    def teacher_label(self) -> Tensor:
+        """[n] in the order of the teacher's side, log-probabilities of its own tokens at T."""
+        given = self.teacher.label_logprob
+        assert given is not None, "checked on entry"
+        return given.reshape(-1)[self.pairing.teacher.rows].to(self.dtype)
+
+    @cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Where the rows of each chunk begin on either side, and last where they end. A GPU is waited for."""
+        sides = torch.stack([self.pairing.student.length, self.pairing.teacher.length]).cumsum(1).tolist()
+        return [0, *sides[0]], [0, *sides[1]]
+
+    @cached_property
+    def groups(self) -> list[slice]:
+        """Consecutive chunks of at most `piece` rows on either side, or one chunk of more."""
+        count = self.pairing.count
+        if self.chain:
+            return list(chunks(count, self.piece))
+        groups, start = [], 0
+        while start < count:
+            limits = [side[start] + self.piece for side in self.ends]
+            stop = min(bisect_right(side, limit) for side, limit in zip(self.ends, limits)) - 1
+            groups.append(slice(start, max(stop, start + 1)))
+            start = groups[-1].stop
+        return groups
+
+    def bare(self) -> ChunkTask:
+        """Without the student's logits and the teacher, for what lives until backward."""
+        nothing = self.logits.new_empty(0, 0)
+        bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
+        bare.__dict__["groups"] = self.groups
+        if not self.chain:
+            bare.__dict__["ends"] = self.ends  # a GPU is waited for once
+        return bare
+
+    def dense_teacher(self) -> DenseLogits:
+        assert isinstance(self.teacher, DenseLogits), "checked on entry"
+        return self.teacher
+
+    def sweep(self, first: Tensor | None = None, cuts: list[int] | None = None) -> RowSweep:
+        """A sweep over all labelled rows; over those with the numbers `first` before the others.
+
+        Args:
+            cuts: ends of the stretches of `first` that a piece may not split; otherwise pieces are of equal length.
+        """
+        count = self.labelled.shape[0]
+        if first is None:
+            whole = count == self.logits.shape[0]
+            return RowSweep(self, None if whole else self.labelled, RowPlan.of(count, self.piece).pieces, 0)
+        waiting = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=first.device)
+        waiting[self.labelled] = True
+        order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
+        num_first = first.shape[0]
+        ends = cuts if cuts is not None else [rows.stop for rows in chunks(num_first, self.piece)]
+        pieces = [slice(start, stop) for start, stop in zip([0, *ends], ends)]
+        pieces += [
+            slice(num_first + rows.start, num_first + rows.stop) for rows in chunks(count - num_first, self.piece)
+        ]
+        return RowSweep(self, order, tuple(pieces), num_first)
+
+
+@dataclass(frozen=True)
+class RowSweep:
+    """The M labelled rows in the order in which they are swept."""
+
+    task: ChunkTask
+    order: Tensor | None
+    """int64 [M]; None: all rows as they stand"""
+    pieces: tuple[slice, ...]
+    num_first: int
+    """how many rows come before those that only have a label"""
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """int64 [M]"""
+        return self.task.labels if self.order is None else self.task.labels[self.order]
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """int64 [N_s], where in the sweep a row stands."""
+        assert self.order is not None
+        numbers = torch.arange(self.order.shape[0], device=self.order.device)
+        return torch.zeros_like(self.task.labels).index_copy_(0, self.order, numbers)
+
+    def place(self, rows: Tensor) -> Tensor:
+        """Where in the sweep these rows stand."""
+        return rows if self.order is None else self._place[rows]
+
+    def run(self, function: RowFunction, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """The function's values of the rows in the order of the sweep."""
+        return StreamedRows.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
+
+    def realised(self, values: Tensor) -> Tensor:
+        """The part of [M] that belongs to the student's side of the chunks, in its order."""
+        return values[self.place(self.task.pairing.student.rows)]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[M] → [N_s], 0 elsewhere."""
+        if self.order is None:
+            return values
+        whole = values.new_zeros(self.task.labels.shape[0]).index_copy(0, self.order, values)
+        return torch.where(self.task.labels >= 0, whole, 0)
+
+
+def make_task(
+    student_logits: Tensor,
+    teacher: TopKLogprobs | DenseLogits,
+    chunk_numbers: Chunks,
+    bridge: Bridge,
+    *,
+    method: str,
+    labels: Tensor,
+    divergence: str,
+    beta: float,
+    temperature: float,
+    tail: Tail,
+    top_k: int,
+    chunk_average: str,
+    uncommon_top_k: int,
+    relaxed: bool,
+    tau: float,
+    ignore_index: int,
+    tp_group: ProcessGroup | None,
+    chunk_size: int | None,
+    validate: bool | None,
+) -> ChunkTask:
+    """Check the arguments of `chunk_kd_loss`."""
+    checks.floating("student_logits", student_logits, (2, 3))
+    checks.one_of("tail", tail, TAILS)
+    checks.one_of("chunk_average", chunk_average, CHUNK_AVERAGES)
+    checks.positive("temperature", temperature)
+    checks.positive("tau", tau)
+    checks.at_least_one("top_k", top_k)
+    checks.at_least_one("uncommon_top_k", uncommon_top_k)
+    checks.chunk_size(chunk_size)
+    local, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
+    num_rows = local.shape[:-1].numel()
+    flat = checks.rows("labels", labels, local.shape[:-1])
+    valid = flat != ignore_index
+    checks.labels("labels", flat, valid, shard.total, ignore_index, validate)
+    num_teacher = _check_teacher(teacher, method, bridge, temperature, chunk_average, validate)
+    _check_bridge(bridge, method, shard.total)
+    pairing = pair(chunk_numbers, num_rows, num_teacher, validate)
+    if checks.looked_at(validate, flat) and not bool(valid[pairing.student.rows].all()):
+        raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
+    return ChunkTask(
+        local.reshape(num_rows, shard.size), shard, torch.where(valid, flat, -1).long(), valid.nonzero()[:, 0], pairing,
+        teacher, bridge, resolve(divergence, beta), temperature, tail, top_k, chunk_average == "chain", uncommon_top_k,
+        relaxed, tau, chunk_size or _default_piece(shard, teacher, local.device),
+    )  # fmt: skip
+
+
+def _default_piece(shard: VocabularyShard, teacher: TopKLogprobs | DenseLogits, device: torch.device) -> int:
+    """The same on every rank, however uneven the shards: pieces of some methods end in a collective."""
+    ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
+    columns = -(-shard.total // ranks)
+    return default_chunk(max(columns, teacher.logits.shape[1]) if isinstance(teacher, DenseLogits) else columns, device)
+
+
+def _check_teacher(
+    teacher: TopKLogprobs | DenseLogits,
+    method: str,
+    bridge: Bridge,
+    temperature: float,
+    chunk_average: str,
+    validate: bool | None,
+) -> int:
+    """The teacher's number of rows."""
+    if isinstance(teacher, DenseLogits):
+        checks.floating("teacher.logits", teacher.logits, (2,))
+        num_rows, columns = teacher.logits.shape
+        if columns != bridge.num_teacher:
+            raise ValueError(f"teacher.logits: must have the bridge's {bridge.num_teacher} columns; got {columns}")
+    elif isinstance(teacher, TopKLogprobs) and "topk" in METHODS[method]:
+        num_rows = len(teacher.ids)
+        checks.top_k(teacher, num_rows, bridge.num_teacher, temperature, validate)
+    else:
+        raise ValueError(f"teacher: must be {_KINDS[METHODS[method]]} for {method}; got {type(teacher).__name__}")
+    given = teacher.label_logprob
+    if given is None and (method in ("hybrid", "alm") or (method != "strict" and chunk_average == "chain")):
+        raise ValueError(
+            f"teacher.label_logprob: needed for {method} with chunk_average {chunk_average}, one per row; got None"
+        )
+    if given is not None and given.numel() != num_rows:
+        raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(given.shape)}")
+    return num_rows
+
+
+_KINDS = {("logits",): "DenseLogits", ("topk", "logits"): "TopKLogprobs or DenseLogits"}
+
+
+def _check_bridge(bridge: Bridge, method: str, columns: int) -> None:
+    if bridge.num_student != columns:
+        raise ValueError(
+            f"bridge: must have a row for each of the student's {columns} columns; got {bridge.num_student}"
+        )
+    if method in ("hybrid", "gold", "hkl", "strict") and not len(bridge.student_common):
+        raise ValueError(f"bridge: {method} needs a common vocabulary; got an empty one")
+    if method == "xtoken" and not len(bridge.indices):
+        raise ValueError(f"bridge: {method} needs a projection; got one without entries")

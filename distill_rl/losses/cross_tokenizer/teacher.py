@@ -1,0 +1,69 @@
+"""The teacher's distribution over its own vocabulary for each chunk, some chunks at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.streaming import floor_of
+from distill_rl.losses.cross_tokenizer.chunks import segment_sum
+from distill_rl.losses.cross_tokenizer.rows import log1mexp
+from distill_rl.losses.cross_tokenizer.task import ChunkTask
+
+
+class TeacherDistributions:
+    """By mean: the geometric mean of a chunk's rows, normalised. By chain: its first row; what the others hold is `realised`."""
+
+    def __init__(self, task: ChunkTask):
+        self._logits = task.dense_teacher().logits
+        self._side = task.pairing.teacher
+        self.realised = (
+            self._side.after_first(task.teacher_label).clamp_max(0)
+            if task.chain
+            else task.like.new_zeros(task.pairing.count)
+        )
+        """[count], log-probability of a chunk's tokens after the first; 0 by mean"""
+        self._task = task.bare()
+
+    def lend(self) -> tuple[Tensor, ...]:
+        """As `RowFunction.lend`."""
+        logits, self._logits = self._logits, self._logits.new_empty(0)
+        return (logits,)
+
+    def take_back(self, tensors: Sequence[Tensor]) -> None:
+        """As `RowFunction.take_back`."""
+        (self._logits,) = tensors
+
+    def of(self, group: slice) -> Tensor:
+        """Log-probabilities [n, V_t] of the chunks with these numbers, not below the floor."""
+        floor = floor_of(self._task.dtype)
+        if self._task.chain:
+            return self._rows(self._side.first[group]).clamp_min(floor)
+        start = self._starts[group.start]
+        rows = self._rows(self._side.rows[start : self._starts[group.stop]])
+        length = self._side.length[group]
+        if rows.shape[0] != length.shape[0]:
+            share = length.to(rows.dtype).repeat_interleave(length, output_size=rows.shape[0])
+            rows = segment_sum(rows.clamp_min(floor).div_(share[:, None]), length).log_softmax(1)
+        return rows.clamp_min(floor)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self._logits.index_select(0, rows).to(self._task.dtype).mul_(1 / self._task.temperature).log_softmax(1)
+
+    @property
+    def _starts(self) -> list[int]:
+        return self._task.ends[1]
+
+    @cached_property
+    def otherwise(self) -> Tensor:
+        """[count], log of the probability that those tokens do not follow."""
+        return otherwise(self.realised)
+
+
+def otherwise(realised: Tensor) -> Tensor:
+    """log(1 − exp(realised)), the floor where that is 0."""
+    some = realised < 0
+    return torch.where(some, log1mexp(torch.where(some, realised, -1)), floor_of(realised.dtype))

@@ -1,0 +1,144 @@
+"""The method `xtoken`: the student's chunk in the teacher's vocabulary (P-KL of NeMo-RL #2245, arXiv 2605.21699)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core.labels import given
+from distill_rl.losses.core.streaming import LearningFunction, Scratch, floor_of
+from distill_rl.losses.cross_tokenizer.chunks import segment_sum
+from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
+from distill_rl.losses.cross_tokenizer.rows import Compared, RealisedRows, Terms
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions
+
+_LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
+"""Projected probabilities below it count as this much, and have no gradient."""
+
+
+class Top(NamedTuple):
+    """The teacher's columns of each chunk, and what either side has there or in the rest."""
+
+    ids: Tensor
+    """int64 [count, k]"""
+    logprobs: Tensor
+    """[count, k]"""
+    rest: Tensor
+    """[count], log of all other mass"""
+
+
+class ProjectedRows(RealisedRows, LearningFunction):
+    """(cross-entropy, label's log-probability, projected probabilities [M, k + 1]) per row.
+
+    The last are those of the teacher's columns that go with the row, and their rest: Σ_s q_s (1 − Σ_t W_st) over these
+    columns t, never 1 − Σ. Only the first rows of the sweep have any.
+    """
+
+    def __init__(self, sweep: RowSweep, product: ColumnProduct, slots: Tensor, learn: bool):
+        """slots: int64 [num_first, k], each row's columns among those of the product."""
+        super().__init__(sweep, realised=sweep.task.chain, columns=slots.shape[1] + 1)
+        self.product, self.slots, self.learn = product, slots, learn
+        assert self.sums.table is not None
+        self.projected = self.sums.table
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, constants = super().outputs()
+        return (*values, self.projected.detach()), constants
+
+    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+        exponentials = self.collect(rows, u, scratch)
+        slots = self.slots[rows]
+        if not len(slots):
+            return
+        columns, rest = self.product.project(exponentials)
+        self.projected[rows, :-1] = columns.gather(1, slots)
+        self.projected[rows, -1] = rest + columns.scatter(1, slots, 0).sum(1)
+
+    def complete(self, rows: slice) -> None:
+        super().complete(rows)
+        self.projected /= self.sums.totals[0][:, None]
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+        slots, grad = self.slots[rows], given(grads, 2)
+        if grad is None or not len(slots):
+            return super().gradient(rows, u, grads, scratch)
+        label = self.label_gradient(rows, u, grads, scratch)
+        q = u.sub_(self.lse[rows, None]).exp_()
+        rest = grad[:, -1].contiguous()
+        columns = rest[:, None].expand(-1, self.product.width).scatter(1, slots, grad[:, :-1])
+        if self.learn:
+            self.product.learn(q, columns, rest)
+        mean = (grad * self.projected[rows]).sum(1)
+        back = self.product.project_back(columns, rest)
+        q.mul_(back.div_(self.temperature).add_((label.shared - mean / self.temperature)[:, None]))
+        return label.add_to(q)
+
+    def parameter_gradients(self) -> tuple[Tensor, ...]:
+        return (self.product.gradient(),)
+
+
+def xtoken(task: ChunkTask) -> Terms:
+    """D between the teacher's chunk and the projected student's, over the teacher's top k columns and the rest."""
+    student = task.pairing.student
+    teacher = TeacherDistributions(task)
+    top = _top_columns(task, teacher)
+    product = ColumnProduct(task.bridge, task.shard, top.ids.unique(), task.dtype)
+    slots = product.slots[top.ids]
+    sweep = task.sweep(student.first if task.chain else student.rows)
+    weights = task.bridge.values
+    learn = weights.requires_grad and torch.is_grad_enabled()
+    function = ProjectedRows(sweep, product, slots if task.chain else slots[student.chunk], learn)
+    ce, realised, projected = sweep.run(function, *([weights] if learn else []))
+    q = projected[: sweep.num_first]
+    if task.chain:
+        after = student.after_first(sweep.realised(realised))
+        q = q * after.exp()[:, None]
+        q = torch.cat([q[:, :-1], (q[:, -1] - torch.expm1(after))[:, None]], 1)
+    else:
+        q = segment_sum(q / student.length[student.chunk, None], student.length)
+    kd = task.temperature**2 * _compare(task, top, q)
+    paired = task.pairing.one_to_one
+    return Terms(
+        kd, sweep.scatter(ce), task.pairing.count, top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
+    )
+
+
+@torch.no_grad()
+def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
+    """Columns into which no student token goes are never among them: there the student could have no mass."""
+    unreachable = (~task.bridge.reachable).nonzero()[:, 0]
+    k = min(task.top_k, task.bridge.num_teacher - len(unreachable))
+    floor = floor_of(task.dtype)
+    parts = []
+    for group in task.groups:
+        log_p = teacher.of(group)
+        ids = log_p.index_fill(1, unreachable, -torch.inf).topk(k, 1).indices
+        top = log_p.gather(1, ids)
+        parts.append((ids, top, log_p.scatter_(1, ids, floor).logsumexp(1)))
+    if not parts:
+        nothing = task.like.new_zeros(0, k)
+        parts = [(nothing.long(), nothing, nothing.sum(1))]
+    ids, top, rest = (torch.cat(part) for part in zip(*parts))
+    top = (top + teacher.realised[:, None]).clamp_min(floor)
+    return Top(ids, top, torch.logaddexp(rest + teacher.realised, teacher.otherwise).clamp_min(floor))
+
+
+def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
+    """[count], D from probabilities of the student [count, k + 1]."""
+    log_q = q.clamp_min(_LEAST[task.dtype]).log()
+    if task.tail != "bucket":
+        log_p, log_q = top.logprobs, log_q[:, :-1]
+        if task.tail == "renormalize":
+            log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
+        return Compared.apply(log_q, log_p, task.divergence, task.tail == "renormalize")
+    floor = floor_of(task.dtype)
+    apart = q[:, -1] <= 0  # no column is left over: there is no rest to compare
+    if task.divergence.needs_support:
+        apart = apart | (top.rest <= floor)
+    rest_p, rest_q = (torch.where(apart, floor, rest) for rest in (top.rest, log_q[:, -1]))
+    log_p, log_q = torch.cat([top.logprobs, rest_p[:, None]], 1), torch.cat([log_q[:, :-1], rest_q[:, None]], 1)
+    return Compared.apply(log_q, log_p, task.divergence, True)

@@ -1,0 +1,1 @@
+"""Attention implementations: which one a model gets, and attention over packed documents."""

@@ -1,0 +1,1 @@
+"""Static pages: a run's report, comparisons of evaluated models, the model card."""

@@ -1,0 +1,312 @@
+"""Where metrics go: a file for machines, TensorBoard, and the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distill_rl.config.schema import Config
+from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
+from distill_rl.observe.sinks.trackers import open_trackers
+from distill_rl.observe.table import TableSink
+from distill_rl.system.files import write_atomic
+from distill_rl.types import RunPaths
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+_LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
+_WIDE = 100
+"""columns of a terminal that hold the bar, the steps and everything said of them"""
+TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
+_OF_A_STEP = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
+"""metric → what it is a step's share of"""
+
+
+class Sink(Protocol):
+    """A place that takes records. A record is a step and plain numbers by metric name."""
+
+    def write(self, step: int, record: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Observer:
+    """Collects the metrics of every step and hands them to the sinks.
+
+    Args:
+        sinks: take one record per `every` steps (when the step is a multiple of it), in which each metric
+            is reduced over those steps as it says itself; nothing logged in between is lost.
+        every: steps per record.
+        live: take every step as it comes (the progress bar).
+    """
+
+    def __init__(self, sinks: Sequence[Sink], every: int, *, live: Sequence[Sink] = ()):
+        if every < 1:
+            raise ValueError(f"every must be 1 or more; got {every}")
+        self._sinks, self._every, self._live = tuple(sinks), every, tuple(live)
+        self._step = 0
+        self._pending: dict[str, Metric] = {}
+
+    def log(self, step: int, *parts: Metrics) -> None:
+        """Adds metrics of `step`. A name given twice in one call (by two ranks) is reduced too.
+
+        Adds `train/tokens_per_second` where the parts hold `train/tokens` and `timing/step`, and
+        `transport/teacher_wait`, the share of the step that was spent waiting for teachers; as means weighted by
+        the seconds they stay exact when steps are merged.
+
+        Raises:
+            ValueError: one name with two reductions.
+        """
+        metrics = merge(parts)
+        metrics |= _shares(metrics)
+        for sink in self._live:
+            sink.write(step, values(metrics))
+        self._pending = merge((self._pending, metrics))
+        self._step = step
+        if step % self._every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is pending as a record of the last step logged. Call it before a checkpoint."""
+        if self._pending:
+            record, self._pending = values(self._pending), {}
+            for sink in self._sinks:
+                sink.write(self._step, record)
+
+    def record(self, step: int, record: Mapping[str, float]) -> None:
+        """Writes a record of its own, of any step: what was measured on that step's weights while others followed."""
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def close(self) -> None:
+        """Flushes, then closes every sink, also when one of them fails."""
+        try:
+            self.flush()
+        finally:
+            _close_all(self._sinks + self._live)
+
+
+def _shares(metrics: Metrics) -> dict[str, Metric]:
+    """What is so much of the seconds of a step."""
+    if SECONDS not in metrics or metrics[SECONDS].value <= 0:
+        return {}
+    seconds = metrics[SECONDS].value
+    return {
+        name: Metric(metrics[source].value / seconds, "mean", seconds)
+        for name, source in _OF_A_STEP.items()
+        if source in metrics
+    }
+
+
+def _close_all(sinks: Sequence[Sink]) -> None:
+    if sinks:
+        try:
+            sinks[0].close()
+        finally:
+            _close_all(sinks[1:])
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one JSON object per record, `{"step": …, "time": …, "<metric>": …}`.
+
+    A record is in the file when `write` returns. NaN and infinities have no JSON: they are written as
+    null. `time` is seconds since the epoch.
+
+    Args:
+        path: opened for appending; a last line that a killed process left half-written is removed.
+        resume_step: records of later steps are removed, because the resumed run writes them again;
+            None keeps all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None):
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _truncate(self._path, resume_step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3)} | numbers, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in file order; lines that are no record are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return [record for line in Path(path).read_bytes().split(b"\n") if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None
+
+
+def _truncate(path: Path, resume_step: int | None) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = []
+    for line in content.split(b"\n"):
+        record = _parse(line)
+        if record is not None and (resume_step is None or record["step"] <= resume_step):
+            kept.append(line + b"\n")
+    if b"".join(kept) != content:
+        write_atomic(path, b"".join(kept))
+
+
+class TensorBoardSink:
+    """TensorBoard scalars, through tensorboard's own event writer (importing it needs no torch).
+
+    Args:
+        folder: gets one event file per process that trains.
+        resume_step: TensorBoard is told to drop what an earlier process wrote for later steps.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=10)
+        if resume_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._writer.flush()
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in record.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ProgressSink:
+    """The step, the loss, tokens per second and the time left: a bar on a terminal, lines elsewhere.
+
+    Args:
+        total_steps: steps of the whole run.
+        start_step: steps done before this process (a resume).
+        console: where to write; None: stdout.
+        interval_s: seconds between lines where there is no terminal; the last step is always written.
+        clock: seconds from any origin.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        console: Console | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        from rich.console import Console
+
+        self._console = console or Console()
+        self._total, self._interval, self._clock = total_steps, interval_s, clock
+        self._written = 0.0
+        self._first: tuple[int, float] | None = None
+        """the first step seen and its time; it compiles and warms up, so it does not count towards the speed"""
+        self._wide = not self._console.is_terminal or self._console.width >= _WIDE
+        self._progress, self._task = _bar(self._console, total_steps, start_step, 24 if self._wide else 6)
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        if not any(name.startswith("train/") for name in record):
+            return
+        now = self._clock()
+        due = self._first is None or step >= self._total or now - self._written >= self._interval
+        self._first = self._first or (step, now)
+        facts = self._facts(step, record, now, self._first)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, facts=facts)
+        elif due:
+            self._written = now
+            width = len(str(self._total))
+            # Rich would wrap and colour a line that is meant for a log file.
+            print(f"step {step:>{width}}/{self._total}  {facts}", file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _facts(self, step: int, record: Mapping[str, float], now: float, first: tuple[int, float]) -> str:
+        facts = []
+        for label, name in _LOSSES if self._wide else _LOSSES[:1]:
+            if name in record:
+                facts.append(f"{label} {record[name]:.4f}")
+        if RATE in record:
+            facts.append(f"{record[RATE]:,.0f} tokens/s")
+        if step > first[0]:
+            facts.append(f"{_clock_time((now - first[1]) / (step - first[0]) * max(0, self._total - step))} left")
+        faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each had a line of its own when it happened
+        if faults:
+            facts.append(f"faults {faults}")
+        return "  ".join(facts)
+
+
+def _bar(console: Console, total: int, start: int, width: int) -> tuple[Progress | None, Any]:
+    """A running progress bar and its task, or nothing where the console is no terminal."""
+    if not console.is_terminal:
+        return None, None
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    progress = Progress(
+        TextColumn("train"),
+        BarColumn(bar_width=width),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}", markup=False),
+        console=console,
+    )
+    task = progress.add_task("train", total=total, completed=start, facts="")
+    progress.start()
+    return progress, task
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def open_observer(
+    config: Config,
+    paths: RunPaths,
+    *,
+    total_steps: int,
+    resume_step: int | None = None,
+    others: Sequence[Sink] = (),
+) -> Observer:
+    """The observer of a run directory, as `observe.*` asks for it.
+
+    Args:
+        total_steps: steps of the whole run, for the bar.
+        resume_step: step of the checkpoint resumed from; None: a run that starts.
+        others: sinks besides.
+    """
+    sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
+    if config.observe.tensorboard:
+        sinks.append(TensorBoardSink(paths.tensorboard, resume_step=resume_step))
+    sinks += [*open_trackers(config, paths), *others]
+    live: list[Sink] = [ProgressSink(total_steps, start_step=resume_step or 0)]
+    if config.observe.table_every:
+        live.append(TableSink(config.observe.table_every))
+    return Observer(sinks, config.observe.every, live=live)

@@ -1,0 +1,178 @@
+"""The run directory: taken for one run at a time, never overwritten by accident."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from distill_rl.config.load import save_config
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.system import ownership
+from distill_rl.types import RunPaths
+
+_LOCK = ".lock"
+SUBMISSION = ("submit.yaml", "submit.sbatch")
+"""What `train --dry-run` leaves in a run directory; it is not in use for that."""
+_ATTEMPT = "DISTILL_RL_ATTEMPT"
+"""Set by a batch script, whose own logs go into the same folder; see `RunPaths.attempt`."""
+
+
+def paths_of(config: Config) -> RunPaths:
+    return RunPaths(Path(config.run.dir).expanduser() / config.run.name)
+
+
+def problems(config: Config, *, clean: bool) -> list[str]:
+    """What stands in the way of using the run directory; one line each."""
+    root = paths_of(config).root
+    found = []
+    if root.exists() and not root.is_dir():
+        found.append(
+            ConfigError(
+                f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
+            )
+        )
+    elif outside := _outside(root):
+        found.append(
+            ConfigError(
+                f"{outside}",
+                "a run writes nowhere but in its directory",
+                f"a link to {outside.resolve()}",
+                "remove the link; run.dir can name any folder",
+            )
+        )
+    elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
+        if clean and not any((root / name).exists() for name in (_LOCK, "metrics.jsonl")):
+            found.append(
+                ConfigError(
+                    f"{root}",
+                    "holds files and is no run directory (it has neither .lock nor metrics.jsonl)",
+                    remedy="choose another run.name or run.dir",
+                )
+            )
+        elif not clean and config.checkpoint.resume is None:
+            found.append(
+                ConfigError(
+                    f"{root}",
+                    "the run directory is in use",
+                    remedy="go on with --resume, start over with --clean, or choose another run.name",
+                )
+            )
+    if clean and config.checkpoint.resume is not None:
+        found.append(
+            ConfigError(
+                "checkpoint.resume",
+                "--clean leaves nothing to resume from",
+                config.checkpoint.resume,
+                "drop one of the two",
+            )
+        )
+    if not found and not _writable(root):
+        found.append(
+            ConfigError(
+                f"{root}", "the run directory must be writable", remedy="choose another run.dir or mend its permissions"
+            )
+        )
+    return [str(problem) for problem in found]
+
+
+@contextmanager
+def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
+    """Makes the run directory, to which nobody else can write, and holds it against other processes until the block ends.
+
+    Raises:
+        ConfigError: another process runs in it.
+    """
+    paths = paths_of(config)
+    paths.root.mkdir(parents=True, exist_ok=True)
+    for folder in (paths.root, paths.checkpoints):
+        ownership.close_place(folder)
+    with (paths.root / _LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"{paths.root}",
+                "the run directory is in use",
+                f"by process {lock.read().strip()}",
+                "wait for it, or choose another run.name",
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        for entry in _entries(paths.root) if clean else ():
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        paths = replace(paths, attempt=_attempt(paths.root / "logs"))
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        _point_latest_at(paths.logs)
+        if not paths.config.exists():
+            record_config(config, paths)
+        yield paths
+
+
+def record_config(config: Config, paths: RunPaths) -> None:
+    """Writes config.yaml; how the run was resumed is no part of it."""
+    save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
+
+
+def _attempt(logs: Path) -> int:
+    """The number of this start of the run: what the batch script says, or one more than the highest there is.
+
+    Raises:
+        ConfigError: the batch script says something else than a number from 1.
+    """
+    said = os.environ.get(_ATTEMPT)
+    if said is not None:
+        if not (said.isdecimal() and said.isascii() and int(said) >= 1):
+            raise ConfigError(_ATTEMPT, "must be a whole number from 1", said, "unset it: the next number is taken")
+        return int(said)
+    return max((int(name.removeprefix("attempt_")) for name in _attempts(logs)), default=0) + 1
+
+
+def _attempts(logs: Path) -> list[str]:
+    names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
+    return [name for name in names if re.fullmatch(r"attempt_[0-9]+", name)]
+
+
+def _point_latest_at(folder: Path) -> None:
+    """Makes `latest` beside it a relative link to it; there is a `latest` at every moment."""
+    link = folder.with_name(f".latest.{os.getpid()}")
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(folder.with_name("latest"))
+
+
+def _outside(root: Path) -> Path | None:
+    """The run directory, or something that runs write to in it, if it is a link that leads out of it."""
+    if root.is_symlink():
+        return root
+    within = root.resolve()
+    folders = [folder for folder in (root, root / "logs", root / "checkpoints") if folder.is_dir()]
+    for entry in (entry for folder in folders for entry in folder.iterdir()):
+        if entry.is_symlink() and not entry.resolve().is_relative_to(within):
+            return entry
+    return None
+
+
+def _entries(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.name != _LOCK]
+
+
+def _writable(root: Path) -> bool:
+    folder = root
+    while not folder.exists():
+        folder = folder.parent
+    probe = folder / f".distill_rl-probe-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return folder.is_dir()

@@ -1,0 +1,256 @@
+"""The driver: one CPU process that moves references, never tensors.
+
+`Driver.open` builds what a run needs and ends it again; `run` is the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from distill_rl.config.derive import suites_every
+from distill_rl.config.save import fingerprint
+from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.observe.log import say
+from distill_rl.observe.metrics import Metric, Metrics, merge
+from distill_rl.observe.report.card import model_card
+from distill_rl.observe.sinks.sinks import Observer, open_observer
+from distill_rl.observe.timing import StepTimer
+from distill_rl.preflight import run_directory
+from distill_rl.preflight.job import Job
+from distill_rl.run import checkpoints
+from distill_rl.run.async_save import Saver
+from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
+from distill_rl.run.prefetch import Lookahead
+from distill_rl.system.signals import EXIT_PREEMPTED, Signals
+from distill_rl.types import TrainState
+from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
+from distill_rl.workers.evaluation.evaluations import Evaluations
+from distill_rl.workers.pipeline.pipeline import PendingBatch
+from distill_rl.workers.start import Crew, hire
+
+
+class Driver:
+    def __init__(
+        self,
+        job: Job,
+        crew: Crew,
+        loader: Loader,
+        observer: Observer,
+        timer: StepTimer,
+        signals: Signals,
+        resumed: Checkpoint | None,
+        evaluations: Evaluations,
+        saver: Saver,
+    ):
+        self.job, self.config, self.crew, self.student = job, job.config, crew, crew.student
+        self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
+        self.evaluations, self.saver = evaluations, saver
+        self.state = resumed.state.train if resumed else TrainState()
+        self.score = resumed.state.score if resumed else None
+        self._skips, self._skipped, self._owed = 0, False, False
+        self._saved = self.state.step if resumed else -1
+        self._validated = self._saved if self.score is not None else -1
+
+    @classmethod
+    @contextmanager
+    def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
+        """Starts (or joins) Ray, the actors and the sinks; ends them all when the block ends, whatever happened."""
+        store = checkpoint_store(job)
+        store.sweep()
+        resumed = find_checkpoint(job)
+        start = resumed.state.train if resumed else TrainState()
+        train, config = job.config.train, job.config
+        loader = Loader(
+            job.train,
+            batch_size=train.global_batch_size,
+            seed=config.run.seed,
+            steps=train.steps,
+            epochs=train.epochs,
+            start=start,
+        )
+        timer = StepTimer()
+        with ExitStack() as stack:
+            stack.callback(store.sweep)  # when nobody writes any more
+            crew = stack.enter_context(hire(job, loader.total_steps, timer, signals))
+            if resumed:
+                crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
+                run_directory.record_config(config, job.paths)
+            if config.checkpoint.resume:
+                store.abandon_after(start.step)
+            write_targets(job.paths.prometheus)
+            observer = open_observer(
+                config,
+                job.paths,
+                total_steps=loader.total_steps,
+                resume_step=start.step,
+                others=[GaugeSink(config.run.name)],
+            )
+            stack.enter_context(closing(observer))
+            steps = (
+                f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
+            )
+            evaluations = evaluations_of(job, crew, observer, signals)
+            evaluations.recover(start.step)
+            say(f"training  {steps} in {job.paths.root}")
+            saver = stack.enter_context(saver_of(store, job, crew))
+            yield cls(job, crew, loader, observer, timer, signals, resumed, evaluations, saver)
+
+    def run(self) -> int:
+        """Trains to the last step, or to a request to stop. Returns the process's exit code."""
+        with Lookahead(
+            self.loader, self.crew.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
+        ) as items:
+            for step, item in enumerate(items, start=self.state.step + 1):
+                with self.timer.step(step), item.lease() as (batch, targets):
+                    trained = self.student.train_step(batch, targets)
+                self.state = TrainState(step=step, cursor=item.cursor)
+                self.note_skip(trained)
+                self.observer.log(step, trained, item.metrics, self.skips, self.timer.flush())
+                if self.due(self.config.evaluate.every):
+                    self.validate()
+                self.evaluate()
+                if self.checkpoint_is_due():
+                    self.save()
+                if self.signals.preempted and not self._skipped:
+                    return self.preempt()
+        return self.finish()
+
+    def note_skip(self, trained: Metrics) -> None:
+        self._skipped = trained["train/skipped"].value > 0
+        if self._skipped:
+            self._skips += 1
+            loss, norm = (trained[name].value for name in ("train/loss", "train/grad_norm"))
+            say(
+                f"skipped   step {self.state.step}: loss {loss:.4g}, gradient norm {norm:.4g}; the weights are as before"
+            )
+
+    @property
+    def skips(self) -> dict[str, Metric]:
+        return {"faults/skipped_steps": Metric(float(self._skips), "last")} if self._skips else {}
+
+    def checkpoint_is_due(self) -> bool:
+        """Not after a step that was skipped, as what made it so may be in the weights already: after the next one taken.
+        A request to stop waits for that one, too."""
+        self._owed = self._owed or self.due(self.config.checkpoint.every)
+        if self._skipped or not self._owed:
+            return False
+        self._owed = False
+        return True
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def validate(self) -> None:
+        """KD and CE on held-out text; once per step at most."""
+        if self.job.validation is None or self._validated == self.state.step:
+            return
+        batches = validation_batches(
+            self.job.validation, self.config.train.global_batch_size, self.config.data.validation.max_documents
+        )
+        parts: list[dict[str, Metric]] = []
+        for batch in batches:
+            with self.crew.pipeline.submit(batch).lease() as (pending, targets):
+                parts.append(self.student.evaluate(pending, targets))
+        metrics = merge(parts)
+        score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else math.nan
+        self.score = score if math.isfinite(score) else None
+        self._validated = self.state.step
+        self.observer.flush()  # a record of its own: it is of this step alone, whatever observe.every says
+        self.observer.log(self.state.step, metrics)
+        self.observer.flush()
+
+    def evaluate(self) -> None:
+        """Has the suites run on this step's weights, where they are due, and takes the scores of an earlier step."""
+        # The last step's weights are the export, which is evaluated on all items.
+        if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
+            self.evaluations.start(self.state.step)
+        self.evaluations.collect()
+
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint of this step; once per step at most. The last one of a run is whole on return."""
+        if self._saved != self.state.step or (last and not self.saver.settled()):
+            self.observer.flush()
+            score = self.score if self._validated == self.state.step else None
+            with self.timer.part("save"):
+                self.saver.save(SavedState(self.state, self.job.fingerprints, score), at_once=last)
+            self._saved = self.state.step
+
+    def preempt(self) -> int:
+        self.save(last=True)
+        say(f"stopped after step {self.state.step} and saved; go on with --resume")
+        return EXIT_PREEMPTED
+
+    def finish(self) -> int:
+        self.validate()
+        self.save(last=True)
+        self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
+        self.crew.calls.interrupted = self.signals.raise_if_stopping  # all is saved
+        self.evaluations.wait()
+        self.saver.raise_earlier()
+        return 0
+
+    def card(self, scores: Mapping[str, float] | None = None) -> str:
+        """The model card of the student as it stands."""
+        measured = {} if self.score is None else {"validation/kl_loss": self.score}
+        return model_card(
+            self.config,
+            step=self.state.step,
+            data_fingerprint=self.job.fingerprints["data"],
+            scores=measured | dict(scores or {}),
+        )
+
+
+def evaluations_of(job: Job, crew: Crew, observer: Observer, signals: Signals) -> Evaluations:
+    def copy(folder: Path) -> str | None:
+        said = crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        return next((problem for problem in said if problem is not None), None)
+
+    return Evaluations(
+        crew.evaluator,
+        job.config,
+        crew.calls,
+        job.paths.root / "evals",
+        copy=copy,
+        record=observer.record,
+        stopping=lambda: signals.preempted,
+    )
+
+
+def checkpoint_store(job: Job) -> CheckpointStore:
+    settings = job.config.checkpoint
+    about = {
+        "libraries": {name: version(name) for name in ("torch", "transformers")},
+        "fingerprints": {"config": fingerprint(job.config), **job.fingerprints},
+    }
+    return CheckpointStore(
+        job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best, about=about
+    )
+
+
+def saver_of(store: CheckpointStore, job: Job, crew: Crew) -> Saver:
+    return Saver(
+        store,
+        crew.student.collective,
+        beside=job.config.checkpoint.async_save,
+        deadline_s=job.config.ray.step_timeout_s,
+        dead=lambda: any(name.startswith("student-dp") for name in crew.calls.dead()),
+        interrupted=lambda: crew.calls.interrupted(),
+    )
+
+
+def find_checkpoint(job: Job) -> Checkpoint | None:
+    """The checkpoint that `checkpoint.resume` asks for, verified, or None for a fresh start.
+
+    Raises:
+        CheckpointError: none is there, it is damaged, or it was made from other data, tokenizer or models.
+    """
+    found = checkpoints.find(checkpoint_store(job), job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
+    if found:
+        checkpoints.require_same(found.state.fingerprints, job.fingerprints)
+        say(f"resuming  from {found.path}")
+    return found

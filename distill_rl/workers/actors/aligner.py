@@ -1,0 +1,89 @@
+"""The aligner actor: documents in, token rows for every rank out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import ray
+
+from distill_rl.config.facts import running_teachers
+from distill_rl.config.schema import Config
+from distill_rl.data.collate import BatchPlan
+from distill_rl.errors import ConfigError
+from distill_rl.types import DocumentBatch
+from distill_rl.workers.actors.rank import Process, identify
+from distill_rl.workers.cluster.gauges import Gauges
+
+
+class AlignerWorker:
+    """Tokenises, aligns and lays out; holds nothing but tokenizers, so that any of its kind does the same.
+
+    Args:
+        config: the run's settings.
+        data_format: `text` or `messages`.
+        plan: how rows are laid out and divided.
+        crossing: per running teacher whether it has rows of its own.
+    """
+
+    def __init__(self, rank: int, config: Config, data_format: str, plan: BatchPlan, crossing: tuple[bool, ...] = ()):
+        self._config, self._data_format, self._plan, self._crossing = config, data_format, plan, crossing
+        self._gauges = Gauges(config.run.name)
+
+    def identify(self) -> Process:
+        return identify()
+
+    def start(self) -> None:
+        if ray.is_initialized() and ray.get_gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
+        if any(self._crossing) and self._config.aligner.dp.backend == "cuda":
+            _require_cuda()
+        from distill_rl.data.collate import Tokenization
+        from distill_rl.data.pairing import BatchBuilder, Partner
+        from distill_rl.models.hub import stops_of, tokenizer_of
+
+        data = self._config.data
+        tokenizer = tokenizer_of(self._config.student)
+        tokenization = Tokenization(
+            tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
+        )
+        partners = [
+            Partner.of(
+                teacher.name,
+                tokenizer,
+                tokenizer_of(teacher),
+                self._config.aligner,
+                student_stops=stops_of(self._config.student),
+                stops=stops_of(teacher),
+            )
+            if crosses
+            else None
+            for teacher, crosses in zip(running_teachers(self._config), self._crossing)
+        ]
+        for partner in partners:
+            if partner is not None:
+                partner.aligner.warm_up()
+        self._builder = BatchBuilder(tokenization, self._plan, partners)
+
+    def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
+        """BatchInfo, then one RankBatch per student DP rank, then one per DP rank of each teacher in turn."""
+        info, student, teachers = self._builder.build(batch, skip)
+        self._gauges.set("aligner_seconds", info.seconds)
+        self._gauges.add("aligner_rows", info.num_rows)
+        self._gauges.add("aligner_tokens", info.num_tokens)
+        return info, *student, *(part for teacher in teachers for part in teacher)
+
+    def try_row(self, document: Mapping[str, Any]) -> None:
+        """Whatever `build` does with one document; fails, dies or hangs where that would."""
+        from distill_rl.types import Cursor
+
+        self._builder.build(DocumentBatch(0, (document,), Cursor()))
+
+
+def _require_cuda() -> None:
+    """On the node that runs this aligner, which may be another one than that where the run was checked."""
+    from distill_rl.align.dp.device import missing_for_cuda
+
+    if missing := missing_for_cuda():
+        raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)

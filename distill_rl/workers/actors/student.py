@@ -1,0 +1,267 @@
+"""The student actor: a thin shell around StudentEngine that fetches the targets of its rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import TransportError
+from distill_rl.observe.metrics import Metric
+from distill_rl.transport.assemble import fetch_rows, plan
+from distill_rl.transport.base import Handle, Offer, Receipt, Transport
+from distill_rl.types import Crossing, RankBatch
+from distill_rl.workers.actors.probe import Problem, probe_tensors, reporting
+from distill_rl.workers.actors.rank import RankWorker
+from distill_rl.workers.actors.teacher import Published
+from distill_rl.workers.cluster.gauges import Gauges
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from distill_rl.student.objective import Target
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """Instead of metrics: the call changed nothing, on no rank, and may be made again."""
+
+    reason: str
+
+
+class StudentWorker(RankWorker):
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        total_steps: int,
+        crossings: Sequence[Crossing | None],
+        vocabulary_size: int,
+        threads: int,
+    ):
+        super().__init__(config, threads)
+        self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
+        self._crossings = crossings
+        self._gauges = Gauges(config.run.name)
+        self._next_wave = 0
+        self._step_s = self._fetch_s = 0.0
+        self._far_bytes = 0
+
+    def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
+        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
+        from distill_rl.student.engine import StudentEngine
+
+        world = self._join(self._rank, self._config.student.parallel, host, port, gpu_memory)
+        self._engine = StudentEngine(
+            self._config,
+            world,
+            vocabulary_size=self._vocabulary_size,
+            total_steps=self._total_steps,
+            crossings=self._crossings,
+        )
+
+    def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
+        return [self._open_ring(offer) for offer in offers]
+
+    def read_probes(self, handles: Sequence[Handle]) -> list[Problem | None]:
+        return [self._read_probe(handle) for handle in handles]
+
+    @reporting
+    def _open_ring(self, offer: Offer) -> Receipt:
+        transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
+        return transport.open(offer)
+
+    @reporting
+    def _read_probe(self, handle: Handle) -> None:
+        with self._transports[handle.transport].fetch(handle) as tensors:
+            if not bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all()):
+                raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
+
+    def train(
+        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric] | NotRun:
+        """forward_backward of one wave of a batch, and after the last one optim_step.
+
+        All targets of the wave are opened before anything is computed, and all ranks together go on or do not: a teacher
+        that dies afterwards is missed by nobody.
+
+        Args:
+            wave: counted from 0; one that does not follow the last is not run, as its predecessor was not.
+            published: every teacher's results, of which `teacher_sizes` says how many belong to each; none of one that
+                was lost.
+        """
+        if wave != self._next_wave:
+            return NotRun(f"wave {wave} of batch {batch.index} came when wave {self._next_wave} was due")
+        start = time.perf_counter()
+        targets = self._targets(teacher_sizes, published)
+        with ExitStack() as opened:
+            if problem := self._open(targets, batch, opened):
+                return problem
+            scores = self._scores(batch, teacher_sizes, published)
+            metrics = self._engine.forward_backward(batch, targets, scores, last=last)
+        if last:
+            metrics |= self._engine.optim_step()
+        self._next_wave = 0 if last else wave + 1
+        self._step_s += time.perf_counter() - start
+        self._fetch_s += targets.seconds
+        self._far_bytes += targets.far_bytes
+        return metrics | self._measured() if last else metrics
+
+    def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> NotRun | None:
+        """Opens what this rank reads of a wave; what is in the way, if some rank cannot. Nobody is asked where no rank
+        reads anything."""
+        if not targets.published:
+            return None
+        problem = "another rank has lost its targets"
+        try:
+            targets.open(batch.first_row, batch.rows.shape[0], opened)
+            able = True
+        except TransportError as error:
+            able, problem = False, str(error)
+        if self._engine.all_agree(able):
+            return None
+        return NotRun(problem)
+
+    def _measured(self) -> dict[str, Metric]:
+        """Times and bytes since this was last asked."""
+        self._gauges.set("student_step_seconds", self._step_s)
+        self._gauges.set("student_fetch_seconds", self._fetch_s)
+        self._gauges.add("student_bytes_between_nodes", self._far_bytes)
+        self._gauges.add("student_steps", 1)
+        measured = {
+            "timing/student/step": Metric(self._step_s, "max"),
+            "timing/student/fetch": Metric(self._fetch_s, "max"),
+            "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
+        }
+        self._step_s, self._fetch_s, self._far_bytes = 0.0, 0.0, 0
+        return measured
+
+    def evaluate(
+        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric] | NotRun:
+        """KD and CE of a wave, without a gradient; arguments as of `train`."""
+        targets = self._targets(teacher_sizes, published)
+        with ExitStack() as opened:
+            if problem := self._open(targets, batch, opened):
+                return problem
+            return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
+
+    def _targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _Targets:
+        node_id = ray.get_runtime_context().get_node_id()
+        return _Targets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
+
+    def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
+        """Per teacher what its share falls with: its CE or entropy per student token that it speaks of, nothing where
+        shares are fixed, and infinity where the run has lost it. Empty where all shares are as they are set.
+
+        Every rank has what all replicas published, so no two ranks can differ.
+        """
+        lost = [size == 0 for size in teacher_sizes]
+        static = all(teacher.score == "static" for teacher in self._config.teachers)
+        if static and not any(lost):
+            return []
+        if static:
+            return [math.inf if gone else 0.0 for gone in lost]
+        remaining = iter(published)
+        sums = [sum(next(remaining).score for _ in range(size)) for size in teacher_sizes]
+        shared = batch.chunks or (None,) * len(sums)
+        tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in shared]
+        return [math.inf if gone else total / max(count, 1) for gone, total, count in zip(lost, sums, tokens)]
+
+    def save(self, directory: str, marker: str | None) -> None:
+        self._engine.save(directory, {}, marker)
+
+    def finish_saving(self) -> None:
+        self._engine.finish_saving()
+
+    def checkpoint_bytes(self) -> int:
+        return self._engine.checkpoint_bytes()
+
+    def stop(self) -> None:
+        self._engine.finish_saving()
+        super().stop()
+
+    def load(self, directory: str) -> None:
+        self._engine.load(directory)
+
+    def export(self, directory: str, card: str) -> None:
+        from distill_rl.models.hub import tokenizer_of
+
+        self._engine.export(directory, tokenizer_of(self._config.student), card)
+        self._engine.export_projections(Path(directory).with_name("projections"))
+
+    def copy(self, directory: str) -> str | None:
+        """The weights alone, as a folder that an evaluator loads. What cannot be written (a full disk) is said and not
+        raised, because training can go on without."""
+        from distill_rl.models.export import ExportError
+        from distill_rl.models.hub import tokenizer_of
+
+        try:
+            self._engine.export(directory, tokenizer_of(self._config.student))
+        except ExportError as error:
+            return str(error)
+        return None
+
+
+class _Targets:
+    """TargetSource over a transport: `targets(first_row, num_rows)` gives of the slots opened those that hold these rows."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        node_id: str,
+        temperature: float,
+        teacher_sizes: Sequence[int],
+        published: Sequence[Published],
+    ):
+        self._transports, self._node_id, self._temperature = transports, node_id, temperature
+        self.published = bool(published)
+        """whether any teacher has published something, for whichever rank"""
+        self.seconds = 0.0
+        self.far_bytes = 0
+        """of the slots read that were written on another node"""
+        self._open: dict[int, dict[str, Tensor]] = {}
+        remaining = iter(published)
+        self._handles: list[list[Handle]] = [
+            [handle for _ in range(size) for handle in next(remaining).handles] for size in teacher_sizes
+        ]
+
+    def open(self, first_row: int, num_rows: int, stack: ExitStack) -> None:
+        """Opens every slot that holds one of these rows, until `stack` ends.
+
+        Raises:
+            TransportError: one cannot be read any more.
+        """
+        start = time.perf_counter()
+        for handles in self._handles:
+            layouts = [handle.layout for handle in handles]
+            for source in sorted({piece.source for piece in plan(layouts, first_row, num_rows)} if handles else ()):
+                handle = handles[source]
+                fetched = self._transports[handle.transport].fetch(handle)
+                self._open[id(handle)] = stack.enter_context(fetched)
+                self.far_bytes += handle.num_bytes if handle.node_id != self._node_id else 0
+        self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Target | None]]:
+        from distill_rl.losses.targets import target_of
+
+        start = time.perf_counter()
+        with ExitStack() as stack:
+            parts = [
+                stack.enter_context(fetch_rows(self._opened, handles, first_row, num_rows)) if handles else None
+                for handles in self._handles
+            ]
+            targets = [None if part is None else target_of(part, self._temperature) for part in parts]
+            self.seconds += time.perf_counter() - start
+            yield targets
+
+    def _opened(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
+        return nullcontext(self._open[id(handle)])

@@ -1,0 +1,114 @@
+"""The teacher actor: a thin shell around TeacherEngine that publishes what the engine computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distill_rl.config.facts import row_width
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.transport.assemble import readers_of
+from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
+from distill_rl.transport.segment import Backing
+from distill_rl.types import RankBatch
+from distill_rl.workers.actors.probe import PROBE_LAYOUT, probe_tensors, reporting
+from distill_rl.workers.actors.rank import RankWorker
+from distill_rl.workers.cluster.gauges import Gauges
+from distill_rl.workers.pipeline.slots import FIRST_GENERATION
+
+_SLACK = 4096
+"""bytes of a slot for the gaps between its tensors"""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What one teacher rank did for one wave of a batch, in numbers."""
+
+    num_bytes: int = 0
+    num_positions: int = 0
+    """of the rows, padding included"""
+    forward_s: float = 0.0
+    """of the whole call"""
+    publish_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What one teacher rank wrote for one wave of a batch."""
+
+    handles: tuple[Handle, ...] = ()
+    measured: Taught = Taught()
+    score: float = 0.0
+    """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
+
+
+class TeacherWorker(RankWorker):
+    """One rank of one replica: `rank` counts over all replicas, each replica is a process group of its own."""
+
+    def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
+        super().__init__(config, threads)
+        self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
+        self._gauges = Gauges(config.run.name)
+
+    def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
+        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
+        from distill_rl.teacher.engine import TeacherEngine
+
+        tp = self._teacher.parallel.tp
+        world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port, gpu_memory)
+        self._engine = TeacherEngine(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
+
+    @reporting
+    def open_ring(
+        self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
+    ) -> list[Offer]:
+        """Makes this rank's ring, in place of one that it had; an offer for each of the student ranks that read it."""
+        self.close_others(())
+        width = row_width(self._config.data.max_length, on_gpu=self._world.device.type == "cuda")
+        positions = self._engine.micro_batch_size * width
+        ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
+        self._ring = self._open_transport(transport, ring, source, backing)
+        return [self._ring.offer(reader) for reader in readers]
+
+    @reporting
+    def accept(self, receipts: Sequence[Receipt]) -> None:
+        for receipt in receipts:
+            self._ring.accept(receipt)
+
+    @reporting
+    def publish_probe(self) -> Handle:
+        """A known content in the first slot, for all readers."""
+        return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
+
+    def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
+        """Publishes one micro-batch per slot. All ranks of a replica compute; the first publishes."""
+        import torch
+
+        start = time.perf_counter()
+        replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
+        wave = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
+        handles, publish_s = [], 0.0
+        for number, (layout, tensors) in enumerate(self._engine.forward(batch)):
+            if self._world.tp_rank:
+                continue
+            began = time.perf_counter()
+            parallel = self._config.student.parallel
+            readers = readers_of(layout, *wave, dp=parallel.dp, tp=parallel.tp)
+            handles.append(self._ring.publish(slots[number], tensors, replace(layout, readers=readers)))
+            publish_s += time.perf_counter() - began
+        if self._world.device.type == "cuda":  # or the seconds would be those of launching the work
+            torch.cuda.synchronize(self._world.device)
+        self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
+        if self._world.tp_rank:
+            return Published()
+        measured = Taught(
+            sum(handle.num_bytes for handle in handles),
+            sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in handles),
+            time.perf_counter() - start,
+            publish_s,
+        )
+        self._gauges.set("teacher_publish_seconds", publish_s)
+        self._gauges.add("teacher_bytes", measured.num_bytes)
+        self._gauges.add("teacher_positions", measured.num_positions)
+        return Published(tuple(handles), measured, self._engine.score)

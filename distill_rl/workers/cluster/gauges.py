@@ -1,0 +1,116 @@
+"""Numbers for Ray's metrics agent, which Prometheus reads: gauges and counters of every actor and of the driver.
+
+Each bears the tags `run`, `actor`, `node` and `of`, which says what part of a thing it is about and is often empty. Ray puts
+`ray_` before the names. Where Ray was installed without its agent (no `dashboard` extra) nothing is kept and nothing sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from distill_rl.observe.metrics import FAULTS
+from distill_rl.system.files import write_atomic
+
+PREFIX = "distill_rl_"
+TAGS = ("run", "actor", "node", "of")
+DRIVER = "driver"
+
+log = logging.getLogger(__name__)
+
+
+def has_agent() -> bool:
+    """Whether Ray can start its metrics agent."""
+    return find_spec("aiohttp_cors") is not None
+
+
+class Gauges:
+    """Of one process; to be made in it, when Ray has been joined.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, run: str):
+        self._run = run
+        self._made: dict[str, Any] = {}
+        self._enabled = has_agent() and ray.is_initialized()
+
+    def set(self, name: str, value: float, of: str = "") -> None:
+        """What `distill_rl_<name>` is now; what is not finite is left out."""
+        if self._enabled and math.isfinite(value):
+            from ray.util.metrics import Gauge
+
+            self._metric(Gauge, name).set(value, tags={"of": of})
+
+    def add(self, name: str, value: float, of: str = "") -> None:
+        """Adds to the counter `distill_rl_<name>_total`, of this process since its start."""
+        if self._enabled and math.isfinite(value) and value > 0:
+            from ray.util.metrics import Counter
+
+            self._metric(Counter, f"{name}_total").inc(value, tags={"of": of})
+
+    def _metric(self, kind: type, name: str) -> Any:
+        if name not in self._made:
+            metric = kind(PREFIX + name, description=f"{name.replace('_', ' ')} (distill_rl)", tag_keys=TAGS)
+            metric.set_default_tags(self._tags)
+            self._made[name] = metric
+        return self._made[name]
+
+    @cached_property
+    def _tags(self) -> dict[str, str]:
+        context = ray.get_runtime_context()
+        actor = context.get_actor_name() if context.get_actor_id() else None
+        return {"run": self._run, "actor": actor or DRIVER, "node": ray.util.get_node_ip_address(), "of": ""}
+
+
+class GaugeSink:
+    """A sink of the observer: the newest record as gauges, and tokens and steps as counters."""
+
+    def __init__(self, run: str):
+        self._gauges = Gauges(run)
+        for name in FAULTS:
+            self._gauges.set(*gauge_of(name, 0.0))
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        self._gauges.set("step", step)
+        for name, value in record.items():
+            self._gauges.set(*gauge_of(name, value))
+        self._gauges.add("tokens", record.get("train/tokens", 0.0))
+
+    def close(self) -> None:
+        pass
+
+
+def gauge_of(name: str, value: float) -> tuple[str, float, str]:
+    """A metric of a record as name, value and `of`: two levels name it, the rest says what it is of.
+
+    Times are `timing_seconds` and scores `eval_score`, of what their name says.
+    """
+    first, *rest = name.split("/")
+    if first == "timing":
+        return "timing_seconds", value, "/".join(rest)
+    if first == "eval":
+        return "eval_score", value, "/".join(rest)
+    return re.sub(r"[^A-Za-z0-9_]", "_", "_".join([first, *rest[:1]])), value, "/".join(rest[1:])
+
+
+def write_targets(path: Path) -> None:
+    """Writes where Prometheus finds the agents of this cluster's nodes, as it reads them (`file_sd_configs`)."""
+    if not has_agent():
+        return
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    targets = sorted({f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in alive})
+    try:
+        write_atomic(path, json.dumps([{"targets": targets, "labels": {"job": "distill_rl"}}]) + "\n")
+    except OSError as error:
+        log.warning("%s could not be written: %s", path, error)

@@ -1,0 +1,145 @@
+"""A group of ranks of one role: made together, started together, called together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from distill_rl.errors import DistillError
+from distill_rl.workers.actors.rank import Process
+from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.placement import SeatingPlan, options
+
+_STOP_TIMEOUT_S = 15.0
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """`dp × tp` actors of one class, in rank order: rank = dp_rank · tp + tp_rank."""
+
+    def __init__(
+        self,
+        worker: type,
+        names: Sequence[str],
+        plan: SeatingPlan,
+        placement: PlacementGroup,
+        calls: Calls,
+        *arguments: Any,
+    ):
+        self._remote: Any = ray.remote(worker)
+        self._plan, self._placement, self._arguments = plan, placement, arguments
+        self.names = list(names)
+        self._calls = calls
+        self._processes: list[Process] = []
+        self._former: list[tuple[str, Process]] = []
+        """those that others have taken the place of"""
+        self._renewals = 0
+        self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
+
+    def _make(self, rank: int, suffix: str = "") -> Any:
+        name = self.names[rank]
+        placed = options(self._plan.seats[name], self._placement)
+        actor = self._remote.options(**{**placed, "name": name + suffix}).remote(rank, *self._arguments)
+        self._calls.know(name, actor)
+        return actor
+
+    def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Calls a method with the same arguments on all ranks (or these); references with actor names, in rank order."""
+        return {
+            getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
+            for rank in (range(len(self.actors)) if ranks is None else ranks)
+        }
+
+    def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
+        """Calls a method on all ranks and waits for all."""
+        return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
+
+    def identify(self, timeout_s: float) -> None:
+        """Learns the ranks' processes, so that a stopped one can be seen and ended."""
+        self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
+        for name, process in zip(self.names, self._processes):
+            self._calls.processes[name] = process
+
+    def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Ends ranks and puts new actors in their seats, on which `start` has yet to be called.
+
+        What was submitted to the old ones and is not done fails.
+
+        Raises:
+            WorkerError: a new one does not come to life in time.
+        """
+        self._renewals += 1
+        for rank in ranks:
+            self._calls.forget(self.actors[rank])
+            self.end(rank)
+            self._former.append((f"{self.names[rank]}.{len(self._former)}", self._processes[rank]))
+        for rank in ranks:  # Ray frees a dead actor's name some time later
+            self.actors[rank] = self._make(rank, suffix=f".{self._renewals}")
+        what = f"starting {', '.join(self.names[rank] for rank in ranks)} again"
+        found = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
+        for rank, process in zip(ranks, found):
+            self._processes[rank] = self._calls.processes[self.names[rank]] = process
+
+    def replace(self, rank: int, timeout_s: float) -> None:
+        """`renew` for a rank without a process group, which has run `start` afterwards."""
+        self.renew([rank], timeout_s)
+        what = f"starting {self.names[rank]} again"
+        self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
+
+    @property
+    def processes(self) -> list[tuple[str, Process]]:
+        """Those that work now and those that did, by name."""
+        return [*zip(self.names, self._processes), *self._former]
+
+    @property
+    def worker_ids(self) -> dict[str, str]:
+        """Ray's worker id → actor name."""
+        return {process.worker_id: name for process, name in zip(self._processes, self.names)}
+
+    def rendezvous(
+        self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None
+    ) -> dict[int, tuple[str, int]]:
+        """A store for each process group of `size` ranks in a row; the address of every rank, or of `ranks` only."""
+        members = range(len(self.actors)) if ranks is None else ranks
+        leaders = [rank for rank in members if rank % size == 0]
+        calls: dict[ray.ObjectRef, str] = {}
+        for leader in leaders:
+            calls |= self.submit("serve_store", size, ranks=[leader])
+        addresses = dict(zip(leaders, self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)))
+        return {rank: addresses[rank - rank % size] for rank in members}
+
+    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Has ranks meet in process groups of `size` and load their models: the calls that do it."""
+        calls: dict[ray.ObjectRef, str] = {}
+        for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
+            calls |= self.submit("start", *address, self._plan.seats[self.names[rank]].gpu_memory, ranks=[rank])
+        return calls
+
+    def kill(self) -> None:
+        """Ends every rank at once."""
+        for rank in range(len(self.actors)):
+            self.end(rank)
+
+    def end(self, rank: int) -> None:
+        """Ends a rank at once: SIGKILL by pid where the process is on this node: ray.kill alone waits 5 s for a stopped one."""
+        with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
+            process = self._processes[rank]
+            if process.node_id == ray.get_runtime_context().get_node_id():
+                process.kill()
+        with contextlib.suppress(Exception):
+            ray.kill(self.actors[rank], no_restart=True)
+
+
+def stop(groups: Sequence[WorkerGroup]) -> None:
+    """Lets workers end in order what they hold, process groups first of all; one that will not is killed by the caller."""
+    for group in groups:
+        try:
+            group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)
+        except DistillError as error:
+            log.info("%s", error)

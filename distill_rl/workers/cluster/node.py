@@ -1,0 +1,296 @@
+"""One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one on every node of a job.
+
+    python -m distill_rl.workers.cluster.node SHARED LOGS
+
+SHARED is a private folder that all nodes see, with the token. What happens is said there by files: `here-NODE`, `address`
+once the head answers, `ready-NODE`, `failed-NODE`, and `told-NODE` for a SIGTERM: the steps of a job that is preempted get it when
+its grace time begins, the batch script when that is over. SIGUSR2 or a file `stop` ends the node; nothing else does, because a
+scheduler signals every process of a job while the driver still has to save. Ray's processes never hear those signals, and
+wherever they go they stay below this process, so that at the end all of them, and only they, are killed. (`ray stop` would
+end every Ray of this user on the machine, another job's too.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from distill_rl.errors import DistillError, WorkerError
+from distill_rl.system.files import write_atomic
+from distill_rl.workers.cluster.session import lock, passed_on, sweep
+
+_HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+_POLL_S = 0.2
+_END_S = 30.0
+_SUBREAPER = 36
+_KEPT_BYTES = 200_000
+FOLDERS = "dr[0-9]*-*-*"
+"""in /tmp: drNUMBER-PID-..., for what Ray's processes of a node write"""
+_STARTED, _SLOW = "Ray runtime started", "timed out during startup"
+"""what `ray start` prints"""
+_PORTS = (
+    "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
+    "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
+)  # fmt: skip
+_HEAD_ONLY = {"port", "dashboard-port", "ray-client-server-port"}
+_WORKER_PORTS = (16000, 2000, 8)
+"""first port, ports per node, groups of nodes: below 32768, where the ports start that the kernel gives out"""
+
+
+class Stopped(Exception):
+    """The node is to end before it was up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    shared: Path
+    logs: Path
+    name: str
+    number: int
+    """0: the head"""
+    first_port: int
+    """of the head's ten; every node has ten of its own"""
+    deadline_s: float
+
+    @classmethod
+    def of_job(cls, shared: Path, logs: Path) -> Node:
+        """As Slurm and `launch/ray_cluster.sh` say by variables."""
+        get = os.environ.get
+        return cls(
+            shared,
+            logs,
+            get("SLURMD_NODENAME") or socket.gethostname(),
+            int(get("SLURM_NODEID", "0")),
+            int(get("RAY_PORT", "10000")),
+            float(get("RAY_START_TIMEOUT", "300")),
+        )
+
+    @property
+    def ports(self) -> dict[str, int]:
+        start = self.first_port + 10 * (self.number % 10)
+        return {name: start + index for index, name in enumerate(_PORTS) if self.is_head or name not in _HEAD_ONLY}
+
+    @property
+    def is_head(self) -> bool:
+        return self.number == 0
+
+    @property
+    def log(self) -> Path:
+        return self.logs / f"ray-{self.name}.log"
+
+    def say(self, what: str, text: str = "") -> None:
+        write_atomic(self.shared / f"{what}-{self.name}", f"{text}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the node; 0 when it was asked to end and nothing of it is left."""
+    shared, logs = map(Path, sys.argv[1:] if arguments is None else arguments)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    node = Node.of_job(shared, logs)
+    node.say("here")
+    code = 0
+    sweep(FOLDERS)
+    prefix = f"dr{node.number}-{os.getpid()}-"
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # sockets in it must stay under 107 bytes
+    lock(folder)
+    try:
+        _serve(node, folder)
+    except Stopped:
+        pass
+    except (DistillError, OSError) as error:
+        node.say("failed", str(error))
+        code = 1
+    finally:
+        left = end_descendants()
+        _keep_logs(folder, node)
+        shutil.rmtree(folder, ignore_errors=True)
+    if left:
+        print(f"ray_node: error: {node.name}: still alive: {', '.join(left)}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _serve(node: Node, folder: Path) -> None:
+    """Starts Ray, says so, and waits for the request to end.
+
+    Raises:
+        Stopped: it came before Ray was up.
+        WorkerError: Ray did not start, or ended by itself.
+    """
+    deadline = time.monotonic() + node.deadline_s
+    address = node.shared / "address"
+    if not node.is_head:
+        _wait(node, address.exists, deadline, "the head must be up")
+    head = "" if node.is_head else address.read_text().strip()
+    ip = own_address(head.rpartition(":")[0] or "192.0.2.1", os.environ.get("RAY_INTERFACE", ""))
+    require_free(node)
+    ray = _start(node, _command(node, ip, head, folder), deadline)
+    if node.is_head:
+        write_atomic(address, f"{ip}:{node.ports['port']}\n")
+    node.say("ready")
+    while not _asked_to_end(node):
+        if ray.poll() is not None:
+            raise WorkerError("Ray", "must run until the job ends", f"exit code {ray.returncode}", f"see {node.log}")
+
+
+def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
+    """`ray start`, which is up; again where it only was too slow: Ray itself gives a node 30 s.
+
+    Raises:
+        Stopped, WorkerError.
+    """
+    while True:
+        written = node.log.stat().st_size if node.log.exists() else 0
+        with node.log.open("ab") as output:
+            ray = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(node))
+
+        def told(what: str) -> bool:
+            return what in node.log.read_bytes()[written:].decode(errors="replace")  # noqa: B023
+
+        _wait(node, lambda: told(_STARTED) or ray.poll() is not None, deadline, "ray start must succeed")  # noqa: B023
+        if ray.poll() is None:
+            return ray
+        if not told(_SLOW) or time.monotonic() > deadline:
+            raise WorkerError("ray start", "must start a node", f"exit code {ray.returncode}", f"see {node.log}")
+        end_descendants()
+
+
+def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str) -> None:
+    while not condition():
+        if _asked_to_end(node):
+            raise Stopped
+        if time.monotonic() > deadline:
+            limit = f"nothing after {node.deadline_s:g} s"
+            raise WorkerError("Ray", rule, limit, f"see {node.log}, or raise RAY_START_TIMEOUT")
+
+
+def _asked_to_end(node: Node) -> bool:
+    """Waits for a moment."""
+    heard = signal.sigtimedwait(_HELD_BACK, _POLL_S)
+    number = heard.si_signo if heard else None
+    if number == signal.SIGTERM and node.shared.exists():
+        node.say("told")
+    return number == signal.SIGUSR2 or (node.shared / "stop").exists()
+
+
+def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
+    start, each, groups = _WORKER_PORTS
+    first = start + each * ((node.first_port // 100 + node.number) % groups)
+    given = {
+        "node-ip-address": ip,
+        "temp-dir": folder,
+        "min-worker-port": first,
+        "max-worker-port": first + each - 1,
+        "num-cpus": os.environ.get("SLURM_CPUS_ON_NODE"),
+        "num-gpus": os.environ.get("SLURM_GPUS_ON_NODE"),
+        "object-store-memory": os.environ.get("RAY_OBJECT_STORE_BYTES"),
+        **node.ports,
+    }
+    if node.is_head:
+        given |= {"include-dashboard": os.environ.get("RAY_DASHBOARD") or "false", "dashboard-host": "127.0.0.1"}
+        if importlib.util.find_spec("grpc") is None:  # Ray's client server, which is not used here, needs it
+            del given["ray-client-server-port"]
+    else:
+        given["address"] = head
+    options = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]
+    role = ["--head"] if node.is_head else []
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role, *options]
+
+
+def _environment(node: Node) -> dict[str, str]:
+    """Nothing of Slurm, no secret; the token as a file."""
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token"), "PYTHONUNBUFFERED": "1"}
+    return passed_on(os.environ) | own
+
+
+def own_address(towards: str, interface: str = "") -> str:
+    """This machine's IPv4 address: of a network interface, or the one that packets towards another machine come from.
+
+    Raises:
+        WorkerError: there is no such interface, or it has no address.
+    """
+    if interface:
+        for entry in psutil.net_if_addrs().get(interface, ()):
+            if entry.family == socket.AF_INET:
+                return entry.address
+        raise WorkerError("RAY_INTERFACE", "must be an interface with an IPv4 address on every node", interface)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))  # sends nothing
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def require_free(node: Node) -> None:
+    """
+    Raises:
+        WorkerError: somebody listens on one of the node's ports.
+    """
+    taken = [port for port in node.ports.values() if not _is_free(port)]
+    if taken:
+        listed = ", ".join(map(str, taken))
+        raise WorkerError("RAY_PORT", "the ports that Ray gets must be free", f"{listed} taken", "set another RAY_PORT")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that an ended job leaves behind is free
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def end_descendants(patience_s: float = _END_S) -> list[str]:
+    """Kills every process below this one, whatever was started meanwhile; names those that would not go."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        family = psutil.Process().children(recursive=True)
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=_POLL_S)
+        _reap()
+        if not (family := psutil.Process().children(recursive=True)) or time.monotonic() > deadline:
+            return [f"{process.pid} {process.name()}" for process in family if process.is_running()]
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _keep_logs(folder: Path, node: Node) -> None:
+    """The end of what Ray's processes wrote goes into the run's logs: Ray's own copy is on this node, and deleted."""
+    kept = node.logs / f"ray-{node.name}"
+    for file in folder.glob("session_latest/logs/*.*"):
+        if file.suffix in (".out", ".err", ".log") and file.is_file() and (size := file.stat().st_size):
+            kept.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source:
+                source.seek(max(0, size - _KEPT_BYTES))
+                (kept / file.name).write_bytes(source.read())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Evaluations of a student that is being trained: on a copy of its weights, beside the training, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import DistillError, WorkerError
+from distill_rl.evals.backends.base import Settings
+from distill_rl.evals.options import Options
+from distill_rl.evals.run import Model
+from distill_rl.observe.log import say
+from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.group import WorkerGroup
+
+Result = Mapping[str, Any]
+_WEIGHTS = ".weights-"
+_POLL_S = 0.25
+_FETCH_S = 60.0
+"""for results that are there, if only on another node"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    step: int
+    call: dict[ray.ObjectRef, str]
+    deadline: float
+
+
+class Evaluations:
+    """What `evaluate.suites` asks for; nothing, where it asks for none.
+
+    The weights are exported to `evals/.weights-<step>`, which all ranks do together between two steps; the evaluator
+    works on that folder while training goes on, and the next evaluation waits for it. No random number is drawn and no
+    weight is touched, so training does not depend on it. A folder that an ended run left is evaluated by the run that
+    goes on.
+
+    Args:
+        group: the one evaluator; None: no suites are asked for.
+        folder: `evals` of the run directory.
+        copy: writes the student's weights to a folder; says why, if it could not.
+        record: takes a step and its metrics.
+        stopping: whether the run is to stop after this step; nothing is waited for then.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup | None,
+        config: Config,
+        calls: Calls,
+        folder: Path,
+        *,
+        copy: Callable[[Path], str | None],
+        record: Callable[[int, Mapping[str, float]], None],
+        stopping: Callable[[], bool],
+    ):
+        self._group, self._config, self._calls, self._folder = group, config, calls, folder
+        self._copy, self._record, self._stopping = copy, record, stopping
+        self._waiting: deque[int] = deque()
+        self._running: _Running | None = None
+
+    def recover(self, step: int) -> None:
+        """Forgets what an ended run did after `step`, which is trained anew, and evaluates what it left behind."""
+        found = re.compile(rf"({re.escape(_WEIGHTS)}|step-)(\d+)")
+        left = []
+        for path in self._folder.glob("*"):
+            match = found.fullmatch(path.name)
+            if match and (int(match[2]) > step or (self._group is None and match[1] == _WEIGHTS)):
+                shutil.rmtree(path, ignore_errors=True)
+            elif match and match[1] == _WEIGHTS:
+                left.append(int(match[2]))
+        self._waiting += sorted(left)
+        self.collect()
+
+    def start(self, step: int) -> None:
+        """Evaluates the student as it is. Waits until the evaluation before is done, so that no two copies pile up."""
+        if self._group is None:
+            return
+        problem = self._copy(self._weights(step))
+        if problem is not None:
+            log.warning("no evaluation of step %d, training goes on: %s", step, problem)
+            return
+        self._waiting.append(step)
+        while len(self._waiting) + bool(self._running) > 1 and not self._stopping():
+            self.collect(wait_s=_POLL_S)
+        self.collect()
+
+    def collect(self, *, wait_s: float = 0.0) -> None:
+        """Records an evaluation that is done, and starts the next that waits."""
+        if self._running:
+            late = time.monotonic() > self._running.deadline
+            if not late and not ray.wait(list(self._running.call), timeout=wait_s, fetch_local=False)[0]:
+                self._calls.look()
+                return
+            self._end(self._running)
+        if self._waiting:
+            step = self._waiting.popleft()
+            model = Model(f"step-{step}", self._weights(step), self._folder / f"step-{step}")
+            deadline = time.monotonic() + self._config.evaluate.timeout_s
+            self._running = _Running(step, self._call(model, self._options(self._config.evaluate.limit)), deadline)
+
+    def wait(self) -> None:
+        """Waits for all evaluations that were started."""
+        while self._running or self._waiting:
+            self.collect(wait_s=_POLL_S)
+
+    def score(self, model: Path, step: int) -> Mapping[str, Result]:
+        """Evaluates an exported student on all items: suite → result; waits for it.
+
+        Raises:
+            DistillError: it failed.
+        """
+        if self._group is None:
+            return {}
+        self.wait()
+        call = self._call(Model("student", model, self._folder / "student"), self._options(None))
+        timeout_s = self._config.evaluate.timeout_s
+        results = self._calls.gather(call, what="evaluating the export", timeout_s=timeout_s)[0]
+        self._record(step, scores(results))
+        report("the student", results)
+        return results
+
+    def _end(self, running: _Running) -> None:
+        """Records what came of an evaluation. One that failed costs its scores, and not the run."""
+        self._running = None
+        try:
+            if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
+                limit_s = self._config.evaluate.timeout_s
+                raise WorkerError("evaluator", f"must be done within evaluate.timeout_s={limit_s:g}", "no answer")
+            results = self._calls.gather(running.call, what=f"evaluating step {running.step}", timeout_s=_FETCH_S)[0]
+        except DistillError as error:
+            log.warning("the evaluation of step %d failed, training goes on: %s", running.step, error)
+            self._replace()
+        else:
+            self._record(running.step, scores(results))
+            report(f"step {running.step}", results)
+        shutil.rmtree(self._weights(running.step), ignore_errors=True)
+
+    def _call(self, model: Model, options: Options) -> dict[ray.ObjectRef, str]:
+        assert self._group is not None
+        evaluate = self._config.evaluate
+        model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
+        data = Path(evaluate.data or "").expanduser().absolute()
+        suites = [str(Path(name).expanduser().absolute()) if name.endswith(".py") else name for name in evaluate.suites]
+        return self._group.submit("evaluate", model, suites, data, options)
+
+    def _options(self, limit: int | None) -> Options:
+        evaluate = self._config.evaluate
+        settings = Settings(batch_size=evaluate.batch_size)
+        seed = self._config.run.seed
+        return Options(limit=limit, seed=seed, replace_others=True, backend=evaluate.backend, settings=settings)
+
+    def _replace(self) -> None:
+        """A new evaluator for the next time: the old one may be dead, or hang."""
+        assert self._group is not None
+        try:
+            self._group.replace(0, self._config.ray.start_timeout_s)
+        except DistillError as error:
+            log.warning("%s", error)
+
+    def _weights(self, step: int) -> Path:
+        return self._folder / f"{_WEIGHTS}{step}"
+
+
+def scores(results: Mapping[str, Result]) -> dict[str, float]:
+    """As metrics."""
+    return {f"eval/{suite}": result["score"] for suite, result in results.items()}
+
+
+def report(what: str, results: Mapping[str, Result]) -> None:
+    """One line per suite for the person who watches."""
+    for suite, result in results.items():
+        low, high = result["interval"]
+        say(f"evaluated {what} on {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}], {result['num_items']} items")

@@ -1,0 +1,146 @@
+"""Teachers that die are started again, within a budget; one that is gone for good ends the run, or is left out of it.
+
+A replica is repaired as a whole, because its ranks form one process group. The new one has a new ring, and is called on
+every wave that the student is not done with, in the old order: as the weights and the rows are the same, so is what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import DistillError, WorkerError
+from distill_rl.observe.log import say
+from distill_rl.observe.metrics import Metric
+from distill_rl.workers.cluster.calls import Calls, Overdue
+from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.pipeline.connect import Connector
+from distill_rl.workers.pipeline.pipeline import Pipeline, Teachers
+
+_KNOWN_WITHIN_S = 6.0
+"""A lost node's actors count as dead only some seconds after others have failed for want of them."""
+_ASK_S = 0.5
+"""between two questions who is dead"""
+
+log = logging.getLogger(__name__)
+
+
+class Repair:
+    """
+    Args:
+        student: names of its ranks, whose death nothing here can mend.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        teachers: Teachers,
+        student: Collection[str],
+        calls: Calls,
+        connector: Connector,
+        pipeline: Pipeline,
+    ):
+        self._config, self._teachers, self._student, self._calls = config, teachers, set(student), calls
+        self._connector, self._pipeline = connector, pipeline
+        self._restarts = 0
+        self._broken: list[tuple[TeacherConfig, WorkerGroup, range]] = []
+        """replicas with a dead rank, each with its ranks"""
+
+    def counts(self) -> dict[str, Metric]:
+        """What was mended since the run began; nothing while there is nothing to tell."""
+        found = {
+            "faults/teacher_restarts": self._restarts,
+            "faults/teachers_lost": len(self._pipeline.lost),
+            "faults/aligner_restarts": self._pipeline.aligner_restarts,
+        }
+        if self._pipeline.lost:
+            log.warning("this step was taught without %s", ", ".join(sorted(self._pipeline.lost)))
+        return {name: Metric(float(count), "last") for name, count in found.items() if count}
+
+    def begin(self, error: DistillError) -> None:
+        """Looks who is dead; a teacher that overran its deadline counts as dead.
+
+        Raises:
+            DistillError: `error`, if no teacher is, or a rank of the student is too.
+        """
+        own = {name for _, group in self._teachers for name in group.names}
+        if error.exit_code == 2 or not own:
+            raise error
+        overdue = set(error.actors) if isinstance(error, Overdue) else set()
+        deadline = time.monotonic() + _KNOWN_WITHIN_S
+        while not (dead := set(self._calls.dead()) | overdue) & (own | self._student) and time.monotonic() < deadline:
+            self._calls.look()
+            time.sleep(_ASK_S)
+        if not dead & own or dead & self._student:
+            raise error
+        self._broken = [
+            (teacher, group, ranks)
+            for teacher, group in self._teachers
+            for ranks in _replicas(teacher)
+            if dead & {group.names[rank] for rank in ranks}
+        ]
+        for _, group, ranks in self._broken:
+            for rank in ranks:
+                group.end(rank)  # its peers wait for it in vain, and the student for them
+
+    def mend(self, error: DistillError) -> None:
+        """Starts what `begin` found dead again.
+
+        Raises:
+            WorkerError: a teacher is gone for good and `faults.lost_teacher` is `fail`, or it was the last.
+        """
+        for teacher, group, ranks in self._broken:
+            if teacher.name not in self._pipeline.lost:
+                self._renew(teacher, group, ranks, error)
+
+    def _renew(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
+        cause = error
+        while self._restarts < self._config.faults.teacher_restarts:
+            self._restarts += 1
+            budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"
+            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {_told(cause)}")
+            try:
+                self._start(teacher, group, ranks)
+            except DistillError as failure:
+                if failure.exit_code == 2 or self._student & set(self._calls.dead()):
+                    raise
+                cause = failure
+                continue
+            self._pipeline.teach_again(teacher.name, ranks[0] // len(ranks))
+            return
+        self._give_up(teacher, group, cause)
+
+    def _start(self, teacher: TeacherConfig, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        timeout_s = self._config.ray.start_timeout_s
+        group.renew(ranks, timeout_s)
+        started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
+        self._calls.gather(started, what=f"loading {teacher.name} again", timeout_s=timeout_s)
+        self._connector.reconnect(teacher, group, ranks[0])
+
+    def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
+        gone = {*self._pipeline.lost, teacher.name}
+        left = [each.name for each, _ in self._teachers if each.name not in gone and each.weight > 0]
+        if self._config.faults.lost_teacher == "fail" or not left:
+            remedy = "raise faults.teacher_restarts, or mend what kills it; " + self._calls.after_death
+            if left:
+                remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
+            rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
+            raise WorkerError(f"teacher {teacher.name}", rule, _told(cause), remedy) from cause
+        for rank in range(len(group.names)):
+            group.end(rank)
+            self._calls.forget(group.actors[rank])
+        self._pipeline.lose(teacher.name)
+        say(f"lost      teacher {teacher.name}; going on with {', '.join(left)}, whose weights are scaled up")
+
+
+def _replicas(teacher: TeacherConfig) -> list[range]:
+    """The ranks of each."""
+    dp, tp = teacher.parallel.dp, teacher.parallel.tp
+    return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
+
+
+def _told(error: DistillError) -> str:
+    """What happened, without what a user could do about it."""
+    return str(DistillError(error.what, error.rule, error.value))

@@ -1,0 +1,93 @@
+"""The CUDA kernel without a CUDA device: in Numba's simulator, which has to be chosen before numba is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+EQUAL_ANSWERS = """
+import numpy as np
+from numba import cuda
+from distill_rl.align.dp import cuda as dp_cuda
+from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.dp.backends import align_windows
+from tests.helpers.windows import STUDENT, TEACHER, random_windows, same, vocabulary
+
+launched = []
+launch = dp_cuda._launch
+dp_cuda._launch = lambda problems: launched.append(len(problems)) or launch(problems)
+tables = CanonicalTables(vocabulary(STUDENT), vocabulary(TEACHER))
+windows = random_windows(3, 14, 12)
+for band in (1, 3, 64):
+    found, wanted = (align_windows(windows, tables, backend=backend, band=band) for backend in ("cuda", "numpy"))
+    assert same(found, wanted), (band, found, wanted)
+joins = sum(int((np.bincount(side[side >= 0]) > 1).sum()) for pair in wanted for side in pair)
+together = list(launched)
+dp_cuda.SCRATCH_BYTES = 400
+assert same(align_windows(windows, tables, backend="cuda"), wanted)
+print(cuda.config.ENABLE_CUDASIM, joins, *together, "|", *launched[3:])
+"""
+
+NO_DEVICE = """
+import numpy as np
+from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.dp.backends import align_window
+from tests.helpers.windows import vocabulary
+tables = CanonicalTables(vocabulary(["a"]), vocabulary(["a"]))
+align_window(np.array([0]), np.array([0]), tables, backend="cuda")
+"""
+
+
+def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_kernel_gives_numpys_answers_in_one_launch_or_several() -> None:
+    done = run(EQUAL_ANSWERS, NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 0, done.stderr
+    together, _, apart = done.stdout.partition("|")
+    simulated, joins, *launches = map(int, together.split())
+    assert simulated == 1
+    assert joins >= 5
+    assert len(launches) == 3
+    assert len(apart.split()) > 1
+    assert sum(map(int, apart.split())) == launches[2] >= 10
+
+
+def test_where_numba_has_no_cuda_target_the_backend_is_refused() -> None:
+    done = run(NO_DEVICE, NUMBA_ENABLE_CUDASIM="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: aligner.dp.backend: cuda needs ")
+    assert last.endswith("set aligner.dp.backend=numba")
+
+
+def test_a_numba_cuda_without_its_bindings_is_named() -> None:
+    """As numba-cuda raises on import where the CUDA bindings are missing."""
+    program = (
+        "import sys; sys.modules['numba.cuda'] = None\n"
+        "from distill_rl.align.dp.device import missing_for_cuda\n"
+        "print(*missing_for_cuda(), sep='|')"
+    )
+    rule, remedy = run(program).stdout.strip().split("|")
+    assert rule.startswith("needs numba-cuda, which cannot be imported here (")
+    assert remedy.startswith("pip install 'distill_rl[gpu]'")
+
+
+@pytest.mark.parametrize(("backend", "module"), [("numpy", "numpy"), ("numba", "numba")])
+def test_numba_is_imported_by_the_first_backend_that_needs_it(backend: str, module: str) -> None:
+    program = (
+        "import sys, distill_rl.align.dp.backends as dp\n"
+        "before = 'numba' in sys.modules\n"
+        f"dp.load_backend({backend!r})\n"
+        "print(before, 'numba' in sys.modules)"
+    )
+    done = run(program)
+    assert done.stdout.split() == ["False", str(module == "numba")]

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from distill_rl.errors import ConfigError, DataError
+from distill_rl.evals.backends.encode import Encoder, common_length, model_folder
+from distill_rl.evals.suites.base import Item
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+from tests.unit.evals.conftest import chat
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Encoder:
+    return Encoder(write_tiny_model(tmp_path, positions=64))
+
+
+def with_ends(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return tokenizer
+
+
+def test_a_prefix_is_tokenised_with_the_prompt_as_one_text(encoder: Encoder) -> None:
+    assert encoder.encode(Item("row", " lo", "", prefix="ka")) == encoder.tokenizer("ka lo")["input_ids"]
+
+
+def test_a_prompt_has_the_tokens_of_training_text_without_its_end(tmp_path: Path) -> None:
+    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
+    ids = encoder.encode(Item("row", "ka", ""))
+    assert ids[0] == 0
+    assert 1 not in ids
+    chat_ids = encoder.encode(Item("row", tuple(chat("ka")), ""))
+    assert chat_ids.count(0) == 1, "the template writes <s>; the tokenizer must not add another"
+    assert 1 not in chat_ids
+
+
+def test_choices_go_on_from_the_prompt_without_the_end_that_a_tokenizer_adds(tmp_path: Path) -> None:
+    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
+    item = Item("row", "ka lo:", "A", choices=(" A", " B"))
+    choices = encoder.choices(item)
+    assert choices.context == encoder.encode(item)
+    plain = tiny_tokenizer()
+    assert choices.continuations == tuple(plain(choice)["input_ids"] for choice in item.choices)
+
+
+def test_tokens_across_the_end_of_the_prompt_count_as_the_choices(tmp_path: Path) -> None:
+    vocabulary = {piece: number for number, piece in enumerate(["<s>", "</s>", "<pad>", ":", "Ġ", "A", "B", "ĠA", "x"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "A")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=fast))
+    choices = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
+    assert choices.context == [8, 3], "the space is not sure to be a token of its own"
+    assert choices.continuations == ([7], [4, 6])
+
+
+def test_tokens_that_all_choices_begin_with_still_count_where_the_prompt_lacks_them(encoder: Encoder) -> None:
+    choices = encoder.choices(Item("row", "ka:", "A", choices=(" (A", " (B")))
+    space = encoder.tokenizer(" (")["input_ids"]
+    assert choices.context == encoder.encode(Item("row", "ka:", ""))
+    assert all(ids[: len(space)] == space for ids in choices.continuations)
+
+
+@pytest.mark.parametrize(
+    ("item", "rule"),
+    [
+        (Item("row", "", ""), "row: the prompt must have at least one token"),
+        (Item("row", "", "A", choices=("A", "B")), "row: the prompt must have at least one token"),
+        (Item("row", "ka", "A", choices=("A", "")), "row: every choice must add at least one token"),
+    ],
+)
+def test_an_item_without_tokens_is_named(encoder: Encoder, item: Item, rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        encoder.choices(item) if item.choices else encoder.encode(item)
+
+
+def test_a_chat_needs_a_chat_template(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=tokenizer))
+    with pytest.raises(DataError, match=r"data\.jsonl:7: chat messages need a tokenizer with a chat template"):
+        encoder.encode(Item("data.jsonl:7", tuple(chat("ka")), ""))
+
+
+def test_a_chat_that_the_template_refuses_is_named(encoder: Encoder) -> None:
+    encoder.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(
+        DataError, match="row: must be a chat that the tokenizer's template accepts; got no system role"
+    ):
+        encoder.encode(Item("row", tuple(chat("ka")), ""))
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(7, (7, 1, 4)), ([7, 1], (7, 1, 4)), (None, (1, 4))])
+def test_text_ends_with_what_the_folder_the_tokenizer_or_the_template_end_it_with(
+    tmp_path: Path, configured: object, expected: tuple[int, ...]
+) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": configured}))
+    assert Encoder(folder).stop_ids == expected
+
+
+def test_without_a_generation_config_the_model_config_says_where_text_ends(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
+    assert Encoder(folder).stop_ids == (9, 1, 4)
+
+
+def test_a_model_that_never_ends_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    folder = write_tiny_model(tmp_path, tokenizer=tokenizer)
+    (folder / "generation_config.json").write_text("{}")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    with pytest.raises(ConfigError, match="must have an end-of-text token"):
+        Encoder(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_room_is_what_the_positions_leave_whatever_the_family_calls_them(tmp_path: Path, family: str) -> None:
+    encoder = Encoder(write_tiny_model(tmp_path, family, positions=16))
+    assert [encoder.room([5] * count) for count in (1, 15, 16, 40)] == [15, 1, 0, 0]
+    encoder.positions = None
+    assert encoder.room([5] * 40) is None
+
+
+def test_a_missing_folder_is_refused_without_asking_a_hub() -> None:
+    with pytest.raises(ConfigError, match="must be a folder; got no such folder"):
+        model_folder("meta-llama/Llama-3.2-1B")
+
+
+@pytest.mark.parametrize(
+    ("rows", "length"), [([[1, 2, 3], [1, 2, 4, 5]], 2), ([[1], [2]], 0), ([[7, 8]], 2), ([[], [1]], 0)]
+)
+def test_common_length(rows: list[list[int]], length: int) -> None:
+    assert common_length(rows) == length

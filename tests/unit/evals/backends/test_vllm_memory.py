@@ -1,0 +1,34 @@
+"""What must be free on a GPU before vLLM's engine starts; without vLLM and without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distill_rl.errors import ConfigError, GpuMemoryError
+from distill_rl.evals.backends.vllm_memory import free_memory, require_room
+
+GIB = 2**30
+
+
+def test_a_share_that_is_free_on_every_gpu_is_granted() -> None:
+    require_room(0.25, [(20 * GIB, 80 * GIB), (79 * GIB, 80 * GIB)])
+    with pytest.raises(GpuMemoryError):
+        require_room(0.25, [(20 * GIB - 1, 80 * GIB), (79 * GIB, 80 * GIB)])
+
+
+def test_a_gpu_with_less_free_is_named_with_what_is_asked_and_free() -> None:
+    with pytest.raises(GpuMemoryError) as caught:
+        require_room(0.25, [(30 * GIB, 80 * GIB), (19 * GIB, 80 * GIB)])
+    assert str(caught.value).startswith(
+        "backend vllm, GPU 1: 20.00 GiB of its 80.00 GiB must be free; got 19.00 GiB free; lower evaluate.gpu_share"
+    )
+
+
+def test_free_memory_is_asked_of_torch_in_a_process_of_its_own() -> None:
+    if torch.cuda.is_available():
+        ((free, total),) = free_memory(1)
+        assert 0 < free <= total
+        return
+    with pytest.raises(ConfigError, match=r"^backend vllm: 1 GPUs must tell how much of their memory is free; got \w+"):
+        free_memory(1)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from distill_rl.evals.grading.equivalence import LONGEST_ANSWER, same_math, same_number
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"),
+    [
+        ("5", "5"),
+        ("5", "$5$"),
+        ("5", "5.0"),
+        ("5", r"5\text{ cm}"),
+        ("1000", "1,000"),
+        ("-3", "−3"),
+        (r"\$5", "5"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"\frac12", r"\dfrac{1}{2}"),
+        (r"\frac{3}{2}", r"1\frac{1}{2}"),
+        (r"2\frac{1}{2}", "2 1/2"),
+        (r"\frac{5}{2}", "2 1/2"),
+        (r"-\frac{5}{2}", r"-2\ 1/2"),
+        ("2 1/2", r"\frac52"),
+        ("2.5", r"2 1/2 \text{ cups}"),
+        (r"50\%", "50"),
+        (r"90^\circ", "90"),
+        ("2x+3", "3+2x"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("y=2x+3", "2x+3"),
+        ("5", "x=5"),
+        (r"\sqrt{8}", r"2\sqrt{2}"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("1,2", "2,1"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3, \pi/2)"),
+        ("[1,2)", r"\left[1, 2\right)"),
+        (r"(-\infty, 2]", r"(-\infty,2]"),
+        (r"(1,2) \cup (3,4)", r"(3,4) \cup (1,2)"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+        (r"\begin{pmatrix} 1 & \frac{1}{2} \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 0.5 \\ 3 & 4 \end{pmatrix}"),
+        (r"\text{(A)}", "A"),
+        (r"\text{Evelyn}", "Evelyn"),
+        ("2112_6", "2112_{6}"),
+        ("2112_6", "2112"),
+        (r"111, \! 111, \! 111", "111111111"),
+        ("3+4i", "4i+3"),
+        ("p - q", "-q+p"),
+    ],
+)
+def test_the_same_answer(gold: str, given: str) -> None:
+    assert same_math(gold, given)
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"),
+    [
+        ("5", "6"),
+        ("5", "-5"),
+        ("5", ""),
+        ("", "5"),
+        ("", ""),
+        ("5", "five and a half"),
+        ("5", "<b>5</b>"),
+        ("5", "<script>alert(5)</script>"),
+        ("21/2", "2 1/2"),
+        (r"\frac{21}{2}", "2 1/2"),
+        (r"2\frac{1}{2}", "1/2"),
+        ("1,2", "12"),
+        ("1,2", "1,3"),
+        ("111", r"111, \! 111, \! 111"),
+        ("(1,2)", "(2,1)"),
+        ("[1,2)", "[1,2]"),
+        ("x^2+y^2=4", "4"),
+        ("x=1,y=2", "2"),
+        ("2112_6", "2112_7"),
+        ("52", "52_8"),
+        (".0000672", ".0000673"),
+        (r"\frac{1}{2}", r"\frac{2}{1}"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"),
+        (r"\text{even}", r"\text{odd}"),
+        ("5", "5" * (LONGEST_ANSWER + 1)),
+        ("5", "}" * 50 + "5" + "{" * 50),
+    ],
+)
+def test_another_answer(gold: str, given: str) -> None:
+    assert not same_math(gold, given)
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"),
+    [
+        ("(3,4)", "3,4"),
+        (r"\{3,4\}", "3,4"),
+        ("10", r"10\%"),
+        (r"10\%", "0.1"),
+        (r"\pi", "3.14159265"),
+        (r"\frac13", "0.333333"),
+        ("y=2x", "2x"),
+        ("x=5", "y=5"),
+        (r"12\text{ cm}^2", r"12\text{ cm}^3"),
+        ("12", "1 2"),
+    ],
+)
+def test_answers_that_are_taken_for_the_same_as_the_published_graders_do(gold: str, given: str) -> None:
+    """Each is told in docs/evaluation.md."""
+    assert same_math(gold, given)
+
+
+@pytest.mark.parametrize(
+    ("gold", "given"), [(r"\pi", "3.14"), (r"\frac13", "0.333"), ("(0,1)", "[0,1]"), ("(3,4)", "4,3")]
+)
+def test_what_is_only_near_is_another_answer(gold: str, given: str) -> None:
+    assert not same_math(gold, given)
+
+
+def test_other_threads_may_ask_too() -> None:
+    """math-verify's own time limit raises outside the main thread."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(same_math(r"\frac{1}{2}", "0.5")))
+    thread.start()
+    thread.join()
+    assert answers == [True]
+
+
+@pytest.mark.parametrize(
+    ("gold", "given", "same"),
+    [
+        ("18", "18", True),
+        ("18", "18.00", True),
+        ("1,000", "1000", True),
+        ("1000", "$1,000", True),
+        ("50", "50%", True),
+        ("0.5", "1/2", True),
+        ("-5", "−5", True),
+        ("1500", "1.5e3", True),
+        ("18", "+18", True),
+        ("2.5", "2 1/2", True),
+        ("-2.5", "-2 1/2", True),
+        ("2 1/2", "5/2", True),
+        ("1500", "1 500", True),
+        ("10.5", "2 1/2", False),
+        ("1.5", "-2 1/2", False),
+        ("2", "2 1/0", False),
+        ("0.1", "0.10000000000000000001", False),
+        ("9007199254740993", "9007199254740992", False),
+        ("18", "81", False),
+        ("18", "-18", False),
+        ("18", "eighteen", False),
+        ("18", "", False),
+        ("", "", False),
+        ("nan", "nan", False),
+        ("inf", "inf", False),
+        ("1", "1/0", False),
+        ("1", "1e999999999", False),
+        ("1" * 5000, "1" * 5000, False),
+    ],
+)
+def test_numbers_are_compared_exactly(gold: str, given: str, same: bool) -> None:
+    assert same_number(gold, given) is same

@@ -1,0 +1,301 @@
+"""Real processes, judged by a suite that does its worst."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill_rl.errors import WorkerError
+from distill_rl.evals import child as child_module
+from distill_rl.evals import grader as grader_module
+from distill_rl.evals.grading.grader import Graded, Grader
+from distill_rl.evals.suites.base import Item, Verdict
+from tests.helpers.command import until
+
+HOSTILE = str(Path(__file__).with_name("hostile.py"))
+ITEM = Item("an id", "a prompt", "42")
+DEADLINE_S = 0.3
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    """One child, so that every test sees how the next item fares after its own."""
+    with Grader(workers=1, deadline_s=DEADLINE_S, memory_bytes=256 * MIB) as pool:
+        yield pool
+
+
+def judged(pool: Grader, completion: str, item: Item = ITEM) -> Graded:
+    return pool.submit(HOSTILE, item, completion).result(timeout=120)
+
+
+def said(pool: Grader, completion: str) -> str:
+    graded = judged(pool, completion)
+    assert graded.outcome == "judged", graded
+    assert graded.verdict is not None
+    assert graded.verdict.extracted is not None
+    return graded.verdict.extracted
+
+
+@pytest.mark.parametrize(
+    ("completion", "outcome", "detail"),
+    [
+        ("hang", "grader_timeout", "more than 0.3 s of processor time"),
+        ("sleep", "grader_timeout", "no verdict within 1.2 s"),
+        ("allocate 300", "grader_failed", "MemoryError: "),
+        ("crash", "grader_failed", "its process was ended by SIGSEGV"),
+        ("abort", "grader_failed", "its process was ended by SIGABRT"),
+        ("exit 0", "grader_failed", "its process ended with code 0"),
+        ("exit 7", "grader_failed", "its process ended with code 7"),
+        ("leave 7", "grader_failed", "SystemExit: 7"),
+        ("interrupt", "grader_failed", "KeyboardInterrupt: "),
+        ("raise two\nlines", "grader_failed", "ValueError: two lines"),
+        ("garbage x", "grader_failed", "no valid reply"),
+        ("garbage {}", "grader_failed", "no valid reply"),
+        ('garbage {"done": 0, "score": 1.0, "extracted": "x"}', "grader_failed", "no valid reply"),
+        ("score 2", "grader_failed", "ValueError: a score must be from 0 to 1; got 2.0"),
+        ("score nan", "grader_failed", "ValueError: a score must be from 0 to 1; got nan"),
+        ("odd", "grader_failed", "TypeError: `extracted` must be a text or None; got int"),
+    ],
+)
+def test_a_judge_that_fails_costs_its_own_item_only(grader: Grader, completion: str, outcome: str, detail: str) -> None:
+    before, bad, after = [
+        grader.submit(HOSTILE, ITEM, each) for each in ("echo before", completion, "echo after")
+    ]  # all at once: the next one waits behind the bad one
+    assert bad.result(timeout=120).outcome == outcome
+    assert bad.result().detail.strip() == detail.strip()
+    assert bad.result().verdict is None
+    assert before.result() == Graded("judged", Verdict(1.0, "before"))
+    assert after.result(timeout=120) == Graded("judged", Verdict(1.0, "after"))
+
+
+def test_what_is_printed_meets_no_reply(grader: Grader) -> None:
+    assert said(grader, 'print {"done": 1, "score": 0.0, "extracted": null}\n' + "x" * MIB).isdigit()
+    assert said(grader, "echo still there") == "still there"
+
+
+def test_stdin_is_empty_for_the_judge(grader: Grader) -> None:
+    assert said(grader, "input") == ""
+
+
+def test_an_item_arrives_whole(grader: Grader) -> None:
+    messages = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "¿\u2028\ud800?"})
+    item = Item("id", messages, "A", "a task", "a prefix", (" A", " B"))
+    graded = judged(grader, "item", item)
+    assert graded.verdict is not None
+    assert json.loads(graded.verdict.extracted or "") == ["id", list(messages), "A", "a task", "a prefix", [" A", " B"]]
+
+
+@pytest.mark.parametrize("text", ["", "\x00\x1b[31m", "\ud800 lone", "a\nb\r\nc\u2028d", "é" * (3 * MIB)])
+def test_texts_survive_both_ways(text: str) -> None:
+    with Grader(workers=1) as pool:
+        assert said(pool, f"echo {text}") == text
+
+
+def test_children_know_no_secrets_and_hash_alike(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with Grader(workers=1) as pool:
+        names = set(said(pool, "environment").split())
+    assert {"PATH", "PYTHONHASHSEED", "HF_HUB_OFFLINE"} <= names
+    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "HOME"} & names
+
+
+def test_children_start_without_what_is_heavy(grader: Grader) -> None:
+    heavy = {"torch", "transformers", "datasets", "sympy", "ray", "numpy", "pyarrow"}
+    assert not heavy & set(said(grader, "modules").split())
+
+
+def test_judges_run_in_the_main_thread_of_a_group_of_their_own(grader: Grader) -> None:
+    assert said(grader, "thread") == "main"
+    assert said(grader, "group") == said(grader, "pid")
+
+
+def test_one_child_serves_many_items_until_they_leave_memory_behind(grader: Grader) -> None:
+    pids = [said(grader, deed) for deed in ("pid", "pid", "keep 100", "pid", "pid")]
+    assert pids[0] == pids[1] == pids[2] != pids[3] == pids[4]
+
+
+def test_several_suites_share_a_child(grader: Grader) -> None:
+    gsm8k = grader.submit("gsm8k", Item("1", "q", "18"), "so it is 18.00").result(timeout=120)
+    assert gsm8k == Graded("judged", Verdict(1.0, "18.00"))
+    assert said(grader, "echo x") == "x"
+
+
+def test_every_item_of_many_is_judged_once(tmp_path: Path) -> None:
+    with Grader(workers=3, deadline_s=DEADLINE_S) as pool:
+        deeds = [f"echo {n}" if n % 10 else ("exit 1", "hang", "raise x")[n // 10 % 3] for n in range(60)]
+        futures = [pool.submit(HOSTILE, ITEM, deed) for deed in deeds]
+        outcomes = [future.result(timeout=120) for future in futures]
+    assert [each.verdict.extracted if each.verdict else each.outcome for each in outcomes] == [
+        str(n) if n % 10 else ("grader_failed", "grader_timeout", "grader_failed")[n // 10 % 3] for n in range(60)
+    ]
+
+
+def test_a_suite_that_cannot_be_loaded_is_said(grader: Grader, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("raise RuntimeError('of the user')")
+    with pytest.raises(WorkerError, match=r"must be able to load the suite .*broken\.py.*of the user"):
+        grader.submit(str(file), ITEM, "x").result(timeout=120)
+    assert said(grader, "echo after") == "after"
+
+
+def test_children_that_never_start_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Grader(workers=1) as pool, pytest.raises(WorkerError, match=r"must start.*ended with code 1"):
+        pool.submit(HOSTILE, ITEM, "x").result(timeout=120)
+
+
+def test_closing_ends_what_runs_and_cancels_what_waits(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    pool = Grader(workers=1, deadline_s=600)
+    running, waiting = pool.submit(HOSTILE, ITEM, f"grandchild {mark}"), pool.submit(HOSTILE, ITEM, "echo x")
+    until(lambda: mark.exists() and mark.read_text(), "the judge has begun")
+    grandchild = psutil.Process(int(mark.read_text()))
+    child = grandchild.parent()
+    assert child is not None
+    assert child.ppid() == psutil.Process().pid
+    pool.close()
+    pool.close()
+    with pytest.raises(CancelledError):
+        running.result(timeout=0)
+    assert waiting.cancelled()
+    assert not child.is_running()
+    until(lambda: not alive(grandchild), "the grandchild has ended")
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(HOSTILE, ITEM, "echo x")
+
+
+def test_close_may_come_from_another_thread_than_submit(tmp_path: Path) -> None:
+    mark, futures = tmp_path / "pid", list[Future[Graded]]()
+    pool = Grader(workers=2, deadline_s=600)
+    thread = threading.Thread(target=lambda: futures.append(pool.submit(HOSTILE, ITEM, f"hang {mark}")))
+    thread.start()
+    thread.join()
+    until(lambda: mark.exists() and mark.read_text(), "the judge has begun")
+    child = psutil.Process(int(mark.read_text()))
+    pool.close()
+    assert not alive(child)
+    assert futures[0].done()
+
+
+@dataclass
+class Held:
+    """Signals to the processes whose ids are in `marks` are lost, as if the kernel held them."""
+
+    marks: Path
+    lost: list[int] = field(default_factory=list)
+
+    def pids(self) -> list[int]:
+        return [int(text) for mark in sorted(self.marks.iterdir()) if (text := mark.read_text())]
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    there, kill = Held(tmp_path / "marks"), os.killpg
+    there.marks.mkdir()
+
+    def killpg(pid: int, number: int) -> None:
+        if pid in there.pids():
+            there.lost.append(pid)
+        else:
+            kill(pid, number)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    yield there
+    for pid in there.pids():
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def test_a_child_that_cannot_be_killed_holds_up_nobody_else(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "GONE_S", 600.0)
+    with Grader(workers=2, deadline_s=DEADLINE_S) as pool:
+        stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
+        until(lambda: held.lost, "the pool has tried to end it")
+        assert [said(pool, deed) for deed in ("echo a", "echo b")] == ["a", "b"]
+        assert judged(pool, "exit 1").outcome == "grader_failed"
+        assert said(pool, "echo another child") == "another child"
+        assert not stuck.done()
+        os.kill(held.lost[0], signal.SIGKILL)
+        assert stuck.result(timeout=120).outcome == "grader_timeout"
+
+
+def test_a_child_that_cannot_be_killed_is_left_behind(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "GONE_S", 0.01)
+    with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
+        stuck = judged(pool, f"sleep {held.marks / '1'}")
+        assert stuck.outcome == "grader_timeout"
+        assert alive(psutil.Process(held.lost[0]))
+        assert said(pool, "echo next") == "next"
+
+
+def test_closing_does_not_wait_for_a_child_that_cannot_be_killed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader_module, "GONE_S", 0.01)
+    pool = Grader(workers=1, deadline_s=600)
+    stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
+    until(held.pids, "the judge has begun")
+    pool.close()
+    assert not stuck.done()
+    os.kill(held.lost[0], signal.SIGKILL)
+    with pytest.raises(CancelledError):
+        stuck.result(timeout=120)
+
+
+@pytest.mark.parametrize("deed", ["sleep", "hang"])
+def test_children_die_with_a_parent_that_is_killed(deed: str, tmp_path: Path) -> None:
+    busy, idle = tmp_path / "busy", tmp_path / "idle"
+    script = (
+        "import sys; from pathlib import Path; from distill_rl.evals.grading.grader import Grader\n"
+        "from distill_rl.evals.suites.base import Item\n"
+        "pool = Grader(workers=2, deadline_s=600); item = Item('a', 'b', 'c'); suite, busy, idle, deed = sys.argv[1:]\n"
+        "running = pool.submit(suite, item, f'{deed} {busy}')\n"
+        "pid = pool.submit(suite, item, 'pid').result().verdict.extracted\n"
+        "Path(idle).write_text(pid); running.result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, HOSTILE, str(busy), str(idle), deed])
+    children: list[psutil.Process] = []
+    try:
+        until(lambda: all(mark.exists() and mark.read_text() for mark in (busy, idle)), "both children have judged")
+        children = [psutil.Process(int(mark.read_text())) for mark in (busy, idle)]
+        assert len({child.pid for child in children}) == 2
+        assert all(alive(child) for child in children)
+    finally:
+        parent.kill()
+        parent.wait()
+    try:
+        until(lambda: not any(alive(child) for child in children), "the children have ended", deadline_s=20)
+    finally:
+        for child in filter(alive, children):
+            child.kill()
+
+
+def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys; from distill_rl.evals.grading.grader import Grader; from distill_rl.evals.suites.base import Item\n"
+        "pool = Grader(workers=1)\n"
+        "print(pool.submit(sys.argv[1], Item('a', 'b', 'c'), 'pid').result().verdict.extracted)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, HOSTILE], capture_output=True, text=True, timeout=120, check=True
+    )
+    until(lambda: not psutil.pid_exists(int(done.stdout)), "the child has ended", deadline_s=20)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

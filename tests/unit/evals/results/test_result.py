@@ -1,0 +1,81 @@
+"""Every item has one outcome, and a result counts them all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from distill_rl.evals.backends.base import Output
+from distill_rl.evals.grading.grader import Graded
+from distill_rl.evals.results.result import OUTCOMES, chosen, completed, summarise, worked_tokens
+from distill_rl.evals.suites.base import Item, Verdict
+
+LETTERS = Item("i", "question", "B", "task", choices=(" A", " B", " C", " D"))
+FREE = Item("i", ({"role": "user", "content": "question"},), "42")
+
+
+def judged(score: float, extracted: str | None) -> Graded:
+    return Graded("judged", Verdict(score, extracted))
+
+
+@pytest.mark.parametrize(
+    ("output", "graded", "outcome", "score"),
+    [
+        (Output("42"), judged(1.0, "42"), "right", 1.0),
+        (Output("42 and so on", truncated=True), judged(1.0, "42"), "right", 1.0),
+        (Output("41"), judged(0.0, "41"), "wrong", 0.0),
+        (Output("half"), judged(0.5, "half"), "wrong", 0.5),
+        (Output("what"), judged(0.0, None), "unparsable", 0.0),
+        (Output("what", truncated=True), judged(0.0, None), "truncated", 0.0),
+        (Output("41", truncated=True), judged(0.0, "41"), "truncated", 0.0),
+        (Output("9^9^9"), Graded("grader_timeout", detail="late"), "grader_timeout", 0.0),
+        (Output("x"), Graded("grader_failed", detail="dead"), "grader_failed", 0.0),
+        (Output(too_long=True), None, "too_long", 0.0),
+    ],
+)
+def test_a_completion_has_one_outcome(output: Output, graded: Graded | None, outcome: str, score: float) -> None:
+    row = completed(FREE, output, graded)
+    assert (row["outcome"], row["score"], row["completion"], row["answer"]) == (outcome, score, output.text, "42")
+    assert row["prompt"] == [{"role": "user", "content": "question"}]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "outcome", "letter"),
+    [
+        ((-4.0, -1.0, -2.0, -3.0), "right", "B"),
+        ((-1.0, -4.0, -2.0, -3.0), "wrong", "A"),
+        ((-1.0, -1.0, -2.0, -3.0), "wrong", "A"),
+        ((-math.inf, -1.0, math.nan, -3.0), "right", "B"),
+        ((math.nan,) * 4, "unparsable", None),
+    ],
+)
+def test_the_likeliest_choice_counts(logprobs: tuple[float, ...], outcome: str, letter: str | None) -> None:
+    row = chosen(LETTERS, Output(num_tokens=4, logprobs=logprobs))
+    assert (row["outcome"], row["extracted"], row["score"]) == (outcome, letter, float(outcome == "right"))
+    assert row["choice_logprobs"] == [value if math.isfinite(value) else None for value in logprobs]
+
+
+def test_choices_that_do_not_fit_are_counted_as_such() -> None:
+    assert chosen(LETTERS, Output(too_long=True))["outcome"] == "too_long"
+
+
+def test_a_result_counts_every_outcome_and_every_task() -> None:
+    rows = [
+        completed(Item(str(n), "q", "a", task), Output(truncated=outcome == "truncated"), None)
+        | {"outcome": outcome, "score": score}
+        for n, (task, outcome, score) in enumerate(
+            [("x", "right", 1.0), ("x", "wrong", 0.0), ("x", "truncated", 0.0), ("y", "right", 1.0), ("", "wrong", 0.5)]
+        )
+    ]
+    result = summarise(rows)
+    assert (result["score"], result["num_items"], result["truncated"]) == (0.5, 5, 1)
+    assert result["outcomes"] == dict.fromkeys(OUTCOMES, 0) | {"right": 2, "wrong": 2, "truncated": 1}
+    assert {task: part["score"] for task, part in result["per_task"].items()} == {"x": pytest.approx(1 / 3), "y": 1.0}
+    assert result["macro"] == pytest.approx((1 / 3 + 1) / 2)
+    assert sum(result["outcomes"].values()) == result["num_items"]
+
+
+def test_speed_is_of_tokens_written_or_of_those_that_were_read_for_letters() -> None:
+    output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4)
+    assert worked_tokens([completed(FREE, output, None), chosen(LETTERS, output)]) == 4 + 700

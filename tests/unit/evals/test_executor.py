@@ -1,0 +1,107 @@
+"""How the items of a suite are cut into what a model gets at once, and one model after another in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distill_rl.errors import ConfigError
+from distill_rl.evals.backends.base import Output, Settings
+from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalLane, Task, chunks
+from distill_rl.evals.suites.base import Item
+from tests.helpers.models import ask_otherwise, write_tiny_model
+
+ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") for n in range(40)]
+
+
+@pytest.mark.parametrize("choose", [True, False])
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_every_item_is_in_one_chunk(choose: bool, backend: str) -> None:
+    cut = chunks(ITEMS, Task(choose), backend, 4)
+    assert sorted(index for chunk in cut for index in chunk) == list(range(40))
+
+
+def test_chunks_hold_one_prefix_longest_prompts_first() -> None:
+    for chunk in chunks(ITEMS, Task(False), "hf", 4):
+        assert len({ITEMS[index].prefix for index in chunk}) == 1
+        assert len(chunk) <= 4
+        lengths = [len(ITEMS[index].prompt) for index in chunk]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_likelihoods_get_several_batches_of_a_prefix_at_once() -> None:
+    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * CHUNKS_PER_CALL
+
+
+def test_vllm_gets_as_many_as_keep_it_busy() -> None:
+    many = [Item(str(n), "q", "a", prefix=str(n)) for n in range(VLLM_CHUNK + 1)]
+    assert [len(chunk) for chunk in chunks(many, Task(False), "vllm", 4)] == [VLLM_CHUNK, 1]
+
+
+def test_chats_are_as_long_as_their_messages() -> None:
+    def chat(text: str) -> Item:
+        return Item(text, ({"role": "user", "content": text},), "a")
+
+    assert chunks([chat("a"), chat("aaa"), chat("aa")], Task(False), "hf", 9) == [[1, 2, 0]]
+
+
+CPU = Settings(device="cpu", dtype="fp32")
+CHATS = [Item(str(n), ({"role": "user", "content": "ka lo " * n},), "a") for n in range(1, 4)]
+
+
+@pytest.fixture
+def lane() -> Iterator[LocalLane]:
+    lane = LocalLane()
+    yield lane
+    lane.close()
+
+
+def answers(lane: LocalLane) -> dict[int, Output]:
+    return dict(pair for part in lane.run(Task(False, max_new_tokens=12), CHATS) for pair in part)
+
+
+@pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])
+def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
+    lane: LocalLane, tmp_path: Path, change: str
+) -> None:
+    first = write_tiny_model(tmp_path / "first")
+    other = shutil.copytree(first, tmp_path / "other")
+    lane.load(first, "hf", CPU)
+    before = answers(lane)
+    if change in ("chat template", "ends of text", "tokenizer"):
+        ask_otherwise(other, change)
+    else:
+        write_tiny_model(other, seed=1)
+    assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    lane.load(other, "hf", CPU)
+    found = answers(lane)
+    assert found == dict(Generator(other, CPU).generate(CHATS, max_new_tokens=12))
+    assert found != before
+    lane.load(first, "hf", CPU)
+    assert answers(lane) == before
+
+
+def test_other_settings_are_taken(lane: LocalLane, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    for dtype in ("fp32", "bf16"):
+        lane.load(folder, "hf", Settings(device="cpu", dtype=dtype))
+        assert lane._backend.settings.dtype == dtype
+        assert (lane.device, str(lane._backend.model.dtype)) == (
+            "cpu",
+            {"fp32": "torch.float32"}.get(dtype, "torch.bfloat16"),
+        )
+
+
+def test_after_a_model_that_cannot_be_loaded_the_next_is(lane: LocalLane, tmp_path: Path) -> None:
+    good, bad = (write_tiny_model(tmp_path / name) for name in ("good", "bad"))
+    (bad / "generation_config.json").write_text("{")
+    lane.load(good, "hf", CPU)
+    before = answers(lane)
+    with pytest.raises(ConfigError, match=r"generation_config\.json must be JSON"):
+        lane.load(bad, "hf", CPU)
+    lane.load(good, "hf", CPU)
+    assert answers(lane) == before

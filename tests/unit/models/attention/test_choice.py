@@ -1,0 +1,90 @@
+"""Which attention a model takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, OPTConfig
+
+from distill_rl.errors import ConfigError
+from distill_rl.models.attention import choice as attention
+from distill_rl.models.attention.choice import ON_CPU, VARLEN, Choice, choose
+
+LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
+ODD_HEADS = LlamaConfig(hidden_size=80, num_attention_heads=8)
+WIDE_HEADS = LlamaConfig(hidden_size=512, num_attention_heads=8, head_dim=512)
+
+
+def chosen(asked: str, config: Any, **facts: Any) -> Choice:
+    """On a GPU without flash_attn, in bf16, unless the facts say otherwise."""
+    return choose(asked, config, **{"dtype": "bf16", "packing": True, "training": True, "no_kernel": None} | facts)
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    there: set[str] = set()
+    monkeypatch.setattr(attention, "installed", lambda name: name in there)
+    return there
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "eager", "flash_attention_2", VARLEN["torch"]])
+def test_what_is_asked_for_by_name_is_taken(asked: str) -> None:
+    assert chosen(asked, LLAMA, no_kernel=ON_CPU).implementation == asked
+
+
+@pytest.mark.parametrize(
+    ("config", "facts", "wanted", "why"),
+    [
+        (LLAMA, {}, VARLEN["torch"], "variable-length kernels of torch"),
+        (MistralConfig(sliding_window=64), {}, VARLEN["torch"], "variable-length"),
+        (LLAMA, {"no_kernel": ON_CPU}, "sdpa", "sdpa"),
+        (Gemma2Config(), {"no_kernel": ON_CPU}, "eager", "soft cap"),
+        (Gemma2Config(), {}, "eager", "soft cap"),
+        (LLAMA, {"dtype": "fp32"}, "sdpa", "not in fp32"),
+        (LLAMA, {"dtype": "fp32", "packing": False}, VARLEN["torch"], "every row is one document"),
+        (MistralConfig(sliding_window=64), {"dtype": "fp32", "packing": False}, "sdpa", "not in fp32"),
+        (MistralConfig(sliding_window=None), {"dtype": "fp32", "packing": False}, VARLEN["torch"], "one document"),
+        (ODD_HEADS, {}, "sdpa", "not of 10"),
+        (WIDE_HEADS, {}, "sdpa", "not of 512"),
+        (GPT2Config(), {}, "sdpa", "attention dropout, the model's is 0.1"),
+        (GPT2Config(), {"training": False}, VARLEN["torch"], "variable-length"),
+        (OPTConfig(), {"training": False}, "sdpa", "not proven"),
+        (LLAMA, {"no_kernel": "the GPU is old"}, "sdpa", "the GPU is old"),
+    ],
+)
+def test_auto_takes_what_device_dtype_and_model_allow(config: Any, facts: dict, wanted: str, why: str) -> None:
+    choice = chosen("auto", config, **facts)
+    assert choice.implementation == wanted
+    assert why in choice.why
+
+
+@pytest.mark.parametrize("config", [LLAMA, Gemma2Config(), GPT2Config()], ids=["llama", "gemma2", "gpt2"])
+def test_flash_attn_is_preferred_and_can_more(config: Any, packages: set[str]) -> None:
+    packages.add("flash_attn")
+    for asked in ("auto", "varlen"):
+        assert chosen(asked, config).implementation == VARLEN["flash_attn"]
+    assert chosen("auto", LLAMA, dtype="fp32").implementation == "sdpa"
+
+
+def test_varlen_is_these_kernels_or_an_error() -> None:
+    assert chosen("varlen", LLAMA).implementation == VARLEN["torch"]
+    for config, facts, why in (
+        (LLAMA, {"no_kernel": ON_CPU}, "on GPUs only"),
+        (LLAMA, {"dtype": "fp32"}, "not in fp32"),
+        (Gemma2Config(), {}, "soft cap"),
+    ):
+        with pytest.raises(ConfigError, match=f"student.attention: .*{why}.*set it to auto"):
+            chosen("varlen", config, **facts)
+
+
+def test_names_mean_nothing_to_transformers() -> None:
+    assert not any(word in name for name in VARLEN.values() for word in ("flash", "sdpa", "/", "paged"))
+
+
+def test_judging_attention_does_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys, distill_rl.models.attention.choice; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.observe.report.card import model_card
+
+HOSTILE = "x```\n---\nlicense: mit\n# <script>alert(1)</script> `code` | [link](javascript:1)"
+
+
+def make_config(**student: str) -> Config:
+    config = Config(teachers=[TeacherConfig(name="big", model="runs/teacher")])
+    config.run.name, config.data.path = "quickstart", "data/train.jsonl"
+    config.student.model = student.get("model", "runs/student")
+    return config
+
+
+def test_the_card_says_where_the_model_comes_from_and_how_good_it_is() -> None:
+    card = model_card(make_config(), step=600, data_fingerprint="f" * 64, scores={"eval/exact_match": 0.943})
+    for fact in ("# quickstart", "`runs/teacher`", "`runs/student`", "`600`", "f" * 64, "0.9430", "Teacher big"):
+        assert fact in card
+    assert "global_batch_size: 32" in card
+    assert card.endswith("```\n")
+
+
+def test_the_header_is_yaml_with_a_base_model_only_for_a_hub_name() -> None:
+    def header(card: str) -> dict[str, object]:
+        return yaml.safe_load(card.split("---\n")[1])
+
+    hub = header(model_card(make_config(model="meta-llama/Llama-3.2-1B"), step=1, data_fingerprint=""))
+    assert hub["base_model"] == "meta-llama/Llama-3.2-1B"
+    assert hub["library_name"] == "transformers"
+    assert "base_model" not in header(model_card(make_config(model="/models/llama"), step=1, data_fingerprint=""))
+
+
+def test_without_teachers_the_card_says_cross_entropy() -> None:
+    config = make_config()
+    config.teachers = []
+    assert "no teacher (cross-entropy with the data only)" in model_card(config, step=1, data_fingerprint="")
+
+
+def test_markup_in_names_takes_no_effect() -> None:
+    config = make_config(model=HOSTILE)
+    config.run.name = config.teachers[0].name = config.teachers[0].model = config.data.path = HOSTILE
+    card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0}, facts={HOSTILE: HOSTILE})
+    front, body = card.split("---\n", 2)[1:]
+    assert set(yaml.safe_load(front)) == {"library_name", "pipeline_tag", "tags"}
+    outside_code = re.sub(r"(?ms)^(`{3,})yaml\n.*?^\1$", "", body)
+    outside_code = re.sub(r"(?s)(?<!`)(?<!\\)(`+)(?!`)(.*?)(?<!`)\1(?!`)", "", outside_code)
+    assert not re.search(r"(?<!\\)[<\[]", outside_code)
+    assert [line for line in body.splitlines() if line.startswith("#")] == [
+        body.splitlines()[0],
+        "## Scores",
+        "## Use",
+        "## Configuration",
+    ]
+
+
+@pytest.mark.parametrize("secret", ["https://user:hunter2@host/data.jsonl"])
+def test_secrets_are_not_in_the_card(secret: str) -> None:
+    config = make_config()
+    config.data.path = config.student.model = config.teachers[0].model = secret
+    assert "hunter2" not in model_card(config, step=1, data_fingerprint="")

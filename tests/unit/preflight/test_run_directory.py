@@ -1,0 +1,145 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.preflight import run_directory
+
+
+@pytest.fixture
+def config(tmp_path):
+    made = Config()
+    made.run.dir, made.run.name = str(tmp_path / "runs"), "mine"
+    made.student.model = made.data.path = "x"
+    return made
+
+
+def used(config):
+    with run_directory.occupy(config, clean=False) as paths:
+        paths.metrics.write_text("old")
+        (paths.checkpoints / "step-1").mkdir(parents=True)
+    return paths
+
+
+def test_a_fresh_directory_is_no_problem_and_looking_makes_nothing(config):
+    assert run_directory.problems(config, clean=False) == []
+    assert not run_directory.paths_of(config).root.exists()
+
+
+def test_a_run_directory_is_closed_to_other_writers_whatever_the_umask_and_its_parents_are_left(config):
+    root = run_directory.paths_of(config).root
+    before = os.umask(0o002)
+    try:
+        used(config)
+        config.checkpoint.resume = "latest"
+        used_again = [root, root / "checkpoints"]
+        with run_directory.occupy(config, clean=False):
+            assert [oct(folder.stat().st_mode)[-3:] for folder in used_again] == ["755", "755"]
+        assert root.parent.stat().st_mode & 0o020
+    finally:
+        os.umask(before)
+
+
+def test_a_used_directory_needs_resume_or_clean(config):
+    used(config)
+    (line,) = run_directory.problems(config, clean=False)
+    assert "--resume" in line
+    assert "--clean" in line
+    assert run_directory.problems(config, clean=True) == []
+    config.checkpoint.resume = "latest"
+    assert run_directory.problems(config, clean=False) == []
+
+
+def test_clean_empties_a_run_directory(config):
+    paths = used(config)
+    with run_directory.occupy(config, clean=True) as again:
+        assert sorted(entry.name for entry in paths.root.iterdir()) == [".lock", "config.yaml", "logs"]
+        assert again.attempt == 1
+
+
+def test_every_start_has_a_folder_of_logs_and_latest_is_the_newest(config):
+    for number in (1, 2, 3):
+        with run_directory.occupy(config, clean=False) as paths:
+            assert (paths.attempt, paths.logs) == (number, paths.root / "logs" / f"attempt_{number}")
+            assert (paths.root / "logs" / "latest").readlink().name == f"attempt_{number}"
+            assert paths.tensorboard == paths.root / "logs" / "tensorboard"
+            (paths.logs / "driver.log").write_text(f"{number}")
+    (paths.root / "logs" / "attempt_x").mkdir()
+    (paths.root / "logs" / "attempt_9").mkdir()
+    with run_directory.occupy(config, clean=False) as paths:
+        assert paths.attempt == 10
+    assert (paths.root / "logs" / "attempt_2" / "driver.log").read_text() == "2"
+
+
+def test_a_batch_script_says_which_attempt_it_is_and_may_have_made_the_folder(config, monkeypatch):
+    folder = run_directory.paths_of(config).root / "logs" / "attempt_4"
+    folder.mkdir(parents=True)
+    (folder / "ray.log").write_text("by the batch script")
+    monkeypatch.setenv("DISTILL_RL_ATTEMPT", "4")
+    with run_directory.occupy(config, clean=False) as paths:
+        assert paths.logs == folder
+        assert (paths.root / "logs" / "latest" / "ray.log").read_text() == "by the batch script"
+
+
+@pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", "²"])
+def test_an_attempt_that_is_no_number_is_named(config, monkeypatch, said):
+    monkeypatch.setenv("DISTILL_RL_ATTEMPT", said)
+    told = pytest.raises(ConfigError, match="DISTILL_RL_ATTEMPT: must be a whole number from 1")
+    with told, run_directory.occupy(config, clean=False):
+        pass
+
+
+def test_clean_does_not_touch_what_is_no_run_directory(config):
+    root = run_directory.paths_of(config).root
+    root.mkdir(parents=True)
+    (root / "thesis.tex").write_text("years of work")
+    (root / "config.yaml").write_text("of another program")
+    assert "no run directory" in run_directory.problems(config, clean=True)[0]
+
+
+def test_clean_and_resume_exclude_each_other_before_anything_is_deleted(config):
+    used(config)
+    config.checkpoint.resume = "latest"
+    assert "nothing to resume from" in run_directory.problems(config, clean=True)[0]
+
+
+def test_the_recorded_configuration_can_be_run_again(config):
+    config.checkpoint.resume = "latest"
+    with run_directory.occupy(config, clean=False) as paths:
+        assert "resume: null" in paths.config.read_text()
+
+
+def test_a_file_in_the_way_is_named(config, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    (line,) = run_directory.problems(config, clean=False)
+    assert "runs" in line
+
+
+def test_two_processes_cannot_hold_one_directory(config):
+    code = (
+        "import sys\n"
+        "from distill_rl import rundir\n"
+        "from distill_rl.config.schema import Config\n"
+        "from distill_rl.errors import ConfigError\n"
+        "config = Config()\n"
+        "config.run.dir, config.run.name = sys.argv[1], 'mine'\n"
+        "config.student.model = config.data.path = 'x'\n"
+        "try:\n"
+        "    with run_directory.occupy(config, clean=True): print('taken')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+
+    def other_process():
+        command = [sys.executable, "-c", code, config.run.dir]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    with run_directory.occupy(config, clean=False) as paths:
+        paths.metrics.write_text("mine")
+        assert "in use" in other_process()
+        assert paths.metrics.read_text() == "mine"
+        with pytest.raises(ConfigError, match="in use"), run_directory.occupy(config, clean=False):
+            pass
+    assert "taken" in other_process()

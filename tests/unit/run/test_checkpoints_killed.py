@@ -1,0 +1,51 @@
+"""kill -9 at any moment of saving: what is found afterwards is whole, and nothing is lost."""
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from distill_rl.run.checkpoints import CheckpointStore
+
+PROGRAM = """\
+import itertools, sys
+from pathlib import Path
+from distill_rl.run.checkpoints import CheckpointStore, SavedState
+from distill_rl.types import TrainState
+
+store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)
+store.sweep()
+found = store.newest()
+first = found.state.train.step + 1 if found else 1
+print("saving", flush=True)
+for step in itertools.count(first):
+    draft = store.begin(SavedState(TrainState(step), {}, float(step % 7)))
+    for name in "abc":
+        (draft.student / name).write_bytes(f"{step}{name}".encode() * 9000)
+    store.commit(draft)
+    print("saved", flush=True)
+"""
+
+
+def test_twenty_kills_at_random_moments_of_saving_lose_nothing(tmp_path):
+    draw, last, interrupted, took_s = random.Random(7), 0, 0, 0.02
+    for _ in range(20):
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path], stdout=subprocess.PIPE) as child:
+            assert child.stdout.readline() == b"saving\n"
+            for _ in range(draw.randrange(3)):
+                start = time.monotonic()
+                assert child.stdout.readline() == b"saved\n"
+                took_s = time.monotonic() - start
+            time.sleep(draw.uniform(0, took_s))  # the moment of the kill: anywhere in a save
+            child.kill()
+        interrupted += any(tmp_path.glob(".tmp-*"))
+        found = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
+        step = found.state.train.step if found else 0
+        assert step >= last
+        for name in "abc" if found else ():
+            assert (found.student / name).read_bytes() == f"{step}{name}".encode() * 9000
+        last = step
+    assert last > 0
+    assert interrupted > 0

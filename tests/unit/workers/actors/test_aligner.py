@@ -1,0 +1,44 @@
+"""The aligner without Ray around it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tokenizers import tiny_tokenizer
+
+PROGRAM = """
+import sys
+
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.data.collate import BatchPlan, Share
+from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.workers.actors.aligner import AlignerWorker
+
+student, teacher, crosses = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
+config = Config(student=StudentConfig(model=student), teachers=[TeacherConfig(name="big", model=teacher)])
+config.data.max_length = 64
+plan = BatchPlan(Share(1, 1), (Share(1, 1),), 64, packing=not crosses, pad_id=2)
+worker = AlignerWorker(0, config, "text", plan, (crosses,))
+worker.start()
+info, *parts = worker.build(DocumentBatch(0, ({"row": 0, "text": "kalomi ter"},), Cursor()))
+assert info.num_documents == 1 and len(parts) == 2, (info, parts)
+print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
+"""
+
+
+@pytest.mark.parametrize("teacher", ["student", "foreign"])
+def test_an_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
+    """There may be many on a machine; with torch each would take twice the time to start, and 200 MB more."""
+    if version("transformers") < "5.19":
+        pytest.skip("this release of transformers imports torch with its tokenizers")
+    tiny_tokenizer().save_pretrained(tmp_path / "student")
+    tiny_tokenizer(600, seed=7).save_pretrained(tmp_path / "foreign")
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "student"), str(tmp_path / teacher)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], done.stdout

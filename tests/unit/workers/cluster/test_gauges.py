@@ -1,0 +1,64 @@
+"""Names of metrics, and that nothing is kept where Ray has no metrics agent; what an agent gets: tests/monitoring."""
+
+from __future__ import annotations
+
+import json
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from distill_rl.workers.cluster import gauges
+from distill_rl.workers.cluster.gauges import Gauges, GaugeSink, gauge_of, write_targets
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "of"),
+    [
+        ("train/kl_loss", "train_kl_loss", ""),
+        ("transport/slot_occupancy/big", "transport_slot_occupancy", "big"),
+        ("timing/step", "timing_seconds", "step"),
+        ("timing/student/fetch", "timing_seconds", "student/fetch"),
+        ("eval/math500", "eval_score", "math500"),
+        ("align/method/dp/numba", "align_method", "dp/numba"),
+        ("odd-name/ü x", "odd_name___x", ""),
+        ("step", "step", ""),
+    ],
+)
+def test_two_levels_name_a_metric_and_the_rest_is_what_it_is_of(name: str, metric: str, of: str) -> None:
+    assert gauge_of(name, 1.5) == (metric, 1.5, of)
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["no agent", "no Ray"])
+def test_without_an_agent_or_without_ray_nothing_is_made(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+    monkeypatch.setattr(gauges, "has_agent", lambda: agent)
+    monkeypatch.setattr(ray, "is_initialized", lambda: not agent)
+    sink, own = GaugeSink("run"), Gauges("run")
+    sink.write(1, {"train/loss": 1.0, "train/tokens": 5.0})
+    own.set("x", 1.0)
+    own.add("x", 1.0)
+    sink.close()
+    assert own._made == sink._gauges._made == {}
+
+
+def test_the_agents_of_all_nodes_are_listed_as_prometheus_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def node(address: str, alive: bool) -> dict[str, Any]:
+        return {"NodeManagerAddress": address, "MetricsExportPort": 8080, "Alive": alive}
+
+    monkeypatch.setattr(gauges, "has_agent", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.2", True), node("10.0.0.1", True), node("10.0.0.3", False)])
+    path = tmp_path / "logs" / "targets.json"
+    write_targets(path)
+    assert json.loads(path.read_text()) == [
+        {"targets": ["10.0.0.1:8080", "10.0.0.2:8080"], "labels": {"job": "distill_rl"}}
+    ]
+
+
+def test_whether_there_is_an_agent_is_told_by_a_package_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (None, ModuleSpec("aiohttp_cors", None)):
+        monkeypatch.setattr(gauges, "find_spec", lambda name, found=found: found)
+        assert gauges.has_agent() is (found is not None)

@@ -1,0 +1,113 @@
+"""What the watch sees and does, on real processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from distill_rl.config.schema import FaultsConfig
+from distill_rl.workers.actors.rank import Process
+from distill_rl.workers.cluster import process_monitor
+from distill_rl.workers.cluster.process_monitor import NodeWatch, Watch, keep_logs
+from tests.helpers.command import until
+
+SLEEPER = """\
+import faulthandler, signal
+faulthandler.register(signal.SIGUSR2, all_threads=True)
+print("ready", flush=True)
+def waits_here():
+    signal.pause()
+while True:
+    waits_here()
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A process that waits, and writes its stacks when it is asked."""
+    out, err = tmp_path / "worker.out", tmp_path / "worker.err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=stdout, stderr=stderr)
+    until(lambda: out.read_text(), "the process has begun")
+    yield Process(process.pid, psutil.Process(process.pid).create_time(), "here", "", "10.0.0.1", (str(out), str(err)))
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def at_home(monkeypatch):
+    """As if this process were the driver of a Ray on this node."""
+
+    class Context:
+        def get_node_id(self):
+            return "here"
+
+    monkeypatch.setattr(process_monitor.ray, "get_runtime_context", Context)
+
+
+def looking(made: Watch, monkeypatch, seconds: float) -> None:
+    """One look, so much later than the last one."""
+    made.now = getattr(made, "now", 1000.0) + seconds
+    monkeypatch.setattr(process_monitor.time, "monotonic", lambda: made.now)
+    made.look()
+
+
+def test_states_and_the_stacks_of_a_process(worker):
+    here = NodeWatch()
+    assert here.states([worker]) == ["sleeping"]
+    (stack,) = here.stacks([worker])
+    assert "waits_here" in stack
+    os.kill(worker.pid, signal.SIGSTOP)
+    until(lambda: here.states([worker]) == ["stopped"], "the stop")
+    assert here.stacks([worker]) == [""], "one that stands still cannot write"
+    here.kill(worker)
+    until(lambda: here.states([worker]) == ["gone"], "the end")
+
+
+def test_another_process_of_the_same_number_is_neither_seen_nor_killed(worker):
+    other = Process(worker.pid, worker.created - 1, "here")
+    assert NodeWatch().states([other]) == ["gone"]
+    NodeWatch().kill(other)
+    assert NodeWatch().states([worker]) == ["sleeping"]
+
+
+def test_what_stands_still_for_long_is_killed_and_named(worker, at_home, monkeypatch, tmp_path):
+    made = Watch(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+    os.kill(worker.pid, signal.SIGSTOP)
+    until(lambda: NodeWatch().states([worker]) == ["stopped"], "the stop")
+    for _ in range(5):
+        looking(made, monkeypatch, 1.1)
+    assert NodeWatch().states([worker]) == ["stopped"]
+    looking(made, monkeypatch, 1.1)
+    monkeypatch.undo()
+    until(lambda: NodeWatch().states([worker]) == ["gone"], "the end")
+    assert made.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
+    assert made.where("student-dp0-tp0") == "student-dp0-tp0 on 10.0.0.1"
+
+
+def test_a_driver_that_stood_still_itself_forgives(worker, at_home, monkeypatch, tmp_path):
+    made = Watch(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+    os.kill(worker.pid, signal.SIGSTOP)
+    until(lambda: NodeWatch().states([worker]) == ["stopped"], "the stop")
+    looking(made, monkeypatch, 1.1)
+    looking(made, monkeypatch, 3600.0)
+    assert NodeWatch().states([worker]) == ["stopped"]
+    assert made.fate("student-dp0-tp0") == ""
+
+
+def test_last_words_leave_out_what_ray_writes_and_what_a_terminal_would_obey(worker, at_home, tmp_path):
+    with open(worker.logs[-1], "a") as log:  # noqa: PTH123
+        log.write(":actor_name:StudentWorker\nfirst\n\nsecond\n\x1b[31mthird\n:job_id:01\n")
+    words = Watch(FaultsConfig(), {"a": worker}, tmp_path).last_words("a", lines=2)
+    assert words == "second | \\x1b[31mthird"
+
+
+def test_logs_are_kept_by_name(worker, tmp_path):
+    keep_logs([("big/dp0-tp0", worker)], tmp_path / "kept")
+    assert (tmp_path / "kept" / "big-dp0-tp0.out").read_text() == "ready\n"
+    assert not (tmp_path / "kept" / "big-dp0-tp0.err").exists(), "nothing was said there"
