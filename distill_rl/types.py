@@ -124,7 +124,7 @@ class RankBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CrossTokenizerSpec:
     """How a student learns from a teacher of another tokenizer: by which loss, over which vocabulary projection."""
 
     method: str

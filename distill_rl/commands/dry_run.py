@@ -16,7 +16,7 @@ from distill_rl.errors import ConfigError, DistillError, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
 from distill_rl.system.files import write_atomic
-from distill_rl.transport.choose import require_crossing
+from distill_rl.transport.choose import require_between_nodes
 
 ROOT = Path(__file__).parents[2]
 """the repository: the batch script is a file of it"""
@@ -78,7 +78,7 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
 def _unfit(config: Config, gpus_per_node: int) -> list[str]:
     """What is wrong with a run for nodes like these alone, one line each."""
     apart = config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1
-    crossing = [lambda: require_crossing(config.transport)] if apart else []
+    crossing = [lambda: require_between_nodes(config.transport)] if apart else []
     return problems_of(lambda: require_no_secret(config), *crossing)
 
 

@@ -15,7 +15,7 @@ from distill_rl.observe.log import get, log_file, printable, say, setup_console
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
-    from distill_rl.evals.executor import Lane
+    from distill_rl.evals.executor import Executor
     from distill_rl.evals.options import Asked, Options
     from distill_rl.evals.run import Model
 
@@ -82,13 +82,16 @@ def evaluate(request: Request) -> int:
             if request.out is not None:
                 stack.enter_context(_log(request.out))
             stop = signals.raise_if_stopping
-            with _lane(request.where, signals, request.out) as lane, _at_once_without_ray(request.where, signals):
+            with (
+                _executor(request.where, signals, request.out) as executor,
+                _at_once_without_ray(request.where, signals),
+            ):
                 results = evaluate_models(
                     models,
                     request.suites,
                     request.data,
                     request.options,
-                    lane,
+                    executor,
                     Printed(),
                     asked=asked,
                     interrupted=stop,
@@ -202,17 +205,17 @@ def _log(out: Path) -> Iterator[None]:
         yield
 
 
-def _lane(where: Where, signals: Signals, out: Path | None) -> AbstractContextManager[Lane]:
+def _executor(where: Where, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
     if where.shards == 0:
-        from distill_rl.evals.executor import LocalLane
+        from distill_rl.evals.executor import LocalExecutor
 
-        return closing(LocalLane())
+        return closing(LocalExecutor())
     from distill_rl.config.schema import RayConfig
-    from distill_rl.workers.evaluation.executor import RayLane, Shards
+    from distill_rl.workers.evaluation.executor import RayExecutor, Shards
 
     shards = Shards(where.shards, where.gpus_each, RayConfig(address=where.address), where.deadline_s)
     logs = None if out is None else out / "logs"
-    return RayLane(shards, started=signals.install_again, interrupted=signals.raise_if_stopping, logs=logs)
+    return RayExecutor(shards, started=signals.install_again, interrupted=signals.raise_if_stopping, logs=logs)
 
 
 def _at_once_without_ray(where: Where, signals: Signals) -> AbstractContextManager[None]:

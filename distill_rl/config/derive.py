@@ -49,15 +49,15 @@ class TeacherSizes:
 class RingPlan:
     """How the teachers' rings hold a batch's targets.
 
-    A batch whose targets are not meant to fit at once is taught and trained on in *waves*: runs of rows that every
+    A batch whose targets are not meant to fit at once is taught and trained on in *sub-batches*: runs of rows that every
     teacher and the student divide evenly. Their number follows from the ring, never from `prefetch.depth`.
     """
 
-    waves: int
-    rows_per_wave: int
+    sub_batches: int
+    rows_per_sub_batch: int
     slots: Mapping[str, int]
     """of one rank's ring, by teacher"""
-    slots_per_wave: Mapping[str, int]
+    slots_per_sub_batch: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +104,27 @@ def rows_unit(config: Config) -> int:
 
 
 def ring_plan(config: Config) -> RingPlan:
-    """Slots of the teachers' rings and the waves of a batch; for a configuration without problems.
+    """Slots of the teachers' rings and the sub-batches of a batch; for a configuration without problems.
 
-    A ring holds all micro-batches of depth + 1 batches; of a teacher that exports logits two waves of the fewest rows;
-    or `prefetch.slots`, in waves of half a ring, so that a teacher fills one half while the student reads the other.
+    A ring holds all micro-batches of depth + 1 batches; of a teacher that exports logits two sub-batches of the fewest rows;
+    or `prefetch.slots`, in sub-batches of half a ring, so that a teacher fills one half while the student reads the other.
     """
     batch, unit = config.train.global_batch_size, rows_unit(config)
     whole, asked = wants_whole_batch(config), config.prefetch.slots
-    rows_per_wave, slots = batch, {}
+    rows_per_sub_batch, slots = batch, {}
     for teacher in running_teachers(config):
         rows = rows_per_slot(config, teacher)
         room = (config.prefetch.depth + 1) * (batch // rows)
         wanted = 2 * unit // rows if teacher.export == "logits" and asked is None else asked
         if wanted is not None and not whole:
-            rows_per_wave = min(rows_per_wave, max(wanted * rows // 2 // unit * unit, unit))
+            rows_per_sub_batch = min(rows_per_sub_batch, max(wanted * rows // 2 // unit * unit, unit))
         slots[teacher.name] = room if wanted is None or (whole and asked is None) else min(room, wanted)
-    waves = ceil(batch / rows_per_wave)
-    rows_per_wave = ceil(batch / waves / unit) * unit  # the last one is not much smaller than the others
-    per_wave = {teacher.name: rows_per_wave // rows_per_slot(config, teacher) for teacher in running_teachers(config)}
-    return RingPlan(waves, rows_per_wave, slots, per_wave)
+    sub_batches = ceil(batch / rows_per_sub_batch)
+    rows_per_sub_batch = ceil(batch / sub_batches / unit) * unit  # the last one is not much smaller than the others
+    per_sub_batch = {
+        teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in running_teachers(config)
+    }
+    return RingPlan(sub_batches, rows_per_sub_batch, slots, per_sub_batch)
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:

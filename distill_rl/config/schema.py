@@ -236,7 +236,7 @@ class PrefetchConfig:
     depth: int = 1
     """Batches that the aligner and the teachers may run ahead of the student; changes no bit of the result."""
     slots: Optional[int] = None
-    """Micro-batches of targets that the ring of a teacher rank holds; null: those of depth + 1 batches, or where it exports logits twice the fewest that student and teachers divide evenly. With fewer than two batches hold, a batch is taught and trained on in waves of half a ring."""
+    """Micro-batches of targets that the ring of a teacher rank holds; null: those of depth + 1 batches, or where it exports logits twice the fewest that student and teachers divide evenly. With fewer than two batches hold, a batch is taught and trained on in sub-batches of half a ring."""
 
 
 @dataclass
@@ -324,7 +324,7 @@ class RayConfig:
     start_timeout_s: float = 300.0
     """Seconds in which all workers must have loaded their models."""
     step_timeout_s: float = 900.0
-    """Seconds in which each stage of a step (of each of its waves) must end."""
+    """Seconds in which each stage of a step (of each of its sub-batches) must end."""
     dashboard: bool = False
     """Start Ray's dashboard on 127.0.0.1 with a Ray started here (needs the `dashboard` extra)."""
 

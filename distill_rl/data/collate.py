@@ -153,10 +153,10 @@ class BatchPlan:
     """tokens that a row holds at most"""
     packing: bool
     pad_id: int
-    waves: int = 1
+    sub_batches: int = 1
     """parts of a batch that are taught and trained on in turn, where its targets do not all fit into the teachers' rings"""
-    rows_per_wave: int | None = None
-    """a multiple of `row_multiple`; None: all rows are one wave"""
+    rows_per_sub_batch: int | None = None
+    """a multiple of `row_multiple`; None: all rows are one sub-batch"""
     on_gpu: bool = False
     """the rows go to GPUs, which decides how wide they are (`row_width`)"""
 
@@ -170,8 +170,8 @@ class BatchPlan:
             max_length=config.data.max_length,
             packing=config.data.packing and not crossing,
             pad_id=pad_id,
-            waves=rings.waves,
-            rows_per_wave=rings.rows_per_wave if rings.waves > 1 else None,
+            sub_batches=rings.sub_batches,
+            rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
@@ -199,7 +199,7 @@ def build_batch(
         skip: rows of the data that count as documents without a token.
 
     Returns:
-        what the driver needs to know; per wave the student's part for each of its data-parallel ranks; for each teacher
+        what the driver needs to know; per sub-batch the student's part for each of its data-parallel ranks; for each teacher
         the same. All parts are cut from the same rows, in contiguous runs of equal size.
 
     Raises:
@@ -280,10 +280,10 @@ def divide(
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
 ) -> list[RankBatch]:
-    """Wave by wave contiguous parts of equal size, one per data-parallel rank; a wave that no row is left for is empty."""
+    """Wave by sub-batch contiguous parts of equal size, one per data-parallel rank; a sub-batch that no row is left for is empty."""
     parts = []
-    total, step = rows.shape[0], plan.rows_per_wave or rows.shape[0]
-    for start in range(0, plan.waves * step, step):
+    total, step = rows.shape[0], plan.rows_per_sub_batch or rows.shape[0]
+    for start in range(0, plan.sub_batches * step, step):
         first, stop = min(start, total), min(start + step, total)
         size = (stop - first) // share.dp
         for rank in range(share.dp):

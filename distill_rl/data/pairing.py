@@ -45,7 +45,7 @@ Parts = tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
+class CrossTokenizerTeacher:
     """A teacher of another tokenizer, as the aligner sees it."""
 
     name: str
@@ -63,7 +63,7 @@ class Partner:
         *,
         student_stops: Sequence[int] = (),
         stops: Sequence[int] = (),
-    ) -> Partner:
+    ) -> CrossTokenizerTeacher:
         """student_stops, stops: of the student and of this teacher, as `TokenAligner` takes them."""
         aligner = TokenAligner(
             student_tokenizer,
@@ -79,7 +79,7 @@ class Partner:
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class AlignedDocument:
     """One document as the student and one teacher read it; a chunk number per token, -1 where nothing is compared."""
 
     teacher_ids: np.ndarray
@@ -95,7 +95,7 @@ class Paired:
 
 
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
-NO_PAIR = Paired(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=False, method="none")
+NO_PAIR = AlignedDocument(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=False, method="none")
 """of a row that is left out"""
 
 
@@ -108,7 +108,9 @@ class BatchBuilder:
         partners: one per running teacher, None for one that reads the student's rows.
     """
 
-    def __init__(self, tokenization: Tokenization, plan: BatchPlan, partners: Sequence[Partner | None] = ()):
+    def __init__(
+        self, tokenization: Tokenization, plan: BatchPlan, partners: Sequence[CrossTokenizerTeacher | None] = ()
+    ):
         self._tokenization, self._plan, self._partners = tokenization, plan, tuple(partners)
         self._crossing = [partner for partner in partners if partner is not None]
 
@@ -159,7 +161,7 @@ class BatchBuilder:
                 pairs = ((student, theirs[number]) for student, _, theirs in documents)
                 partner.aligner.solve_ahead((student, other) for student, other in pairs if other is not None)
 
-    def _pair(self, tokens: Tokens) -> tuple[Encoded, list[Paired | None]]:
+    def _pair(self, tokens: Tokens) -> tuple[Encoded, list[AlignedDocument | None]]:
         """The student's tokens up to the last boundary that it shares with every partner, and each partner's."""
         student, encoded, theirs = tokens
         limits = dict.fromkeys(("max_student_tokens", "max_teacher_tokens"), self._tokenization.max_length)
@@ -210,7 +212,7 @@ class BatchBuilder:
         return student, Encoded(student.ids, mask, truncated=False), theirs
 
     def _partner_rows(
-        self, partner: Partner, paired: Sequence[Paired | None], rows: TokenRows
+        self, partner: CrossTokenizerTeacher, paired: Sequence[AlignedDocument | None], rows: TokenRows
     ) -> tuple[TokenRows, ChunkRows]:
         """A partner's rows, one document to each as the student's, and the chunks that both have."""
         found = [each for each in paired if each is not None]
@@ -239,13 +241,13 @@ def _or_none(
         return None
 
 
-def _tokenize_for(partner: Partner, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
+def _tokenize_for(partner: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
     whose = f"teacher {partner.name}'s tokenizer"
     text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False, whose=whose)
     return partner.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
-def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> Paired:
+def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: CrossTokenizerTeacher) -> AlignedDocument:
     """Keeps the chunks from which something is learnt, and adds the paired stop tokens as chunks of one token each.
 
     A chunk counts if all its tokens of the student are to be learnt and its first token has a predecessor, on both
@@ -271,10 +273,10 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: Partner) -> 
     lengths = [np.bincount(side[side >= 0], minlength=total) for side in (student, teacher)]
     one_to_one = int(np.count_nonzero((lengths[0] == 1) & (lengths[1] == 1)))
     method = f"dp/{partner.dp_engine}" if alignment.method == "dp" else alignment.method
-    return Paired(alignment.teacher_ids, student, teacher, total, one_to_one, alignment.exact, method)
+    return AlignedDocument(alignment.teacher_ids, student, teacher, total, one_to_one, alignment.exact, method)
 
 
-def _describe(name: str, paired: Sequence[Paired | None], shared: ChunkRows) -> AlignmentInfo:
+def _describe(name: str, paired: Sequence[AlignedDocument | None], shared: ChunkRows) -> AlignmentInfo:
     found = [each for each in paired if each is not None and each is not NO_PAIR]
     return AlignmentInfo(
         teacher=name,

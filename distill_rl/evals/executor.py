@@ -1,4 +1,4 @@
-"""Where a model runs: in this process (`LocalLane`), or wherever else something keeps the promise of `Lane`."""
+"""Where a model runs: in this process (`LocalExecutor`), or wherever else something keeps the promise of `Executor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Task:
     stop: tuple[str, ...] = ()
 
 
-class Lane(Protocol):
+class Executor(Protocol):
     """One or several copies of a model."""
 
     device: str
@@ -43,7 +43,7 @@ class Lane(Protocol):
         ...
 
 
-class LocalLane:
+class LocalExecutor:
     """In this process. A backend is kept as long as models are asked for with its name and settings; what of the one
     model it can use for the next (vllm: a running engine) is its own affair."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import Lane, LocalLane, Task
+from distill_rl.evals.executor import Executor, LocalExecutor, Task
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
 from distill_rl.evals.progress import Progress, Quiet
@@ -87,8 +87,8 @@ def evaluate(
     settings = Settings(batch_size=batch_size)
     options = Options(num_fewshot, max_new_tokens, limit, seed, strict, clean, backend=backend, settings=settings)
     model = Model(str(model_dir), Path(model_dir).expanduser(), None if out_dir is None else Path(out_dir))
-    with closing(LocalLane()) as lane:
-        return evaluate_models([model], suites, Path(data), options, lane)[model.name]
+    with closing(LocalExecutor()) as executor:
+        return evaluate_models([model], suites, Path(data), options, executor)[model.name]
 
 
 def evaluate_models(
@@ -96,7 +96,7 @@ def evaluate_models(
     suites: Sequence[str],
     data: Path,
     options: Options,
-    lane: Lane,
+    executor: Executor,
     progress: Progress | None = None,
     asked: Sequence[Asked] | None = None,
     interrupted: Callable[[], None] = lambda: None,
@@ -104,9 +104,9 @@ def evaluate_models(
     """Scores models one after the other, each on all suites: model name → suite → result. As `evaluate`.
 
     Args:
-        lane: what runs them; loads a model only if some of its items have no row yet.
+        executor: what runs them; loads a model only if some of its items have no row yet.
         asked: the questions, where they are loaded already.
-        interrupted: asked while something else than the lane is waited for; may raise.
+        interrupted: asked while something else than the executor is waited for; may raise.
     """
     progress = progress or Quiet()
     asked = load_questions(suites, data, options) if asked is None else asked
@@ -121,7 +121,7 @@ def evaluate_models(
         # What is in the way is told before any model is loaded.
         runs = [_Run(model, asked, options, interrupted) for model in models]
         for run in runs:
-            results[run.model.name] = run.suites(lane, grader, progress)
+            results[run.model.name] = run.suites(executor, grader, progress)
     return results
 
 
@@ -172,8 +172,8 @@ class _Run:
         key = self._key(asked)
         return Store(self.model.out, asked.suite.name, key, clean=options.clean, replace_others=options.replace_others)
 
-    def suites(self, lane: Lane, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
-        return {each.suite.name: self._suite(each, store, lane, grader, progress) for each, store in self._stores}
+    def suites(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
+        return {each.suite.name: self._suite(each, store, executor, grader, progress) for each, store in self._stores}
 
     def _key(self, asked: Asked) -> dict[str, Any]:
         """What decides every row; not the batch size, which a run that goes on may change."""
@@ -192,22 +192,24 @@ class _Run:
             "version": __version__,
         }
 
-    def _suite(self, asked: Asked, store: Store, lane: Lane, grader: Grader, progress: Progress) -> dict[str, Any]:
+    def _suite(
+        self, asked: Asked, store: Store, executor: Executor, grader: Grader, progress: Progress
+    ) -> dict[str, Any]:
         if store.result is not None:
             progress.found(self.model.name, asked.suite.name, store.result)
             return store.result
         todo = [item for item in asked.items if item.id not in store.rows]
         resumed, start = len(asked.items) - len(todo), time.perf_counter()
         if todo and not self._loaded:
-            lane.load(self.model.folder, self.options.backend, self.options.settings)
+            executor.load(self.model.folder, self.options.backend, self.options.settings)
             self._loaded = True
             start = time.perf_counter()
         if todo and self.options.settings.dtype == "auto":
-            store.began_on(lane.device.partition(":")[0])
+            store.began_on(executor.device.partition(":")[0])
         tokens = 0
         with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
             try:
-                for rows in self._rows(asked, todo, store.key["max_new_tokens"], lane, grader):
+                for rows in self._rows(asked, todo, store.key["max_new_tokens"], executor, grader):
                     store.append(rows)
                     tokens += worked_tokens(rows)
                     shown.add(rows)
@@ -216,18 +218,18 @@ class _Run:
         seconds = time.perf_counter() - start
         speed = {"seconds": round(seconds, 3), "tokens_per_second": round(tokens / max(seconds, 1e-9), 1)}
         ordered = [store.rows[item.id] for item in asked.items]
-        facts = self._facts(asked) | {"device": lane.device, "resumed_items": resumed}
+        facts = self._facts(asked) | {"device": executor.device, "resumed_items": resumed}
         return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
 
     def _rows(
-        self, asked: Asked, items: Sequence[Item], max_new_tokens: int | None, lane: Lane, grader: Grader
+        self, asked: Asked, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
     ) -> Iterator[list[Row]]:
         """Rows as they are judged; the model goes on meanwhile."""
         if not items:
             return
         waiting = _Waiting(asked.name, grader, self._interrupted)
         task = Task(asked.choose, max_new_tokens or 0, asked.suite.stop)
-        for outputs in lane.run(task, items):
+        for outputs in executor.run(task, items):
             rows = []
             for index, output in outputs:
                 item = items[index]

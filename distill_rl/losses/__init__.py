@@ -8,13 +8,16 @@ from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.cross_tokenizer import chunk_kd_loss
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.losses.cross_tokenizer.chunks import METHODS, ChunkOutput, Chunks
-from distill_rl.losses.cross_tokenizer.projection import Bridge, LearnableProjection
+from distill_rl.losses.cross_tokenizer.projection import LearnableProjection, VocabularyProjection
 from distill_rl.losses.fused import fused_linear_kd_loss, fused_linear_logprobs
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
 from distill_rl.losses.module import KDLoss
 from distill_rl.losses.targets import DenseLogits, HiddenStates, TeacherHidden, TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk
+
+Bridge = VocabularyProjection
+"""Its former name."""
 
 __all__ = [
     "METHODS",
@@ -28,6 +31,7 @@ __all__ = [
     "LearnableProjection",
     "TeacherHidden",
     "TopKLogprobs",
+    "VocabularyProjection",
     "chunk_kd_loss",
     "fused_linear_kd_loss",
     "fused_linear_logprobs",

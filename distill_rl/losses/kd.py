@@ -10,7 +10,7 @@ from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.shards import split
 from distill_rl.losses.core.sparse import Tail
-from distill_rl.losses.core.streaming import RowPlan, StreamedRows, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan, StreamingLoss, accumulator, default_chunk
 from distill_rl.losses.core.task import KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.targets import Teacher
 
@@ -85,7 +85,7 @@ def kd_loss(
     function = small.rows(targets, flat.new_empty(0, dtype=accumulator(flat.dtype)))
     counts = None if looked_at or labels is None else task.reduction.valid
     plan = RowPlan.of(small.num_rows, chunk_size or default_chunk(shard.size, flat.device), order=kept, counts=counts)
-    values = StreamedRows.apply(flat, function, plan, inplace_backward)
+    values = StreamingLoss.apply(flat, function, plan, inplace_backward)
     if reduction == "none":
         return task.output(spread(values, kept, task.num_rows), teacher is not None)
     return small.output(values, teacher is not None)

@@ -9,7 +9,7 @@ from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
 from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.streaming import RowPlan, StreamedRows, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan, StreamingLoss, accumulator, default_chunk
 
 
 @untraced
@@ -50,6 +50,6 @@ def vocab_parallel_logprobs(
     like = flat.new_empty(0, dtype=accumulator(flat.dtype))
     function = LabelRows(targets, shard, like, temperature, return_entropy)
     plan = RowPlan.of(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
-    values = StreamedRows.apply(flat, function, plan, inplace_backward)
+    values = StreamingLoss.apply(flat, function, plan, inplace_backward)
     values = [value.view(target_ids.shape) for value in values]
     return (values[0], values[1]) if return_entropy else values[0]

@@ -19,7 +19,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.system.files import sha256
-from distill_rl.types import Crossing, RunPaths
+from distill_rl.types import CrossTokenizerSpec, RunPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Job:
     plan: BatchPlan
     vocabulary_size: int
     """ids of the student's tokenizer"""
-    crossings: tuple[Crossing | None, ...]
+    crossings: tuple[CrossTokenizerSpec | None, ...]
     """per running teacher, None for one that has the student's tokenizer"""
     teacher_vocabularies: tuple[int, ...]
     """ids of each running teacher's tokenizer"""
@@ -92,12 +92,12 @@ def _facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     )
 
 
-def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> Crossing | None:
+def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> CrossTokenizerSpec | None:
     method = crossing(config, teacher, same=tokenizer_hash(ours) == tokenizer_hash(theirs))
     if method is None:
         return None
     if config.projection.path is not None:
-        return Crossing(method, os.fspath(Path(config.projection.path).expanduser().absolute()))
+        return CrossTokenizerSpec(method, os.fspath(Path(config.projection.path).expanduser().absolute()))
     from distill_rl.align.projection import cached_projection
 
     folder = Path(config.run.dir).expanduser().absolute() / ".projections"
@@ -108,7 +108,7 @@ def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) ->
             folder, ours, theirs, student_columns=student_columns, teacher_columns=teacher_columns,
             student_stops=stops_of(config.student), teacher_stops=stops_of(teacher),
         )  # fmt: skip
-        return Crossing(method, os.fspath(path))
+        return CrossTokenizerSpec(method, os.fspath(path))
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)

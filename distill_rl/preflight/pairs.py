@@ -78,12 +78,12 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
     path = config.projection.path
     if path is None:
         return
-    crossing_teachers = [model for model in teachers if model.crossing is not None]
-    if len(crossing_teachers) != 1:
-        rule = f"is of one teacher with another tokenizer; {len(crossing_teachers)} of the teachers have one"
+    cross_tokenizer_teachers = [model for model in teachers if model.crossing is not None]
+    if len(cross_tokenizer_teachers) != 1:
+        rule = f"is of one teacher with another tokenizer; {len(cross_tokenizer_teachers)} of the teachers have one"
         yield line("projection.path", rule, path, "leave it out: projections are built and kept")
         return
-    teacher = crossing_teachers[0]
+    teacher = cross_tokenizer_teachers[0]
     if student.config is None or teacher.config is None:
         return
 

@@ -99,7 +99,7 @@ def verdict(summary: Mapping[str, Any]) -> int:
 
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
     """Exact match of every model on the held-out questions, by name in the order of MODELS; also written to <run>/evals."""
-    from distill_rl.evals.executor import LocalLane
+    from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options
     from distill_rl.evals.progress import Printed
     from distill_rl.evals.run import Model, evaluate_models
@@ -109,8 +109,8 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
     shutil.rmtree(evals / "student", ignore_errors=True)
     folders = (material.teacher, material.student, paths.export, control.export)
     models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
-    with closing(LocalLane()) as lane:
-        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), lane, Printed())
+    with closing(LocalExecutor()) as executor:
+        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), executor, Printed())
     return {name: suites[SUITE] for name, suites in results.items()}
 
 

@@ -30,15 +30,15 @@ from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
 from distill_rl.workers.evaluation.evaluations import Evaluations
-from distill_rl.workers.pipeline.pipeline import PendingBatch
-from distill_rl.workers.start import Crew, hire
+from distill_rl.workers.pipeline.sub_batch import PendingBatch
+from distill_rl.workers.start import RunActors, start_actors
 
 
 class Driver:
     def __init__(
         self,
         job: Job,
-        crew: Crew,
+        crew: RunActors,
         loader: Loader,
         observer: Observer,
         timer: StepTimer,
@@ -76,7 +76,7 @@ class Driver:
         timer = StepTimer()
         with ExitStack() as stack:
             stack.callback(store.sweep)  # when nobody writes any more
-            crew = stack.enter_context(hire(job, loader.total_steps, timer, signals))
+            crew = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
             if resumed:
                 crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
                 run_directory.record_config(config, job.paths)
@@ -205,7 +205,7 @@ class Driver:
         )
 
 
-def evaluations_of(job: Job, crew: Crew, observer: Observer, signals: Signals) -> Evaluations:
+def evaluations_of(job: Job, crew: RunActors, observer: Observer, signals: Signals) -> Evaluations:
     def copy(folder: Path) -> str | None:
         said = crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
         return next((problem for problem in said if problem is not None), None)
@@ -232,7 +232,7 @@ def checkpoint_store(job: Job) -> CheckpointStore:
     )
 
 
-def saver_of(store: CheckpointStore, job: Job, crew: Crew) -> Saver:
+def saver_of(store: CheckpointStore, job: Job, crew: RunActors) -> Saver:
     return Saver(
         store,
         crew.student.collective,

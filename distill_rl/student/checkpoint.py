@@ -41,7 +41,7 @@ class StudentState:
     kd_scale: float = 1.0
     """CE / KD of the last step, which the next one scales its KD by under `loss.dynamic_scale`"""
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """what `Guard` knows of the steps before"""
+    """what `StepGuard` knows of the steps before"""
     format: int = FORMAT
 
 

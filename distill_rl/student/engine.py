@@ -37,12 +37,12 @@ from distill_rl.parallel.vocabulary import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
-from distill_rl.student.projections import complete_gradient, open_bridges, save_learnt
-from distill_rl.student.step_guard import Guard
+from distill_rl.student.projections import complete_gradient, open_projections, save_learned
+from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.teacher_heads import open_heads
 from distill_rl.student.writer import Writer
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.types import IGNORE_INDEX, Crossing, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ class StudentEngine:
         *,
         vocabulary_size: int,
         total_steps: int,
-        crossings: Sequence[Crossing | None] = (),
+        crossings: Sequence[CrossTokenizerSpec | None] = (),
     ):
         student = config.student
         be_deterministic(config.train.deterministic, world.device)
@@ -96,7 +96,7 @@ class StudentEngine:
         if student.kernels == "liger":
             use_liger(self.model)
         self.crossings = tuple(crossings)
-        bridges = open_bridges(crossings, world, learnable=config.projection.learnable)
+        bridges = open_projections(crossings, world, learnable=config.projection.learnable)
         heads = open_heads(
             running_teachers(config),
             crossings,
@@ -113,7 +113,7 @@ class StudentEngine:
         once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.model.parameters()))
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
-        self.guard = Guard(config.faults)
+        self.guard = StepGuard(config.faults)
         self._writer = Writer(world, config.ray.step_timeout_s)
         self._begin_step()
         self._seed()
@@ -165,7 +165,7 @@ class StudentEngine:
     @gpu_phase("optimizer step")
     def optim_step(self) -> dict[str, Metric]:
         """Clips, updates the weights with this step's learning rate, and clears the gradients; or skips the step, for a
-        reason that all ranks see alike (`Guard`)."""
+        reason that all ranks see alike (`StepGuard`)."""
         step = self.step + 1
         reshard(self.model)
         for parameter in self.objective.parameters():
@@ -279,7 +279,7 @@ class StudentEngine:
     def export_projections(self, folder: str | Path) -> None:
         """Writes what was learnt of projections between vocabularies, if anything was."""
         if self.world.rank == 0:
-            save_learnt(self.objective.learnt, self.crossings, Path(folder))
+            save_learned(self.objective.learnt, self.crossings, Path(folder))
 
     def _sweep(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import Bridge, Chunks, DenseLogits, HiddenStates, LearnableProjection, chunk_kd_loss, kd_loss
+from distill_rl.losses import (
+    Chunks,
+    DenseLogits,
+    HiddenStates,
+    LearnableProjection,
+    VocabularyProjection,
+    chunk_kd_loss,
+    kd_loss,
+)
 from distill_rl.losses.core.shards import split
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.inputs import to_device
@@ -85,7 +93,7 @@ class Objective(nn.Module):
         self,
         config: LossConfig,
         teachers: Sequence[TeacherConfig],
-        crossings: Sequence[tuple[str, Bridge | LearnableProjection] | None] = (),
+        crossings: Sequence[tuple[str, VocabularyProjection | LearnableProjection] | None] = (),
         heads: Sequence[TeacherHead | None] = (),
     ):
         super().__init__()
@@ -179,7 +187,7 @@ class Objective(nn.Module):
         target: Target | None,
         head: TeacherHead | None,
         shared: ChunkRows | None,
-        crossing: tuple[str, Bridge | LearnableProjection] | None,
+        crossing: tuple[str, VocabularyProjection | LearnableProjection] | None,
         kd: float,
         ce: float,
         denominator: int,
@@ -189,7 +197,7 @@ class Objective(nn.Module):
             nothing = torch.zeros((), device=labels.device)
             return _Term(nothing, nothing, nothing, nothing)
         if crossing is not None and shared is not None and target is not None:
-            return self._crossing_term(logits, labels, target, head, shared, crossing, kd, ce, denominator)
+            return self._cross_tokenizer_term(logits, labels, target, head, shared, crossing, kd, ce, denominator)
         return self._term(logits, labels, _completed(target, head), kd, ce, denominator)
 
     def _term(
@@ -219,14 +227,14 @@ class Objective(nn.Module):
         assert output.ce_loss is not None, "labels were given"
         return _Term(output.loss * (factor / denominator), output.kd_loss, output.ce_loss, output.teacher_mass)
 
-    def _crossing_term(
+    def _cross_tokenizer_term(
         self,
         logits: Tensor,
         labels: Tensor,
         target: Target,
         head: TeacherHead | None,
         shared: ChunkRows,
-        crossing: tuple[str, Bridge | LearnableProjection],
+        crossing: tuple[str, VocabularyProjection | LearnableProjection],
         kd: float,
         ce: float,
         denominator: int,

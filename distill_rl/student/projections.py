@@ -11,17 +11,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from distill_rl.align.projection import load_projection, save_projection
-from distill_rl.losses import Bridge, LearnableProjection
+from distill_rl.losses import LearnableProjection, VocabularyProjection
 from distill_rl.parallel.mesh import World
-from distill_rl.types import Crossing
+from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)
 
-Way = tuple[str, Bridge | LearnableProjection]
+CrossTokenizerLoss = tuple[str, VocabularyProjection | LearnableProjection]
 """The loss across tokenizers, and the way from one vocabulary to the other."""
 
 
-def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnable: bool) -> list[Way | None]:
+def open_projections(
+    crossings: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
+) -> list[CrossTokenizerLoss | None]:
     """Per teacher how the student learns from it, None for one that has the student's tokenizer.
 
     Args:
@@ -33,7 +35,7 @@ def open_bridges(crossings: Sequence[Crossing | None], world: World, *, learnabl
     return [None if crossing is None else _open(crossing, world, learnable) for crossing in crossings]
 
 
-def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
+def _open(crossing: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
     found = load_projection(crossing.projection)
     same = found.student_hash == found.teacher_hash
     if world.rank == 0 and not same and not (len(found.student_stops) and len(found.teacher_stops)):
@@ -43,7 +45,7 @@ def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
             "projection.path out to have the file built anew",
             crossing.projection,
         )
-    bridge = Bridge.from_projection(found).to(world.device)
+    bridge = VocabularyProjection.from_projection(found).to(world.device)
     if not learnable or crossing.method != "xtoken":
         return crossing.method, bridge
     projection = LearnableProjection(bridge)
@@ -54,8 +56,8 @@ def _open(crossing: Crossing, world: World, learnable: bool) -> Way:
     return crossing.method, projection
 
 
-def save_learnt(
-    projections: Mapping[str, LearnableProjection], crossings: Sequence[Crossing | None], folder: Path
+def save_learned(
+    projections: Mapping[str, LearnableProjection], crossings: Sequence[CrossTokenizerSpec | None], folder: Path
 ) -> None:
     """Writes what was learnt of each projection into `folder`, in the form that `projection.path` takes.
 

@@ -20,7 +20,7 @@ _REMEDY = (
 )
 
 
-class Guard:
+class StepGuard:
     """
     Args:
         config: `faults.skipped_steps`, `spike_window` and `spike_factor`.

@@ -17,7 +17,7 @@ from distill_rl.models.hub import tokenizer_of, vocabulary_size
 from distill_rl.models.output_layer import read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.vocabulary import own_columns
-from distill_rl.types import Crossing
+from distill_rl.types import CrossTokenizerSpec
 
 _CHUNK_ROWS = 256
 
@@ -55,7 +55,7 @@ class TeacherHead:
 
 def open_heads(
     teachers: Sequence[TeacherConfig],
-    crossings: Sequence[Crossing | None],
+    crossings: Sequence[CrossTokenizerSpec | None],
     world: World,
     *,
     columns: int,

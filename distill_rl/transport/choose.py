@@ -43,7 +43,7 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
     return _named(name)
 
 
-def require_crossing(name: str) -> None:
+def require_between_nodes(name: str) -> None:
     """For teachers on other nodes than the student's.
 
     Raises:

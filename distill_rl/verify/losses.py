@@ -21,11 +21,11 @@ from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.losses import (
     METHODS,
-    Bridge,
     ChunkOutput,
     Chunks,
     DenseLogits,
     TopKLogprobs,
+    VocabularyProjection,
     chunk_kd_loss,
     reference_chunks,
     vocab_parallel_topk,
@@ -165,7 +165,7 @@ def _run(
     teacher: _Rows,
     export: str,
     chunks: Chunks,
-    bridge: Bridge,
+    bridge: VocabularyProjection,
     **settings: Any,
 ) -> _Result:
     logits = student.logits.clone().requires_grad_()

@@ -12,7 +12,7 @@ from torch import Tensor
 from distill_rl.align import Alignment
 from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection
-from distill_rl.losses import Bridge, Chunks
+from distill_rl.losses import Chunks, VocabularyProjection
 
 CHUNKS_OF_A_KIND = 4
 OTHER_IDS = 200
@@ -77,10 +77,10 @@ class Cut:
     student: np.ndarray
     """int64, ids kept, ascending"""
     teacher: np.ndarray
-    small: Bridge
+    small: VocabularyProjection
     """over the kept ids, renumbered, and as many empty ones as make both sides equal where that is possible: `gold` sorts
     no further than the shorter side goes"""
-    full: Bridge
+    full: VocabularyProjection
     """the same entries among all ids"""
 
 
@@ -102,7 +102,7 @@ def cut(projection: Projection, sample: Sample) -> Cut:
     pairs = projection.student_common[kept], projection.teacher_common[kept]
     values = projection.values[entries]
     width = max(len(student), len(teacher))
-    small = Bridge.from_arrays(
+    small = VocabularyProjection.from_arrays(
         _ends(lengths, np.arange(len(student)), min(width, projection.num_student)),
         np.searchsorted(teacher, columns),
         values,
@@ -110,7 +110,7 @@ def cut(projection: Projection, sample: Sample) -> Cut:
         student_common=np.searchsorted(student, pairs[0]),
         teacher_common=np.searchsorted(teacher, pairs[1]),
     )
-    full = Bridge.from_arrays(
+    full = VocabularyProjection.from_arrays(
         _ends(lengths, student, projection.num_student),
         columns,
         values,

@@ -8,7 +8,15 @@ import torch
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import Projection
-from distill_rl.losses import METHODS, Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss, vocab_parallel_topk
+from distill_rl.losses import (
+    METHODS,
+    Chunks,
+    DenseLogits,
+    TopKLogprobs,
+    VocabularyProjection,
+    chunk_kd_loss,
+    vocab_parallel_topk,
+)
 from distill_rl.verify.check import Check, every
 
 _SURE = 12.0
@@ -36,7 +44,7 @@ def check_stops(aligner: TokenAligner, projection: Projection, found: Sequence[A
     ]
     pairs = [pair for pair in paired if pair != opening or (pair[0] in ends[0] and pair[1] in ends[1])]
     distinct = sorted(set(pairs))
-    bridge = Bridge.from_projection(projection)
+    bridge = VocabularyProjection.from_projection(projection)
     return [
         every(
             "stop tokens that are paired are stop tokens to the losses, too",
@@ -56,14 +64,14 @@ def check_stops(aligner: TokenAligner, projection: Projection, found: Sequence[A
     ]
 
 
-def _unknown(bridge: Bridge, pair: Pair) -> str | None:
+def _unknown(bridge: VocabularyProjection, pair: Pair) -> str | None:
     for side, token, stops in zip(("student", "teacher"), pair, (bridge.student_stops, bridge.teacher_stops)):
         if token not in stops:
             return f"the {side}'s id {token} is paired as a stop; the projection's are {stops.tolist()}"
     return None
 
 
-def _strays(bridge: Bridge) -> Iterator[str | None]:
+def _strays(bridge: VocabularyProjection) -> Iterator[str | None]:
     ours, theirs = set(bridge.student_stops.tolist()), set(bridge.teacher_stops.tolist())
     for student, teacher in zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()):
         if student in ours or teacher in theirs:
@@ -75,7 +83,7 @@ def _strays(bridge: Bridge) -> Iterator[str | None]:
         yield f"the projection sends {student} into {others}, which are no stops" if others else None
 
 
-def _pushed_down(bridge: Bridge, pair: Pair, method: str) -> str | None:
+def _pushed_down(bridge: VocabularyProjection, pair: Pair, method: str) -> str | None:
     """One position where the teacher stops by its token and the student, which may, would rather go on."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(1, size, generator=draw) for size in (bridge.num_student, bridge.num_teacher))

@@ -26,19 +26,20 @@ from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import EVALUATOR, SeatingPlan, actor_names, reserve, seat
-from distill_rl.workers.cluster.process_monitor import Watch, keep_logs
+from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, actor_names, reserve, seat
+from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from distill_rl.workers.pipeline.connect import Connector
-from distill_rl.workers.pipeline.pipeline import Pipeline, Teachers
+from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.student_group import StudentGroup
-from distill_rl.workers.pipeline.teacher_recovery import Repair
+from distill_rl.workers.pipeline.sub_batch import Teachers
+from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class RunActors:
     pipeline: Pipeline
     student: StudentGroup
     evaluator: WorkerGroup | None
@@ -47,7 +48,7 @@ class Crew:
 
 
 @contextmanager
-def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[Crew]:
+def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[RunActors]:
     """Starts Ray and all actors, loads all models, opens the rings, and yields the crew ready for step 1.
 
     Raises:
@@ -64,7 +65,7 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
         plan = seat(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
-        calls.watch = Watch(config.faults, calls.processes, job.paths.logs)
+        calls.watch = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
@@ -77,9 +78,9 @@ def hire(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iter
                 connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
                 pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
-                repair = Repair(config, staff.teachers, staff.student.names, calls, connector, pipeline)
-                student = StudentGroup(staff.student, config, calls, timer, pipeline, repair)
-                yield Crew(pipeline, student, staff.evaluator, calls)
+                recovery = TeacherRecovery(config, staff.teachers, staff.student.names, calls, connector, pipeline)
+                student = StudentGroup(staff.student, config, calls, timer, pipeline, recovery)
+                yield RunActors(pipeline, student, staff.evaluator, calls)
                 if config.observe.timeline:
                     ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
@@ -125,7 +126,7 @@ class _Staff:
 
 
 def _make(
-    job: Job, total_steps: int, num_aligners: int, plan: SeatingPlan, placement: PlacementGroup, calls: Calls
+    job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
 ) -> _Staff:
     config = job.config
     threads = threads_per_worker(sum(compute_groups(config)))
@@ -159,7 +160,7 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
         group,
         calls,
         local=local,
-        num_parts=job.plan.waves * sum(share.dp for share in (job.plan.student, *job.plan.teachers)),
+        num_parts=job.plan.sub_batches * sum(share.dp for share in (job.plan.student, *job.plan.teachers)),
         deadline_s=job.config.aligner.deadline_s,
         start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),

@@ -16,7 +16,7 @@ from distill_rl.bench import cost_model as model
 from distill_rl.bench.gpu.cost_page import PAGE, page
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
-from distill_rl.losses import Bridge, chunk_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.objective import flat_chunks
 from distill_rl.student.optim import clip_gradients
@@ -58,7 +58,7 @@ def test_the_loss_over_chunks_moves_the_bytes_of_the_same_model() -> None:
         replace(TINY_STUDENT, columns=COLUMNS, tokens=COLUMNS), replace(TINY_QWEN3, columns=COLUMNS, tokens=COLUMNS - 9)
     )
     made = made_up_projection(pair)
-    bridge = Bridge.from_arrays(
+    bridge = VocabularyProjection.from_arrays(
         made.indptr,
         made.indices,
         made.values,

@@ -81,7 +81,7 @@ def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert_equal_weights(straight, run)
-    # A ring that holds no batch trains in waves, whose means are added up in another order in fp64.
+    # A ring that holds no batch trains in sub-batches, whose means are added up in another order in fp64.
     rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
     for metric in LOSSES:
         ours, theirs = ([value for _, value in series(each, metric)] for each in (run, straight))

@@ -10,14 +10,14 @@ import torch
 from distill_rl.align.projection import cached_projection, load_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
-from distill_rl.data.pairing import BatchBuilder, Partner
-from distill_rl.losses import Bridge, DenseLogits, TopKLogprobs
+from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
+from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.objective import flat_chunks
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
 from tests.helpers import ranks
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.engines import (
@@ -53,7 +53,7 @@ def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch
     """Eight documents as the student's ranks and as the teacher's read them."""
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
     plan = BatchPlan(Share(dp, 4), (Share(teacher_dp, 4),), 40, packing=False, pad_id=7)
-    partner = Partner.of("t0", student, teacher, AlignerConfig())
+    partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
     _, ours, (theirs,) = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
@@ -73,7 +73,7 @@ def engine_for(
     )  # fmt: skip
     config.teachers[0].export = export
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS)
-    crossings = [Crossing(method, str(folders["projection"]))]
+    crossings = [CrossTokenizerSpec(method, str(folders["projection"]))]
     engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, crossings=crossings)
     return engine, engine_targets(teacher, their_batch), batch
 
@@ -111,10 +111,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {"student": student, "teacher": teacher, "projection": projection}
 
 
-def bridge_of(path: Path) -> Bridge:
+def bridge_of(path: Path) -> VocabularyProjection:
     found = load_projection(path)
     common = {"student_common": found.student_common, "teacher_common": found.teacher_common}
-    return Bridge.from_arrays(found.indptr, found.indices, found.values, num_teacher=found.num_teacher, **common)
+    return VocabularyProjection.from_arrays(
+        found.indptr, found.indices, found.values, num_teacher=found.num_teacher, **common
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill_rl.losses import Bridge, ChunkOutput, Chunks, DenseLogits, TopKLogprobs
+from distill_rl.losses import ChunkOutput, Chunks, DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 
 KINDS = ((1, 1), (1, 2), (3, 1), (2, 3), (1, 1), (2, 2), (1, 4), (1, 1))
@@ -27,7 +27,7 @@ class Documents:
     labels: Tensor
     teacher_labels: Tensor
     chunks: Chunks
-    bridge: Bridge
+    bridge: VocabularyProjection
 
     def target(self, kind: str, temperature: float = 1.0, k: int = 7) -> DenseLogits | TopKLogprobs:
         """dense, topk, or topk_no_rest"""
@@ -84,7 +84,7 @@ def documents(
     return Documents(*logits, labels, teacher_labels, Chunks(*numbers, len(kinds)), between)
 
 
-def bridge(student: int, teacher: int, *, seed: int = 0) -> Bridge:
+def bridge(student: int, teacher: int, *, seed: int = 0) -> VocabularyProjection:
     """Two thirds of the smaller vocabulary in common, in another order; the last three student tokens are padding and their
     rows empty; other tokens go into up to four teacher tokens, some into one; some teacher columns receive nothing. Of the
     stop tokens one is common and others are not."""
@@ -106,7 +106,7 @@ def bridge(student: int, teacher: int, *, seed: int = 0) -> Bridge:
         indices += pieces.tolist()
         values += (weights / weights.sum()).tolist()
         indptr.append(len(indices))
-    return Bridge.from_arrays(
+    return VocabularyProjection.from_arrays(
         indptr,
         indices,
         values,
@@ -122,10 +122,12 @@ def _others(taken: Tensor, size: int) -> list[int]:
     return sorted(set(range(size)) - set(taken.tolist()))
 
 
-def identity(size: int) -> Bridge:
+def identity(size: int) -> VocabularyProjection:
     """Of two copies of one tokenizer."""
     ids = list(range(size))
-    return Bridge.from_arrays([*ids, size], ids, [1.0] * size, num_teacher=size, student_common=ids, teacher_common=ids)
+    return VocabularyProjection.from_arrays(
+        [*ids, size], ids, [1.0] * size, num_teacher=size, student_common=ids, teacher_common=ids
+    )
 
 
 def oracle(data: Documents, target: Any, weights: tuple[float, float] = (1.0, 1.0), **keywords: Any):

@@ -41,7 +41,7 @@ def expressions() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Watch:
+class ProcessMonitor:
     """A Prometheus, and the process of the run that it watches."""
 
     port: int
@@ -78,7 +78,7 @@ def prometheus(run: Path, data: Path, port: int) -> Iterator[subprocess.Popen[by
 
 
 @pytest.fixture(scope="module")
-def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]:
+def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessMonitor]:
     """A run across tokenizers with everything on, that goes on until it is told to stop."""
     folder = tmp_path_factory.mktemp("watched")
     suite = write_suite(folder, count=8)
@@ -99,7 +99,7 @@ def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]
         until(lambda: targets.exists() or process.poll() is not None, "the run starts")
         assert process.poll() is None, log.read_text()
         with prometheus(run, folder / "data", port) as server:
-            watch = Watch(port, psutil.Process(process.pid), folder)
+            watch = ProcessMonitor(port, psutil.Process(process.pid), folder)
             until(lambda: watch.answers() or server.poll() is not None, "Prometheus starts")
             assert server.poll() is None, (folder / "data.log").read_text()
             yield watch
@@ -109,7 +109,7 @@ def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watch]
 
 
 @needs_prometheus
-def test_every_panel_of_the_dashboard_has_samples(watch: Watch) -> None:
+def test_every_panel_of_the_dashboard_has_samples(watch: ProcessMonitor) -> None:
     missing = set(expressions())
     assert len(missing) >= 30
 
@@ -127,7 +127,7 @@ def test_every_panel_of_the_dashboard_has_samples(watch: Watch) -> None:
 
 
 @needs_prometheus
-def test_every_actor_and_the_driver_speak_for_themselves(watch: Watch) -> None:
+def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) -> None:
     def actors(metric: str) -> set[str]:
         return {sample["metric"]["actor"] for sample in watch.ask(f'ray_distill_rl_{metric}{{run="{RUN}"}}')}
 
@@ -151,7 +151,7 @@ def test_every_actor_and_the_driver_speak_for_themselves(watch: Watch) -> None:
 
 
 @needs_prometheus
-def test_what_prometheus_knows_is_what_the_run_says(watch: Watch) -> None:
+def test_what_prometheus_knows_is_what_the_run_says(watch: ProcessMonitor) -> None:
     written = {
         round(record["train/kl_loss"], 6)
         for line in (watch.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
@@ -164,7 +164,7 @@ def test_what_prometheus_knows_is_what_the_run_says(watch: Watch) -> None:
 
 
 @needs_prometheus
-def test_prometheus_listens_on_this_machine_only(watch: Watch) -> None:
+def test_prometheus_listens_on_this_machine_only(watch: ProcessMonitor) -> None:
     addresses = {
         each.laddr.ip
         for each in psutil.net_connections("tcp")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from distill_rl.bench.losses import peak_bytes
-from distill_rl.losses import METHODS, Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss
+from distill_rl.losses import METHODS, Chunks, DenseLogits, TopKLogprobs, VocabularyProjection, chunk_kd_loss
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli
 from distill_rl.losses.divergence import DIVERGENCES, resolve
 from tests.helpers import chunks as helpers
@@ -152,7 +152,7 @@ def test_a_student_that_is_certain_is_pulled_back_as_in_fp64(method: str) -> Non
     assert method == "gold" or (gradients[0][:, 0] > 0.25).all()
 
 
-def raw_p_kl(student: Tensor, teacher: Tensor, bridge: Bridge, k: int, temperature: float) -> Tensor:
+def raw_p_kl(student: Tensor, teacher: Tensor, bridge: VocabularyProjection, k: int, temperature: float) -> Tensor:
     """#2245's P-KL of one 1:1 chunk: both sides conditioned on the teacher's top k columns, ε = 1e-10 in the logarithm."""
     matrix = torch.zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
     matrix[bridge.entry_rows, bridge.indices] = bridge.values.double()
@@ -191,14 +191,14 @@ def test_p_kl_of_2245_is_reproduced_on_one_to_one_chunks_with_a_renormalised_tai
         torch.testing.assert_close(ours.kd, raw, rtol=1e-6, atol=1e-7)
 
 
-def every_column_reached(student: int, teacher: int) -> Bridge:
+def every_column_reached(student: int, teacher: int) -> VocabularyProjection:
     first = [token % teacher for token in range(student)]
     second = [(token * 7 + 3) % teacher for token in range(student)]
     indices = [piece for a, b in zip(first, second) for piece in ((a, b) if a != b else (a,))]
     lengths = torch.tensor([0] + [1 + (a != b) for a, b in zip(first, second)])
     values = [weight for a, b in zip(first, second) for weight in ((0.9, 0.1) if a != b else (1.0,))]
     ids = list(range(min(student, teacher)))
-    return Bridge.from_arrays(
+    return VocabularyProjection.from_arrays(
         lengths.cumsum(0).tolist(), indices, values, num_teacher=teacher, student_common=ids, teacher_common=ids
     )
 
@@ -226,7 +226,7 @@ def test_hkl_is_that_of_2245_and_gold_adds_the_balance(temperature: float, relax
 
 def test_an_unmatched_student_token_is_not_suppressed_where_both_sides_agree() -> None:
     """Tokens 0 and 1 are common and equally likely on both sides, what is left lies on one token that only that side has."""
-    bridge = Bridge.from_arrays(
+    bridge = VocabularyProjection.from_arrays(
         [0, 1, 2, 3], [0, 1, 2], [1.0] * 3, num_teacher=3, student_common=[0, 1], teacher_common=[0, 1]
     )
     logits = torch.tensor([[0.3, 0.2, 0.5]]).log()

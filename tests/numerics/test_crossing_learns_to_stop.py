@@ -12,11 +12,11 @@ from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data import pairing
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
-from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
 from tests.helpers.engines import engine_config, engine_targets, fixed_targets
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -40,7 +40,7 @@ def build() -> tuple[RankBatch, RankBatch]:
     plan = BatchPlan(Share(1, 6), (Share(1, 6),), 32, packing=False, pad_id=7)
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=32)
     documents = tuple({"row": row, "text": text} for row, text in enumerate(TEXTS))
-    partners = [Partner.of("t0", student, teacher, AlignerConfig())]
+    partners = [CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())]
     _, (ours,), ((theirs,),) = BatchBuilder(tokenization, plan, partners).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 
@@ -83,7 +83,7 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
     config.teachers[0].export = "topk" if method in ("hybrid", "alm") else "logits"
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS), theirs)
     source = fixed_targets([targets], theirs.rows.shape[1])
-    crossings = [Crossing(method, str(folders["projection"]))]
+    crossings = [CrossTokenizerSpec(method, str(folders["projection"]))]
     engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=120, crossings=crossings)
     for _ in range(120):
         engine.train_step(ours, source)

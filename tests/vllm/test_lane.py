@@ -1,4 +1,4 @@
-"""One model after another in the engine that a lane keeps: each in its own way, whichever was loaded before."""
+"""One model after another in the engine that a executor keeps: each in its own way, whichever was loaded before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import Generator
-from distill_rl.evals.executor import LocalLane, Task
+from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 from tests.helpers.tokenizers import seeded_words
@@ -34,51 +34,51 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lane() -> Iterator[LocalLane]:
-    lane = LocalLane()
-    yield lane
-    lane.close()
+def executor() -> Iterator[LocalExecutor]:
+    executor = LocalExecutor()
+    yield executor
+    executor.close()
 
 
-def outputs(lane: LocalLane, task: Task) -> list[Output]:
-    found = dict(pair for part in lane.run(task, CHATS) for pair in part)
+def outputs(executor: LocalExecutor, task: Task) -> list[Output]:
+    found = dict(pair for part in executor.run(task, CHATS) for pair in part)
     return [found[index] for index in range(len(CHATS))]
 
 
-def assert_like_hf(lane: LocalLane, folder: Path) -> None:
+def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
     """Prompts, stop texts, ends of text and scores."""
     hf = Generator(folder, FP32)
     written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
     stop = (max((output.text for output in written), key=len)[2:4],)
     for stops in ((), stop):
         ours = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT, stop=stops))]
-        theirs = outputs(lane, Task(False, LIMIT, stops))
+        theirs = outputs(executor, Task(False, LIMIT, stops))
         assert [output.prompt_tokens for output in theirs] == [len(hf.encoder.encode(item)) for item in CHATS]
         assert sum(left != right for left, right in zip(ours, theirs)) <= 1, "a tie at most"
     scores = [output for _, output in sorted(hf.choose(CHATS))]
-    for left, right in zip(scores, outputs(lane, Task(True))):
+    for left, right in zip(scores, outputs(executor, Task(True))):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
         assert left.prompt_tokens == right.prompt_tokens == len(hf.encoder.choices(CHATS[scores.index(left)]).context)
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "rotation"])
 def test_models_of_one_shape_that_differ_in_something_else(
-    lane: LocalLane, first: Path, tmp_path: Path, change: str
+    executor: LocalExecutor, first: Path, tmp_path: Path, change: str
 ) -> None:
     other = shutil.copytree(first, tmp_path / "other")
-    lane.load(first, "vllm", FP32)
-    assert_like_hf(lane, first)
-    before = outputs(lane, Task(False, LIMIT))
-    running = lane._backend._engine  # type: ignore[union-attr]
+    executor.load(first, "vllm", FP32)
+    assert_like_hf(executor, first)
+    before = outputs(executor, Task(False, LIMIT))
+    running = executor._backend._engine  # type: ignore[union-attr]
     if change in ("chat template", "ends of text", "tokenizer"):
         ask_otherwise(other, change)
     else:
         config = json.loads((other / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = 50.0
         (other / "config.json").write_text(json.dumps(config))
-    lane.load(other, "vllm", FP32)
-    assert (lane._backend._engine is running) == (change in ("chat template", "ends of text"))  # type: ignore[union-attr]
-    assert_like_hf(lane, other)
-    assert outputs(lane, Task(False, LIMIT)) != before
-    lane.load(first, "vllm", FP32)
-    assert outputs(lane, Task(False, LIMIT)) == before
+    executor.load(other, "vllm", FP32)
+    assert (executor._backend._engine is running) == (change in ("chat template", "ends of text"))  # type: ignore[union-attr]
+    assert_like_hf(executor, other)
+    assert outputs(executor, Task(False, LIMIT)) != before
+    executor.load(first, "vllm", FP32)
+    assert outputs(executor, Task(False, LIMIT)) == before

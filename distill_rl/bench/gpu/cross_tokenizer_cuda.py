@@ -24,7 +24,15 @@ from torch import Tensor
 from distill_rl.bench import record
 from distill_rl.bench.gpu.contenders import OURS, Case, Step
 from distill_rl.bench.gpu.losses_cuda import Figures, measure
-from distill_rl.losses import Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses import (
+    Chunks,
+    DenseLogits,
+    TopKLogprobs,
+    VocabularyProjection,
+    chunk_kd_loss,
+    kd_loss,
+    vocab_parallel_topk,
+)
 
 SIZES = {"cuda": (4096, 128_256, 151_936), "cpu": (128, 2048, 2560)}
 """Student rows, student columns and teacher columns by default."""
@@ -43,7 +51,7 @@ class Sides:
     labels: Tensor
     teacher_labels: Tensor
     chunks: Chunks
-    bridge: Bridge
+    bridge: VocabularyProjection
 
     @classmethod
     def draw(cls, sizes: Sequence[int], device: str) -> Sides:
@@ -80,7 +88,7 @@ def _chunks(rows: int, device: str) -> Chunks:
     return Chunks(student, teacher, count)
 
 
-def _bridge(columns: int, teacher_columns: int) -> Bridge:
+def _bridge(columns: int, teacher_columns: int) -> VocabularyProjection:
     """Two thirds of the smaller vocabulary in common; the others go into two or three tokens."""
     draw = torch.Generator().manual_seed(0)
     common = 2 * min(columns, teacher_columns) // 3
@@ -96,7 +104,7 @@ def _bridge(columns: int, teacher_columns: int) -> Bridge:
     first = torch.randint(0, teacher_columns - 3, (columns,), generator=draw)
     first[:common] = counterparts
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return Bridge(
+    return VocabularyProjection(
         indptr, first.repeat_interleave(lengths) + place, (weights / sums.repeat_interleave(lengths)).float(),
         teacher_columns, torch.arange(common), counterparts,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from distill_rl.losses import TopKLogprobs
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import ChunkRows, Crossing, RankBatch, TokenRows
+from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
 
 KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
 """Tokens of student and teacher in a chunk of text, over and over: three quarters are one to one."""
@@ -47,11 +47,11 @@ class Engines:
         for name, shape in (("student", pair.student), ("teacher", pair.teacher)):
             write_model(folder / name, shape, step.length)
         config = _config(folder, step)
-        crossings: list[Crossing | None] = []
+        crossings: list[CrossTokenizerSpec | None] = []
         if not pair.one_tokenizer:
             path = folder / "projection.safetensors"
             save_projection(made_up_projection(pair), path)
-            crossings = [Crossing("hybrid", str(path))]
+            crossings = [CrossTokenizerSpec("hybrid", str(path))]
         self.student = StudentEngine(
             config, world, vocabulary_size=pair.student.tokens, total_steps=total_steps, crossings=crossings
         )

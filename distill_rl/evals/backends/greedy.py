@@ -115,7 +115,7 @@ def write_by_library(model: Any, rows: Sequence[Row], ending: Ending) -> Iterato
     ids, mask = _pad([row.ids for row in rows], 0, model.device)
     outputs: list[Output | None] = [None] * len(rows)
 
-    class Watch(StoppingCriteria):
+    class ProcessMonitor(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
             for place, written in enumerate(input_ids[:, ids.shape[1] :].tolist()):
                 if outputs[place] is None:
@@ -128,7 +128,7 @@ def write_by_library(model: Any, rows: Sequence[Row], ending: Ending) -> Iterato
         attention_mask=mask,
         max_new_tokens=longest,
         use_cache=True,
-        stopping_criteria=StoppingCriteriaList([Watch()]),
+        stopping_criteria=StoppingCriteriaList([ProcessMonitor()]),
     )
     for row, output in zip(rows, outputs):
         assert output is not None, "the longest row decides when all stop"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from distill_rl.losses import (
     METHODS,
-    Bridge,
     Chunks,
     DenseLogits,
+    VocabularyProjection,
     chunk_kd_loss,
     fused_linear_kd_loss,
     kd_loss,
@@ -105,7 +105,7 @@ def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -
             yield "chunks", f"{method}, {average}", _error(_gradients(loss, ours.float().to(device)), truth)
 
 
-def _bridge(student: int, teacher: int) -> Bridge:
+def _bridge(student: int, teacher: int) -> VocabularyProjection:
     """Even ids are common; an odd one goes into two teacher tokens, mostly the first."""
     indices, values, indptr = [], [], [0]
     for token in range(student):
@@ -113,7 +113,7 @@ def _bridge(student: int, teacher: int) -> Bridge:
         values += [1.0] if token % 2 == 0 else [0.75, 0.25]
         indptr.append(len(indices))
     common = list(range(0, student, 2))
-    return Bridge.from_arrays(
+    return VocabularyProjection.from_arrays(
         indptr, indices, values, num_teacher=teacher, student_common=common, teacher_common=common
     )  # fmt: skip
 

@@ -330,7 +330,7 @@ class LearningFunction(RowFunction):
         """Added up over the calls of `gradient`, and forgotten."""
 
 
-class StreamedRows(torch.autograd.Function):
+class StreamingLoss(torch.autograd.Function):
     """A row function of logits that exist: [N, Vl] → its values.
 
     One of the two autograd functions of this package that see logits; the other is `linear.FusedRows`.

@@ -10,7 +10,7 @@ from torch import Tensor
 from distill_rl.losses.core.labels import LabelTerm
 from distill_rl.losses.core.sparse import TopKRows, rest_of
 from distill_rl.losses.core.streaming import chunks, floor_of
-from distill_rl.losses.cross_tokenizer.projection import Bridge
+from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
@@ -76,7 +76,7 @@ def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogpro
     return TopKLogprobs(ids, logprobs, rest, task.temperature)
 
 
-def translated(teacher: TopKLogprobs, bridge: Bridge, dtype: torch.dtype) -> TopKLogprobs:
+def translated(teacher: TopKLogprobs, bridge: VocabularyProjection, dtype: torch.dtype) -> TopKLogprobs:
     """Ids of the teacher's vocabulary → of the student's, log-probabilities in `dtype`."""
     floor = floor_of(dtype)
     ids = bridge.to_student[teacher.ids.long()]

@@ -14,7 +14,7 @@ from distill_rl.losses.core.sparse import Tail
 from distill_rl.losses.cross_tokenizer.chunks import METHODS, ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
 from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
-from distill_rl.losses.cross_tokenizer.projection import Bridge
+from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.rows import Terms
 from distill_rl.losses.cross_tokenizer.stops import with_stops
 from distill_rl.losses.cross_tokenizer.strict import strict
@@ -39,7 +39,7 @@ def chunk_kd_loss(
     student_logits: Tensor,
     teacher: TopKLogprobs | DenseLogits,
     chunks: Chunks,
-    bridge: Bridge,
+    bridge: VocabularyProjection,
     *,
     method: str,
     labels: Tensor,

@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Bridge:
+class VocabularyProjection:
     """The matrix W [V_s, V_t] in CSR, and the common vocabulary. V_s and V_t are columns of logits, padding included.
 
     A row of W says into which teacher tokens a student token goes; it sums to 1, or is empty where there is nothing to
@@ -58,7 +58,7 @@ class Bridge:
         teacher_common: Any,
         student_stops: Any = (),
         teacher_stops: Any = (),
-    ) -> Bridge:
+    ) -> VocabularyProjection:
         """Of arrays or lists, copied."""
 
         def ids(of: Any) -> Tensor:
@@ -71,7 +71,7 @@ class Bridge:
         )  # fmt: skip
 
     @classmethod
-    def from_projection(cls, projection: Any) -> Bridge:
+    def from_projection(cls, projection: Any) -> VocabularyProjection:
         """Of `distill_rl.align.Projection`."""
         return cls.from_arrays(
             projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
@@ -84,13 +84,13 @@ class Bridge:
         """V_s"""
         return self.indptr.shape[0] - 1
 
-    def to(self, device: torch.device | str) -> Bridge:
+    def to(self, device: torch.device | str) -> VocabularyProjection:
         moved = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
         }
         return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
 
-    def with_values(self, values: Tensor) -> Bridge:
+    def with_values(self, values: Tensor) -> VocabularyProjection:
         """The same support with other weights; what was derived is kept, relaxed matches of the first weights included."""
         return replace(self, values=values)
 
@@ -152,7 +152,7 @@ class ColumnProduct:
     x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`sweep.Scratch`).
     """
 
-    def __init__(self, bridge: Bridge, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
+    def __init__(self, bridge: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
         """columns: int64 [m], distinct teacher ids."""
         start, stop = bridge.once(
             (shard.offset, shard.size), lambda: bridge.indptr[[shard.offset, shard.offset + shard.size]].tolist()
@@ -220,14 +220,14 @@ class LearnableProjection(nn.Module):
     tensor-parallel alike, is the gradient: one all-reduce a step, by whoever steps the optimiser.
     """
 
-    def __init__(self, bridge: Bridge):
+    def __init__(self, bridge: VocabularyProjection):
         super().__init__()
         self._bridge = bridge
         self._width = int(bridge.indptr.diff().max()) if len(bridge.indices) else 1
         self.logits = nn.Parameter(bridge.values.detach().float().clamp_min(torch.finfo(torch.float32).tiny).log())
         """[nnz]"""
 
-    def forward(self) -> Bridge:
+    def forward(self) -> VocabularyProjection:
         """The bridge with the present weights, differentiable."""
         bridge = self._bridge
         rows = bridge.entry_rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distill_rl.losses import reference
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
-from distill_rl.losses.cross_tokenizer.projection import RELAXED_WEIGHT, Bridge
+from distill_rl.losses.cross_tokenizer.projection import RELAXED_WEIGHT, VocabularyProjection
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
 STRICT_TOP_K = 16
@@ -22,7 +22,7 @@ STRICT_TOP_K = 16
 
 @dataclass(frozen=True)
 class _Settings:
-    bridge: Bridge
+    bridge: VocabularyProjection
     divergence: str
     beta: float
     temperature: float
@@ -44,7 +44,7 @@ def chunk_kd_loss(
     student_logits: Tensor,
     teacher: TopKLogprobs | DenseLogits,
     chunks: Chunks,
-    bridge: Bridge,
+    bridge: VocabularyProjection,
     *,
     method: str,
     labels: Tensor,
@@ -198,7 +198,7 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
     return value[0]
 
 
-def _dense_projection(bridge: Bridge) -> Tensor:
+def _dense_projection(bridge: VocabularyProjection) -> Tensor:
     """W [V_s, V_t]"""
     matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
     rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.shards import VocabularyShard, split
 from distill_rl.losses.core.sparse import TAILS, Tail
-from distill_rl.losses.core.streaming import RowFunction, RowPlan, StreamedRows, accumulator, chunks, default_chunk
+from distill_rl.losses.core.streaming import RowFunction, RowPlan, StreamingLoss, accumulator, chunks, default_chunk
 from distill_rl.losses.cross_tokenizer.chunks import CHUNK_AVERAGES, METHODS, Chunks, Pairing, pair
-from distill_rl.losses.cross_tokenizer.projection import Bridge
+from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.divergence import Divergence, resolve
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
@@ -33,7 +33,7 @@ class ChunkTask:
     """int64, row numbers of those that have one"""
     pairing: Pairing
     teacher: TopKLogprobs | DenseLogits
-    bridge: Bridge
+    bridge: VocabularyProjection
     divergence: Divergence
     temperature: float
     tail: Tail
@@ -145,7 +145,7 @@ class RowSweep:
 
     def run(self, function: RowFunction, *parameters: Tensor) -> tuple[Tensor, ...]:
         """The function's values of the rows in the order of the sweep."""
-        return StreamedRows.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
+        return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
 
     def realised(self, values: Tensor) -> Tensor:
         """The part of [M] that belongs to the student's side of the chunks, in its order."""
@@ -163,7 +163,7 @@ def make_task(
     student_logits: Tensor,
     teacher: TopKLogprobs | DenseLogits,
     chunk_numbers: Chunks,
-    bridge: Bridge,
+    bridge: VocabularyProjection,
     *,
     method: str,
     labels: Tensor,
@@ -217,7 +217,7 @@ def _default_piece(shard: VocabularyShard, teacher: TopKLogprobs | DenseLogits, 
 def _check_teacher(
     teacher: TopKLogprobs | DenseLogits,
     method: str,
-    bridge: Bridge,
+    bridge: VocabularyProjection,
     temperature: float,
     chunk_average: str,
     validate: bool | None,
@@ -246,7 +246,7 @@ def _check_teacher(
 _KINDS = {("logits",): "DenseLogits", ("topk", "logits"): "TopKLogprobs or DenseLogits"}
 
 
-def _check_bridge(bridge: Bridge, method: str, columns: int) -> None:
+def _check_bridge(bridge: VocabularyProjection, method: str, columns: int) -> None:
     if bridge.num_student != columns:
         raise ValueError(
             f"bridge: must have a row for each of the student's {columns} columns; got {bridge.num_student}"

@@ -40,7 +40,7 @@ class AlignerWorker:
         if any(self._crossing) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
         from distill_rl.data.collate import Tokenization
-        from distill_rl.data.pairing import BatchBuilder, Partner
+        from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
         from distill_rl.models.hub import stops_of, tokenizer_of
 
         data = self._config.data
@@ -49,7 +49,7 @@ class AlignerWorker:
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )
         partners = [
-            Partner.of(
+            CrossTokenizerTeacher.of(
                 teacher.name,
                 tokenizer,
                 tokenizer_of(teacher),

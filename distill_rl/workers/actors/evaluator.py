@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import LocalLane, Task
+from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.options import Asked, Options
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import Process, identify
@@ -31,7 +31,7 @@ class EvalWorker:
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
         self._threads = threads
         self._gauges = Gauges(run)
-        self._lane = LocalLane()
+        self._executor = LocalExecutor()
         self._loaded: tuple[object, list[Asked]] | None = None
 
     def identify(self) -> Process:
@@ -41,16 +41,16 @@ class EvalWorker:
         """Nothing to do before a model is named."""
 
     def stop(self) -> None:
-        self._lane.close()
+        self._executor.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
         """Loads a model; the device that it is on."""
-        self._lane.load(folder, backend, self._settled(settings))
-        return self._lane.device
+        self._executor.load(folder, backend, self._settled(settings))
+        return self._executor.device
 
     def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
         """(index of the item, its output) for every item."""
-        return list(self._lane.outputs(task, items))
+        return list(self._executor.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
         """Whole suites with grading, results on disk included: suite → result. Of a GPU that it shares it keeps nothing
@@ -61,12 +61,12 @@ class EvalWorker:
         options = replace(options, settings=self._settled(options.settings))
         start = time.perf_counter()
         try:
-            return evaluate_models([model], suites, data, options, self._lane, asked=asked)[model.name]
+            return evaluate_models([model], suites, data, options, self._executor, asked=asked)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)
             if options.backend != "vllm":
-                self._lane.close()
+                self._executor.close()
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[Asked]:
         """Read once, as long as the same are asked for."""

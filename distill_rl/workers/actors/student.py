@@ -17,7 +17,7 @@ from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.assemble import fetch_rows, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
-from distill_rl.types import Crossing, RankBatch
+from distill_rl.types import CrossTokenizerSpec, RankBatch
 from distill_rl.workers.actors.probe import Problem, probe_tensors, reporting
 from distill_rl.workers.actors.rank import RankWorker
 from distill_rl.workers.actors.teacher import Published
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRun:
+class Retryable:
     """Instead of metrics: the call changed nothing, on no rank, and may be made again."""
 
     reason: str
@@ -42,7 +42,7 @@ class StudentWorker(RankWorker):
         rank: int,
         config: Config,
         total_steps: int,
-        crossings: Sequence[Crossing | None],
+        crossings: Sequence[CrossTokenizerSpec | None],
         vocabulary_size: int,
         threads: int,
     ):
@@ -50,7 +50,7 @@ class StudentWorker(RankWorker):
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._crossings = crossings
         self._gauges = Gauges(config.run.name)
-        self._next_wave = 0
+        self._next_sub_batch = 0
         self._step_s = self._fetch_s = 0.0
         self._far_bytes = 0
 
@@ -85,20 +85,22 @@ class StudentWorker(RankWorker):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
-        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
-    ) -> dict[str, Metric] | NotRun:
-        """forward_backward of one wave of a batch, and after the last one optim_step.
+        self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric] | Retryable:
+        """forward_backward of one sub-batch of a batch, and after the last one optim_step.
 
-        All targets of the wave are opened before anything is computed, and all ranks together go on or do not: a teacher
+        All targets of the sub-batch are opened before anything is computed, and all ranks together go on or do not: a teacher
         that dies afterwards is missed by nobody.
 
         Args:
-            wave: counted from 0; one that does not follow the last is not run, as its predecessor was not.
+            sub_batch: counted from 0; one that does not follow the last is not run, as its predecessor was not.
             published: every teacher's results, of which `teacher_sizes` says how many belong to each; none of one that
                 was lost.
         """
-        if wave != self._next_wave:
-            return NotRun(f"wave {wave} of batch {batch.index} came when wave {self._next_wave} was due")
+        if sub_batch != self._next_sub_batch:
+            return Retryable(
+                f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
+            )
         start = time.perf_counter()
         targets = self._targets(teacher_sizes, published)
         with ExitStack() as opened:
@@ -108,14 +110,14 @@ class StudentWorker(RankWorker):
             metrics = self._engine.forward_backward(batch, targets, scores, last=last)
         if last:
             metrics |= self._engine.optim_step()
-        self._next_wave = 0 if last else wave + 1
+        self._next_sub_batch = 0 if last else sub_batch + 1
         self._step_s += time.perf_counter() - start
         self._fetch_s += targets.seconds
         self._far_bytes += targets.far_bytes
         return metrics | self._measured() if last else metrics
 
-    def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> NotRun | None:
-        """Opens what this rank reads of a wave; what is in the way, if some rank cannot. Nobody is asked where no rank
+    def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
+        """Opens what this rank reads of a sub-batch; what is in the way, if some rank cannot. Nobody is asked where no rank
         reads anything."""
         if not targets.published:
             return None
@@ -127,7 +129,7 @@ class StudentWorker(RankWorker):
             able, problem = False, str(error)
         if self._engine.all_agree(able):
             return None
-        return NotRun(problem)
+        return Retryable(problem)
 
     def _measured(self) -> dict[str, Metric]:
         """Times and bytes since this was last asked."""
@@ -144,9 +146,9 @@ class StudentWorker(RankWorker):
         return measured
 
     def evaluate(
-        self, batch: RankBatch, wave: int, last: bool, teacher_sizes: Sequence[int], *published: Published
-    ) -> dict[str, Metric] | NotRun:
-        """KD and CE of a wave, without a gradient; arguments as of `train`."""
+        self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+    ) -> dict[str, Metric] | Retryable:
+        """KD and CE of a sub-batch, without a gradient; arguments as of `train`."""
         targets = self._targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):

@@ -22,8 +22,8 @@ _SLACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """What one teacher rank did for one wave of a batch, in numbers."""
+class TeacherStats:
+    """What one teacher rank did for one sub-batch of a batch, in numbers."""
 
     num_bytes: int = 0
     num_positions: int = 0
@@ -35,10 +35,10 @@ class Taught:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one teacher rank wrote for one wave of a batch."""
+    """What one teacher rank wrote for one sub-batch of a batch."""
 
     handles: tuple[Handle, ...] = ()
-    measured: Taught = Taught()
+    measured: TeacherStats = TeacherStats()
     score: float = 0.0
     """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
 
@@ -87,14 +87,14 @@ class TeacherWorker(RankWorker):
 
         start = time.perf_counter()
         replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
-        wave = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
+        sub_batch = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0
         for number, (layout, tensors) in enumerate(self._engine.forward(batch)):
             if self._world.tp_rank:
                 continue
             began = time.perf_counter()
             parallel = self._config.student.parallel
-            readers = readers_of(layout, *wave, dp=parallel.dp, tp=parallel.tp)
+            readers = readers_of(layout, *sub_batch, dp=parallel.dp, tp=parallel.tp)
             handles.append(self._ring.publish(slots[number], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
         if self._world.device.type == "cuda":  # or the seconds would be those of launching the work
@@ -102,7 +102,7 @@ class TeacherWorker(RankWorker):
         self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
         if self._world.tp_rank:
             return Published()
-        measured = Taught(
+        measured = TeacherStats(
             sum(handle.num_bytes for handle in handles),
             sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in handles),
             time.perf_counter() - start,

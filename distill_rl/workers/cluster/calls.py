@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayE
 from distill_rl.errors import DistillError, GpuMemoryError, WorkerError
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
-from distill_rl.workers.cluster.process_monitor import Watch
+from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 
 _POLL_S = 0.25
 """A signal handler only sets a flag (raising inside ray.get is swallowed), so waits look up this often."""
@@ -46,7 +46,7 @@ class Calls:
     """by name, of those that have been identified"""
     after_death: str = "resume from the last checkpoint with --resume"
     when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s, evaluate.timeout_s), or look into logs/"
-    watch: Watch | None = None
+    watch: ProcessMonitor | None = None
     """looks at the processes while somebody waits for them"""
     report_after_s: float = 60.0
     """between reports of a wait, with a watch"""
@@ -162,7 +162,9 @@ class Calls:
         return explain(error, actor, what, self.after_death, self.watch)
 
 
-def explain(error: BaseException, actor: str, what: str, after_death: str, watch: Watch | None = None) -> DistillError:
+def explain(
+    error: BaseException, actor: str, what: str, after_death: str, watch: ProcessMonitor | None = None
+) -> DistillError:
     """One line that names the actor, its node, what it was doing, and the cause; with its last words if it died."""
     name, actor = actor, watch.where(actor) if watch else actor
     cause = error.cause if isinstance(error, RayTaskError) else error

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.calls import Calls
-from distill_rl.workers.cluster.placement import SeatingPlan, options
+from distill_rl.workers.cluster.placement import PlacementPlan, options
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -27,7 +27,7 @@ class WorkerGroup:
         self,
         worker: type,
         names: Sequence[str],
-        plan: SeatingPlan,
+        plan: PlacementPlan,
         placement: PlacementGroup,
         calls: Calls,
         *arguments: Any,

@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
-from distill_rl.transport.choose import require_crossing
+from distill_rl.transport.choose import require_between_nodes
 
 _POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ActorPlacement:
     """One actor's place: its name, its bundle, and its share of the bundle."""
 
     actor: str
@@ -34,9 +34,9 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class SeatingPlan:
+class PlacementPlan:
     bundles: tuple[Mapping[str, float], ...]
-    seats: Mapping[str, Seat]
+    seats: Mapping[str, ActorPlacement]
     nodes: tuple[str | None, ...] = ()
     """per bundle the node that it must be on; empty, or None: any"""
 
@@ -83,7 +83,7 @@ def seat(
     gpus: float,
     nodes: Sequence[Node] = (),
     needs: Mapping[str, float] | None = None,
-) -> SeatingPlan:
+) -> PlacementPlan:
     """Which actors sit together.
 
     `colocated`: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
@@ -116,7 +116,7 @@ def seat(
     shared = {EVALUATOR: config.evaluate.gpu_share} if config.evaluate.suites and not alone else {}
     share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
-    seats: dict[str, Seat] = {}
+    seats: dict[str, ActorPlacement] = {}
     for index, together in enumerate(tables):
         guests = dict.fromkeys(aligners[index :: len(tables)] if share else [], share) | (shared if not index else {})
         left = 1.0 - sum(guests.values())
@@ -125,16 +125,16 @@ def seat(
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         held = _memory_shares(together, left, needs) if gpus and EVALUATOR in guests else {}
         for name in together:
-            seats[name] = Seat(name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0))
+            seats[name] = ActorPlacement(name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0))
         for name, part in guests.items():
-            seats[name] = Seat(name, index, 1.0, part)
+            seats[name] = ActorPlacement(name, index, 1.0, part)
     ranks = len(bundles)
     for name in [*([] if share else aligners), *alone]:
         of_gpu = 1.0 if gpus and name in alone else 0.0
         bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
-        seats[name] = Seat(name, len(bundles) - 1, 1.0, of_gpu)
+        seats[name] = ActorPlacement(name, len(bundles) - 1, 1.0, of_gpu)
     own = _own_nodes(config, bundles[:ranks], len(student), nodes)
-    return SeatingPlan(tuple(bundles), seats, (*own, *[None] * (len(bundles) - len(own))) if own else ())
+    return PlacementPlan(tuple(bundles), seats, (*own, *[None] * (len(bundles) - len(own))) if own else ())
 
 
 def _too_greedy(guests: Mapping[str, float], aligners: bool) -> ConfigError:
@@ -155,7 +155,7 @@ def _own_nodes(
         return _replicas_together(bundles, config.student.parallel, nodes)
     apart = _nodes_apart(bundles, num_student, nodes)
     if apart:
-        require_crossing(config.transport)
+        require_between_nodes(config.transport)
     return apart
 
 
@@ -212,7 +212,7 @@ def _replicas_together(
 
 
 @contextmanager
-def reserve(plan: SeatingPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
+def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
     """Reserves all bundles at once; asks `interrupted`, which may raise, while it waits.
 
     Raises:
@@ -237,7 +237,7 @@ def reserve(plan: SeatingPlan, *, timeout_s: float, interrupted: Callable[[], No
         remove_placement_group(group)
 
 
-def shortage(plan: SeatingPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
+def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
     """Asked, in the cluster and free, per resource, on one line."""
     asked: Counter[str] = Counter()
     for bundle in plan.bundles:
@@ -250,7 +250,7 @@ def shortage(plan: SeatingPlan, total: Mapping[str, float], available: Mapping[s
     return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
 
 
-def options(seat: Seat, group: PlacementGroup) -> dict:
+def options(seat: ActorPlacement, group: PlacementGroup) -> dict:
     """Ray options of the actor at this seat. Never restarted by Ray: a restart would silently run queued calls on a fresh actor."""
     return {
         "name": seat.actor,

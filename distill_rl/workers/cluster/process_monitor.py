@@ -38,7 +38,7 @@ _NOISE = re.compile(r"^(:\w+:.*|\s*)$")
 log = logging.getLogger(__name__)
 
 
-class NodeWatch:
+class NodeMonitor:
     """Eyes and hands on one node: an object in the driver for its own, an actor on every other."""
 
     def states(self, processes: Sequence[Process]) -> list[str]:
@@ -80,7 +80,7 @@ class _Question(NamedTuple):
     asked: float
 
 
-class Watch:
+class ProcessMonitor:
     """The driver's view of all nodes.
 
     Args:
@@ -90,7 +90,7 @@ class Watch:
 
     def __init__(self, config: FaultsConfig, processes: Mapping[str, Process], folder: Path):
         self._config, self._processes, self._folder = config, processes, folder
-        self._here = NodeWatch()
+        self._here = NodeMonitor()
         self._there: dict[str, Any] = {}
         self._sent = 0
         self._asked: dict[str, _Question] = {}
@@ -182,7 +182,7 @@ class Watch:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             name = f"watch-{node[:8]}-{self._sent}"
             options = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "max_restarts": 0}
-            self._there[node] = ray.remote(NodeWatch).options(**options).remote()
+            self._there[node] = ray.remote(NodeMonitor).options(**options).remote()
         return self._there[node]
 
     def _kill(self, process: Process) -> None:

@@ -21,7 +21,7 @@ from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import Seat, SeatingPlan, reserve
+from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
 from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.session import ray_session
 
@@ -44,7 +44,7 @@ class Shards:
     """in which a model must be loaded, and one call of up to a few batches be done"""
 
 
-class RayLane:
+class RayExecutor:
     """Starts (or joins) Ray when the first model is loaded; ends all that it started when the block ends.
 
     Args:
@@ -74,7 +74,7 @@ class RayLane:
         self._backend: BackendName = "hf"
         self._batch_size = 1
 
-    def __enter__(self) -> RayLane:
+    def __enter__(self) -> RayExecutor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
@@ -128,8 +128,8 @@ class RayLane:
         each = self._gpus_each(gpus, tensor_parallel)
         names = self._names
         bundle = {"CPU": 1.0} | ({"GPU": each} if each else {})
-        seats = {name: Seat(name, index, 1.0, each) for index, name in enumerate(names)}
-        plan = SeatingPlan(tuple(bundle for _ in names), seats)
+        seats = {name: ActorPlacement(name, index, 1.0, each) for index, name in enumerate(names)}
+        plan = PlacementPlan(tuple(bundle for _ in names), seats)
         timeout_s = settings.placement_timeout_s
         placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))
         threads = max(1, len(os.sched_getaffinity(0)) // count)

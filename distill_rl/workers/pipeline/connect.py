@@ -19,7 +19,7 @@ from distill_rl.transport.segment import Backing
 from distill_rl.workers.actors.probe import Problem
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.pipeline import Refs, Teachers
+from distill_rl.workers.pipeline.sub_batch import Refs, Teachers
 
 FALLBACK = "object_store"
 

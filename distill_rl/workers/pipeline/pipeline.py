@@ -1,259 +1,190 @@
-"""Aligner → teachers → student, as chained references: the driver never waits between them.
+"""Aligners → teachers → student, as chained Ray references. The driver moves references and never waits between stages.
 
-Ray resolves an argument before a call runs, and runs the calls of a synchronous actor in the order of
-submission, so look-ahead needs no threads: a batch is aligned and seen by the teachers while the
-student still trains on an earlier one.
+Ray resolves a call's arguments before it runs the call, and a synchronous actor runs its calls in the order of
+submission. So look-ahead needs no threads: the driver submits a batch to the aligners and to the teachers while the
+student still trains on an earlier one, and only ever waits for the student.
+
+How one batch moves (`SubBatch` lists the states):
+
+1. `submit` hands the batch to an aligner, cuts the references to its results into sub-batches and queues them.
+2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls the
+   teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
+3. `settle` makes the batch the current one and waits for its alignment. The current batch comes first in the queue.
+4. The student group calls the student on each sub-batch whose teachers have been called, and waits for it.
+5. `finish` gives the slots back: every reader has returned, so they can be overwritten. That makes room for step 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import ray
 
 from distill_rl.config.derive import RingPlan
-from distill_rl.config.schema import TeacherConfig
 from distill_rl.data.collate import BatchPlan
-from distill_rl.observe.metrics import Metric
 from distill_rl.transport.base import Slot
-from distill_rl.types import BatchInfo, Cursor, DocumentBatch
-from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.aligner_pool import AlignerPool, Pending
+from distill_rl.types import BatchInfo, DocumentBatch
+from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.slots import SlotLedger
-
-Refs = dict[ray.ObjectRef, str]
-"""calls, each with the name of the actor that was called"""
-Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
-"""those that run, with their ranks"""
-
-
-@dataclass
-class Wave:
-    """Rows of a batch that teachers and student work on in one call each: references and slots only."""
-
-    index: int
-    student: list[ray.ObjectRef]
-    """parts for the student's data-parallel ranks"""
-    teachers: list[list[ray.ObjectRef]]
-    """parts for each teacher's"""
-    taught: bool = False
-    """whether the teachers have been called"""
-    slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
-    """held, by teacher; the same in each of its replicas"""
-    lessons: list[list[Refs]] = field(default_factory=list)
-    """per teacher and data-parallel replica the calls of its ranks, of which the first publishes; empty before they
-    are made, and for a teacher that was lost"""
-    learning: Refs = field(default_factory=dict)
-    """the student's calls"""
-    learnt: bool = False
-    """whether all of these are known to have ended well"""
-
-    @property
-    def published(self) -> list[list[ray.ObjectRef]]:
-        """Per teacher what its replicas publish."""
-        return [[next(iter(replica)) for replica in teacher] for teacher in self.lessons]
-
-    @property
-    def teaching(self) -> Refs:
-        """All calls of teachers; those that publish nothing are watched for their errors."""
-        return {ref: name for teacher in self.lessons for replica in teacher for ref, name in replica.items()}
-
-    def drop(self) -> None:
-        for references in (self.student, self.teachers, self.lessons, self.learning):
-            references.clear()
-
-
-@dataclass
-class PendingBatch:
-    """A batch on its way: references only. Nothing of it stays alive after `release`."""
-
-    index: int
-    cursor: Cursor
-    aligned: Pending
-    waves: list[Wave]
-    metrics: dict[str, Metric] = field(default_factory=dict)
-
-    @contextmanager
-    def lease(self) -> Iterator[tuple[PendingBatch, list[Wave]]]:
-        """The batch and its waves for the length of one step; whatever happens, they are released after it."""
-        try:
-            yield self, self.waves
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        self.aligned.parts.clear()
-        for wave in self.waves:
-            wave.drop()
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, SubBatch, Teachers
 
 
 class Pipeline:
-    """Submits batches to the aligner and, as far as the rings have room, to the teachers.
+    """Submits batches to the aligners and, as far as their rings have room, to the teachers.
 
-    Nothing ever waits for a slot inside a call: a wave is submitted when its slots are free, in order, and slots are
-    free when the student's call that read them has returned. The batch that is being trained on comes first, and the
-    others leave it room for one wave, so that it can always go on; validation needs no room of its own.
+    The batch being trained on has priority. Later batches always leave it room for one sub-batch, so it can always
+    continue; a validation batch becomes the current one and needs no ring of its own.
 
     Args:
-        rings: how many slots they have, and what a wave takes of them.
+        rings: the number of slots per ring, and how many of them a sub-batch takes.
     """
 
-    def __init__(
-        self,
-        aligners: AlignerPool,
-        teachers: Teachers,
-        plan: BatchPlan,
-        rings: RingPlan,
-    ):
+    def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
         self._aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
-        self._waiting: list[tuple[PendingBatch, Wave]] = []
-        """in the order in which they will be called, but that those of the current batch come first"""
-        self._open: list[Wave] = []
-        """those that were taught and not finished, in the order of teaching"""
-        self._ahead: list[PendingBatch] = []
-        """those whose alignment nobody has waited for"""
+        self._queue: list[tuple[PendingBatch, SubBatch]] = []
+        """QUEUED sub-batches in the order in which their teachers will be called."""
+        self._open: list[SubBatch] = []
+        """Sub-batches that hold slots, in the order in which their teachers were called."""
+        self._unsettled: list[PendingBatch] = []
+        """Batches whose alignment nobody has waited for yet."""
         self.lost: set[str] = set()
-        """teachers that the run goes on without"""
+        """Teachers that the run continues without."""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to the aligner and, when there is room, to the teachers."""
+        """Hands a batch to an aligner and, if there is room, to the teachers."""
         pending = PendingBatch(batch.index, batch.cursor, self._aligners.submit(batch), [])
-        self._ahead.append(pending)
-        self._lay_out(pending)
-        self._pump()
+        self._unsettled.append(pending)
+        self._split(pending)
+        self._advance()
         return pending
 
     def settle(self, pending: PendingBatch) -> BatchInfo:
-        """Makes a batch the current one and waits for its alignment; where that took a second try, the teachers are
-        called again."""
+        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers are
+        called again with the new rows."""
         self._current = pending
-        self._pump()
-        return self._aligned(pending)
+        self._advance()
+        return self._wait_for_alignment(pending)
 
-    def look_after(self) -> None:
-        """Replaces an aligner that hangs on a batch to come: a teacher that was called on it would work on nothing else."""
-        for pending in list(self._ahead):
+    def check_aligners(self) -> None:
+        """Replaces an aligner that hangs on a later batch: teachers called on that batch would be blocked behind it."""
+        for pending in list(self._unsettled):
             if self._aligners.overdue(pending.aligned):
-                self._aligned(pending)
+                self._wait_for_alignment(pending)
+
+    def finish(self, sub_batch: SubBatch) -> None:
+        """Releases a sub-batch whose readers have all returned."""
+        self._release([sub_batch])
+        self._advance()
+
+    def resubmit(self, name: str, replica: int) -> None:
+        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in the
+        original order and with the original slots, which exist in its new ring too."""
+        t = self._index(name)
+        for sub_batch in self._open:
+            if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed
+                leader = next(iter(sub_batch.teacher_calls[t][replica].items()))
+                sub_batch.teacher_calls[t][replica] = dict([leader])
+            else:
+                sub_batch.teacher_calls[t][replica] = self._call(t, replica, sub_batch, sub_batch.slots[name])
+
+    def lose(self, name: str) -> None:
+        """Continues without a teacher. Sub-batches that were waiting for it keep the other teachers' targets."""
+        self.lost.add(name)
+        t = self._index(name)
+        for sub_batch in self._open:
+            if sub_batch.state is not State.DONE:
+                sub_batch.teacher_calls[t] = []
+            self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
+        self._advance()
 
     @property
     def aligner_restarts(self) -> int:
         return self._aligners.restarts
 
-    def _aligned(self, pending: PendingBatch) -> BatchInfo:
-        self._ahead = [each for each in self._ahead if each is not pending]
-        info, replaced = self._aligners.settle(pending.aligned)
-        if replaced:
-            self._withdraw(pending, pending.waves)
-            self._lay_out(pending)
-        needed = -(-info.num_rows // self._rings.rows_per_wave)
-        self._withdraw(pending, pending.waves[needed:])
-        del pending.waves[needed:]
-        self._pump()
-        return info
-
-    def finish(self, wave: Wave) -> None:
-        """Takes back the slots of a wave whose readers have all returned, and lets go of what was in them."""
-        self._give_back(wave)
-        wave.drop()
-        self._pump()
-
     @property
     def queue(self) -> int:
-        """Batches that the aligners have yet to answer."""
+        """Batches that the aligners have not finished."""
         return self._aligners.queue
 
     def occupancy(self) -> dict[str, float]:
-        """By teacher the largest share of a ring in use since this was last asked."""
+        """Per teacher, the largest share of its ring in use since the last call."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
-    def teach_again(self, name: str, replica: int) -> None:
-        """Calls a replica that took the place of another on all that the student has still to learn, in the same order and
-        into the same slots of its new ring."""
-        index = self._index(name)
-        for wave in self._open:
-            if wave.learnt:  # what its first rank published was enough, whatever became of the others
-                leader = next(iter(wave.lessons[index][replica].items()))
-                wave.lessons[index][replica] = dict([leader])
-            else:
-                wave.lessons[index][replica] = self._call(index, replica, wave)
+    def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
+        self._unsettled = [each for each in self._unsettled if each is not pending]
+        info, replaced = self._aligners.settle(pending.aligned)
+        if replaced:  # the first references failed, and so did the calls that got them
+            self._release(pending.sub_batches)
+            self._split(pending)
+        needed = -(-info.num_rows // self._rings.rows_per_sub_batch)
+        self._release(pending.sub_batches[needed:])
+        del pending.sub_batches[needed:]
+        self._advance()
+        return info
 
-    def lose(self, name: str) -> None:
-        """Goes on without a teacher: what it was called on counts as taught by the others alone."""
-        self.lost.add(name)
-        index = self._index(name)
-        for wave in self._open:
-            if not wave.learnt:
-                wave.lessons[index] = []
-            self._ledgers[name].give_back(wave.slots.pop(name, ()))
-        self._pump()
-
-    def _index(self, name: str) -> int:
-        return [teacher.name for teacher, _ in self._teachers].index(name)
-
-    def _lay_out(self, pending: PendingBatch) -> None:
-        """Cuts what the aligner will return into waves, and queues them."""
+    def _split(self, pending: PendingBatch) -> None:
+        """Cuts the references to an aligner's results into sub-batches and queues them."""
         parts = iter(pending.aligned.parts)
         plan = self._plan
 
         def take(dp: int) -> list[list[ray.ObjectRef]]:
-            return [[next(parts) for _ in range(dp)] for _ in range(plan.waves)]
+            return [[next(parts) for _ in range(dp)] for _ in range(plan.sub_batches)]
 
         student = take(plan.student.dp)
-        teachers = [take(share.dp) for share in plan.teachers]
-        pending.waves[:] = [
-            Wave(index, student[index], [teacher[index] for teacher in teachers]) for index in range(plan.waves)
+        teachers = [take(sharding.dp) for sharding in plan.teachers]
+        pending.sub_batches[:] = [
+            SubBatch(i, student[i], [teacher[i] for teacher in teachers]) for i in range(plan.sub_batches)
         ]
-        self._waiting += [(pending, wave) for wave in pending.waves]
+        self._queue += [(pending, sub_batch) for sub_batch in pending.sub_batches]
 
-    def _withdraw(self, pending: PendingBatch, waves: Sequence[Wave]) -> None:
-        """Forgets waves of which nothing is or will be published: their arguments failed, or hold no rows."""
-        gone = {id(wave) for wave in waves}
-        self._waiting = [entry for entry in self._waiting if id(entry[1]) not in gone]
-        for wave in waves:
-            self._give_back(wave)
-
-    def _give_back(self, wave: Wave) -> None:
-        self._open = [each for each in self._open if each is not wave]
-        for name, slots in wave.slots.items():
-            self._ledgers[name].give_back(slots)
-        wave.slots = {}
-
-    def _pump(self) -> None:
-        """Calls the teachers on every wave that there is room for."""
-        self._waiting.sort(key=lambda entry: entry[0] is not self._current)
-        while self._waiting and self._has_room(self._waiting[0][0]):
-            self._teach(self._waiting.pop(0)[1])
+    def _advance(self) -> None:
+        """Calls the teachers on every queued sub-batch that there is room for."""
+        self._queue.sort(key=lambda entry: entry[0] is not self._current)  # stable
+        while self._queue and self._has_room(self._queue[0][0]):
+            self._call_teachers(self._queue.pop(0)[1])
 
     def _has_room(self, pending: PendingBatch) -> bool:
-        current = self._current.waves if self._current else []
+        """Whether every ring has free slots for one more sub-batch of this batch."""
+        current = self._current.sub_batches if self._current else []
         for name, ledger in self._ledgers.items():
             if name in self.lost:
                 continue
-            wave = self._rings.slots_per_wave[name]
-            if ledger.free < wave:
+            needed = self._rings.slots_per_sub_batch[name]
+            if ledger.free < needed:
                 return False
-            ahead = ledger.held - sum(len(each.slots.get(name, ())) for each in current)
-            if pending is not self._current and ahead + wave > ledger.num_slots - wave:
-                return False
+            held_by_later = ledger.held - sum(len(each.slots.get(name, ())) for each in current)
+            if pending is not self._current and held_by_later + needed > ledger.num_slots - needed:
+                return False  # the current batch must always find room for one sub-batch
         return True
 
-    def _teach(self, wave: Wave) -> None:
-        wave.taught = True
-        self._open.append(wave)
-        for index, (teacher, _) in enumerate(self._teachers):
+    def _call_teachers(self, sub_batch: SubBatch) -> None:
+        slots: dict[str, tuple[Slot, ...]] = {}
+        calls: list[list[Refs]] = []
+        for t, (teacher, _) in enumerate(self._teachers):
             if teacher.name in self.lost:
-                wave.lessons.append([])
+                calls.append([])
                 continue
-            wave.slots[teacher.name] = self._ledgers[teacher.name].take(self._rings.slots_per_wave[teacher.name])
-            wave.lessons.append([self._call(index, replica, wave) for replica in range(teacher.parallel.dp)])
+            own = self._ledgers[teacher.name].take(self._rings.slots_per_sub_batch[teacher.name])
+            slots[teacher.name] = own
+            calls.append([self._call(t, replica, sub_batch, own) for replica in range(teacher.parallel.dp)])
+        sub_batch.call_teachers(slots, calls)
+        self._open.append(sub_batch)
 
-    def _call(self, index: int, replica: int, wave: Wave) -> Refs:
-        """Has the ranks of one replica teach a wave."""
-        teacher, group = self._teachers[index]
+    def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
+        """Calls `forward` on the ranks of one replica."""
+        teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
-        return group.submit("forward", wave.teachers[index][replica], wave.slots[teacher.name], ranks=ranks)
+        return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)
+
+    def _release(self, sub_batches: Sequence[SubBatch]) -> None:
+        gone = {id(each) for each in sub_batches}
+        self._queue = [entry for entry in self._queue if id(entry[1]) not in gone]
+        self._open = [each for each in self._open if id(each) not in gone]
+        for sub_batch in sub_batches:
+            for name, slots in sub_batch.release().items():
+                self._ledgers[name].give_back(slots)
+
+    def _index(self, name: str) -> int:
+        return [teacher.name for teacher, _ in self._teachers].index(name)

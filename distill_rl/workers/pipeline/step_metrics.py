@@ -8,26 +8,26 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
 from distill_rl.types import AlignmentInfo, BatchInfo
-from distill_rl.workers.actors.teacher import Taught
+from distill_rl.workers.actors.teacher import TeacherStats
 
 
 def describe_transport(
     config: Config,
-    taught: Sequence[Sequence[Sequence[Taught]]],
+    taught: Sequence[Sequence[Sequence[TeacherStats]]],
     occupancy: Mapping[str, float],
     lost: Collection[str] = (),
 ) -> dict[str, Metric]:
     """Times and bytes of one batch.
 
     Args:
-        taught: wave by wave, per running teacher what each replica measured.
+        taught: sub-batch by sub-batch, per running teacher what each replica measured.
         occupancy: by teacher the largest share of its ring in use.
         lost: teachers that the run goes on without, of which nothing is told.
     """
     teachers = running_teachers(config)
     if not teachers:
         return {}
-    everything = [each for wave in taught for teacher in wave for each in teacher]
+    everything = [each for sub_batch in taught for teacher in sub_batch for each in teacher]
     num_bytes = sum(each.num_bytes for each in everything)
     positions = sum(each.num_positions for each in everything)
     metrics = {
@@ -39,7 +39,7 @@ def describe_transport(
             continue
         suffix = f"/{teacher.name}" if len(teachers) > 1 else ""
         metrics[f"transport/slot_occupancy{suffix}"] = Metric(occupancy[teacher.name], "max")
-        replicas = list(zip(*(wave[number] for wave in taught)))
+        replicas = list(zip(*(sub_batch[number] for sub_batch in taught)))
         for part in ("forward", "publish"):
             slowest = max(sum(getattr(each, f"{part}_s") for each in replica) for replica in replicas)
             metrics[f"timing/{teacher.name}/{part}"] = Metric(slowest, "max")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,29 +11,37 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
-from distill_rl.workers.actors.student import NotRun
-from distill_rl.workers.actors.teacher import Taught
+from distill_rl.workers.actors.student import Retryable
+from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.pipeline import PendingBatch, Pipeline, Refs, Wave
+from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
-from distill_rl.workers.pipeline.teacher_recovery import Repair
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, SubBatch
+from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Training or validating on one batch."""
+
+    method: str
+    """Of StudentWorker."""
+    what: str
+    """For messages."""
+    timers: tuple[str, str, str]
+    """Names under which the waits for the aligner, the teachers and the student are timed."""
 
 
 @dataclass
-class _Pass:
-    """One batch's way through the student.
+class _Progress:
+    """One batch on its way through the student."""
 
-    `parts` are the names under which the waits for the aligner, the teachers and the student are timed.
-    """
-
-    method: str
-    what: str
-    parts: tuple[str, str, str]
-    last: Wave
-    running: deque[Wave] = field(default_factory=deque)
-    """called, and not yet waited for"""
-    taught: list[list[list[Taught]]] = field(default_factory=list)
+    stage: _Stage
+    last: SubBatch
+    running: deque[SubBatch] = field(default_factory=deque)
+    """TRAINING: the student has been called and not yet waited for."""
+    teacher_stats: list[list[list[TeacherStats]]] = field(default_factory=list)
     results: list[dict[str, Metric]] = field(default_factory=list)
 
 
@@ -44,104 +53,119 @@ class StudentGroup:
         calls: Calls,
         timer: StepTimer,
         pipeline: Pipeline,
-        repair: Repair,
+        recovery: TeacherRecovery,
     ):
         self._group, self._config, self._calls, self._timer = group, config, calls, timer
-        self._pipeline, self._repair = pipeline, repair
+        self._pipeline, self._recovery = pipeline, recovery
 
-    def train_step(self, batch: PendingBatch, waves: list[Wave]) -> dict[str, Metric]:
-        """forward_backward of every wave and optim_step, submitted together."""
-        return self._run("train", batch, waves, f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student"))
+    def train_step(self, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+        """forward_backward of every sub-batch; the last call ends with the optimizer step."""
+        stage = _Stage("train", f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student"))
+        return self._run(stage, batch, sub_batches)
 
-    def evaluate(self, batch: PendingBatch, waves: list[Wave]) -> dict[str, Metric]:
-        return self._run("evaluate", batch, waves, f"validation batch {batch.index}", ("validation",) * 3)
+    def evaluate(self, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+        """Validation losses of one batch."""
+        return self._run(_Stage("evaluate", f"validation batch {batch.index}", ("validation",) * 3), batch, sub_batches)
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
-        """Calls a method in which all ranks take part: save, load, export. What they return, in rank order."""
+        """Calls a method in which all ranks take part (save, load, export). Returns their results in rank order."""
         return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
-    def _run(
-        self, method: str, batch: PendingBatch, waves: list[Wave], what: str, parts: tuple[str, str, str]
-    ) -> dict[str, Metric]:
-        """Waits for the alignment, submits to all ranks as far as the teachers have been called, then waits for each
-        stage in turn. The student is called only with a batch that exists, so that no fault before it can reach its
-        state."""
+    def _run(self, stage: _Stage, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+        """Waits for the alignment, then calls the student on every sub-batch as soon as its teachers have been called.
+
+        The student is called only after the alignment is known to exist: no earlier fault can reach its state.
+        """
         queue = self._pipeline.queue
-        with self._timer.part(parts[0]):
+        with self._timer.part(stage.timers[0]):
             info = self._pipeline.settle(batch)
-        run = _Pass(method, what, parts, waves[-1])
-        for wave in waves:
-            while not wave.taught:  # the rings are full: what the student reads now must end first
-                self._finish(run)
-            self._call(run, wave)
-            run.running.append(wave)
-        while run.running:
-            self._finish(run)
-        transport = describe_transport(self._config, run.taught, self._pipeline.occupancy(), self._pipeline.lost)
-        batch.metrics = merge([describe_alignment(info, queue), transport, self._repair.counts()])
-        return merge(run.results)
+        progress = _Progress(stage, sub_batches[-1])
+        for sub_batch in sub_batches:
+            while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
+                self._finish_first(progress)
+            self._call_student(progress, sub_batch)
+            progress.running.append(sub_batch)
+        while progress.running:
+            self._finish_first(progress)
+        transport = describe_transport(
+            self._config, progress.teacher_stats, self._pipeline.occupancy(), self._pipeline.lost
+        )
+        batch.metrics = merge([describe_alignment(info, queue), transport, self._recovery.counts()])
+        return merge(progress.results)
 
-    def _call(self, run: _Pass, wave: Wave) -> None:
-        tp, published = self._config.student.parallel.tp, wave.published
+    def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
+        """Calls every rank with its rows and with what all teachers publish. Ray starts the calls when that exists."""
+        tp, published = self._config.student.parallel.tp, sub_batch.published
         sizes = [len(teacher) for teacher in published]
-        wave.learning.clear()
+        targets = [ref for teacher in published for ref in teacher]
+        calls: Refs = {}
         for rank in range(len(self._group.actors)):
-            arguments = (wave.student[rank // tp], wave.index, wave is run.last, sizes)
-            refs = (ref for teacher in published for ref in teacher)
-            wave.learning.update(self._group.submit(run.method, *arguments, *refs, ranks=[rank]))
+            rows, is_last = sub_batch.student[rank // tp], sub_batch is progress.last
+            calls |= self._group.submit(
+                progress.stage.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=[rank]
+            )
+        sub_batch.call_student(calls)
 
-    def _finish(self, run: _Pass) -> None:
-        """Waits for the teachers of the first wave that runs, then for the student; again after what can be mended."""
-        wave = run.running[0]
+    def _finish_first(self, progress: _Progress) -> None:
+        """Waits for the oldest running sub-batch and frees its slots. After a teacher's death: recovers, and waits again."""
+        sub_batch = progress.running[0]
         while True:
             try:
-                taught, results = self._wait(run, wave)
+                stats, results = self._wait(progress.stage, sub_batch)
                 break
             except DistillError as error:
-                self._mend(run, error)
-        run.running.popleft()
-        run.taught.append(taught)
-        run.results += results
-        self._pipeline.finish(wave)
+                self._recover(progress, error)
+        if sub_batch.state is State.TRAINING:
+            sub_batch.finish()
+        progress.running.popleft()
+        progress.teacher_stats.append(stats)
+        progress.results += results
+        self._pipeline.finish(sub_batch)
 
-    def _wait(self, run: _Pass, wave: Wave) -> tuple[list[list[Taught]], list[dict[str, Metric]]]:
-        with self._timer.part(run.parts[1]):
-            results = dict(zip(wave.teaching, self._gather(wave.teaching, f"teaching the batch of {run.what}")))
-            # Not what was published: its handles would keep the objects of all waves alive.
-            taught = [[results[ref].measured for ref in teacher] for teacher in wave.published]
-            results.clear()
-        with self._timer.part(run.parts[2]):
-            learnt = self._gather(wave.learning, run.what)
-        for result in learnt:
-            if isinstance(result, NotRun):
-                raise WorkerError("the student", f"{run.what} must reach its targets", result.reason)
-        return taught, learnt
+    def _wait(self, stage: _Stage, sub_batch: SubBatch) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
+        calls = sub_batch.all_teacher_calls
+        with self._timer.part(stage.timers[1]):
+            returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {stage.what}")))
+            # Only the numbers: handles that were kept would keep the objects behind them alive.
+            stats = [[returned[ref].measured for ref in teacher] for teacher in sub_batch.published]
+            returned.clear()
+        with self._timer.part(stage.timers[2]):
+            results = self._gather(sub_batch.student_calls, stage.what)
+        for result in results:
+            if isinstance(result, Retryable):
+                raise WorkerError("the student", f"{stage.what} must reach its targets", result.reason)
+        return stats, results
 
-    def _mend(self, run: _Pass, error: DistillError) -> None:
-        """Has dead teachers replaced, and calls the student again on the waves that it could not begin.
+    def _recover(self, progress: _Progress, error: DistillError) -> None:
+        """Replaces dead teachers and calls the student again on the sub-batches that it could not begin.
 
         Raises:
-            DistillError: `error`, where nothing can be mended: no teacher is dead, somebody else is, or the student failed
-                on its own; or what went wrong in mending.
+            DistillError: `error`, if it cannot be recovered from (no teacher is dead, another worker is, or the student
+                itself failed); otherwise whatever went wrong during recovery.
         """
         with self._timer.part("recovery"):
-            self._repair.begin(error)
-            for wave in run.running:
-                wave.learnt = self._learnt(run, wave, error)
-            self._repair.mend(error)
-            for wave in run.running:
-                if not wave.learnt:
-                    self._call(run, wave)
+            self._recovery.find_dead(error)
+            for sub_batch in progress.running:
+                if sub_batch.state is State.TRAINING and self._is_done(progress.stage, sub_batch, error):
+                    sub_batch.finish()
+            self._recovery.replace_dead(error)
+            for sub_batch in progress.running:
+                if sub_batch.state is State.TRAINING:
+                    self._call_student(progress, sub_batch)
 
-    def _learnt(self, run: _Pass, wave: Wave, error: DistillError) -> bool:
-        """Whether the student has done a wave, or not begun it; nothing between the two can be mended."""
-        published = {ref: "a teacher" for teacher in wave.published for ref in teacher}
-        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, run.what)):
-            return False  # Ray runs no call whose arguments failed
-        outcomes = self._outcomes(wave.learning, run.what)
+    def _is_done(self, stage: _Stage, sub_batch: SubBatch, error: DistillError) -> bool:
+        """Whether the student has finished a sub-batch (True) or never began it (False).
+
+        Raises:
+            DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
+        """
+        published = {ref: "a teacher" for teacher in sub_batch.published for ref in teacher}
+        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, stage.what)):
+            return False  # Ray does not run a call whose arguments failed
+        outcomes = self._outcomes(sub_batch.student_calls, stage.what)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise error
-        return not any(isinstance(outcome, NotRun) for outcome in outcomes)
+        return not any(isinstance(outcome, Retryable) for outcome in outcomes)
 
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
         timeout_s = self._config.ray.step_timeout_s
@@ -149,5 +173,5 @@ class StudentGroup:
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
         return self._calls.gather(
-            calls, what=what, timeout_s=self._config.ray.step_timeout_s, meanwhile=self._pipeline.look_after
+            calls, what=what, timeout_s=self._config.ray.step_timeout_s, meanwhile=self._pipeline.check_aligners
         )

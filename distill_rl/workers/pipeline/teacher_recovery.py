@@ -1,7 +1,7 @@
-"""Teachers that die are started again, within a budget; one that is gone for good ends the run, or is left out of it.
+"""Restarts teachers that die, within a budget. A teacher that cannot be restarted ends the run, or the run goes on without it.
 
-A replica is repaired as a whole, because its ranks form one process group. The new one has a new ring, and is called on
-every wave that the student is not done with, in the old order: as the weights and the rows are the same, so is what it says.
+A replica is replaced as a whole, because its ranks form one process group. The replacement gets a new ring and is called on
+every sub-batch that the student is not done with, in the original order. Weights and rows are the same, so its targets are too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.workers.cluster.calls import Calls, Overdue
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.connect import Connector
-from distill_rl.workers.pipeline.pipeline import Pipeline, Teachers
+from distill_rl.workers.pipeline.pipeline import Pipeline
+from distill_rl.workers.pipeline.sub_batch import Teachers
 
 _KNOWN_WITHIN_S = 6.0
-"""A lost node's actors count as dead only some seconds after others have failed for want of them."""
+"""Ray reports the actors of a lost node as dead only some seconds after other actors have failed because of it."""
 _ASK_S = 0.5
-"""between two questions who is dead"""
+"""Interval between two polls for dead actors."""
 
 log = logging.getLogger(__name__)
 
 
-class Repair:
+class TeacherRecovery:
     """
     Args:
-        student: names of its ranks, whose death nothing here can mend.
+        student: names of the student's ranks; the death of one of them cannot be recovered from here.
     """
 
     def __init__(
@@ -45,25 +46,25 @@ class Repair:
         self._config, self._teachers, self._student, self._calls = config, teachers, set(student), calls
         self._connector, self._pipeline = connector, pipeline
         self._restarts = 0
-        self._broken: list[tuple[TeacherConfig, WorkerGroup, range]] = []
-        """replicas with a dead rank, each with its ranks"""
+        self._dead: list[tuple[TeacherConfig, WorkerGroup, range]] = []
+        """Replicas with a dead rank, each with its ranks."""
 
     def counts(self) -> dict[str, Metric]:
-        """What was mended since the run began; nothing while there is nothing to tell."""
+        """Restarts and losses since the run began; empty while there have been none."""
         found = {
             "faults/teacher_restarts": self._restarts,
             "faults/teachers_lost": len(self._pipeline.lost),
             "faults/aligner_restarts": self._pipeline.aligner_restarts,
         }
         if self._pipeline.lost:
-            log.warning("this step was taught without %s", ", ".join(sorted(self._pipeline.lost)))
+            log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))
         return {name: Metric(float(count), "last") for name, count in found.items() if count}
 
-    def begin(self, error: DistillError) -> None:
-        """Looks who is dead; a teacher that overran its deadline counts as dead.
+    def find_dead(self, error: DistillError) -> None:
+        """Finds the replicas with a dead rank and ends their other ranks. A teacher that overran its deadline counts as dead.
 
         Raises:
-            DistillError: `error`, if no teacher is, or a rank of the student is too.
+            DistillError: `error`, if no teacher is dead, or a rank of the student is dead too.
         """
         own = {name for _, group in self._teachers for name in group.names}
         if error.exit_code == 2 or not own:
@@ -75,32 +76,32 @@ class Repair:
             time.sleep(_ASK_S)
         if not dead & own or dead & self._student:
             raise error
-        self._broken = [
+        self._dead = [
             (teacher, group, ranks)
             for teacher, group in self._teachers
             for ranks in _replicas(teacher)
             if dead & {group.names[rank] for rank in ranks}
         ]
-        for _, group, ranks in self._broken:
+        for _, group, ranks in self._dead:
             for rank in ranks:
-                group.end(rank)  # its peers wait for it in vain, and the student for them
+                group.end(rank)  # the survivors would wait for the dead rank, and the student for them
 
-    def mend(self, error: DistillError) -> None:
-        """Starts what `begin` found dead again.
+    def replace_dead(self, error: DistillError) -> None:
+        """Starts replacements for what `find_dead` found.
 
         Raises:
-            WorkerError: a teacher is gone for good and `faults.lost_teacher` is `fail`, or it was the last.
+            WorkerError: the budget is spent and `faults.lost_teacher` is `fail`, or it was the last.
         """
-        for teacher, group, ranks in self._broken:
+        for teacher, group, ranks in self._dead:
             if teacher.name not in self._pipeline.lost:
-                self._renew(teacher, group, ranks, error)
+                self._replace(teacher, group, ranks, error)
 
-    def _renew(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
+    def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
         cause = error
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
             budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"
-            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {_told(cause)}")
+            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {_without_remedy(cause)}")
             try:
                 self._start(teacher, group, ranks)
             except DistillError as failure:
@@ -108,7 +109,7 @@ class Repair:
                     raise
                 cause = failure
                 continue
-            self._pipeline.teach_again(teacher.name, ranks[0] // len(ranks))
+            self._pipeline.resubmit(teacher.name, ranks[0] // len(ranks))
             return
         self._give_up(teacher, group, cause)
 
@@ -123,11 +124,11 @@ class Repair:
         gone = {*self._pipeline.lost, teacher.name}
         left = [each.name for each, _ in self._teachers if each.name not in gone and each.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:
-            remedy = "raise faults.teacher_restarts, or mend what kills it; " + self._calls.after_death
+            remedy = "raise faults.teacher_restarts, or fix what kills it; " + self._calls.after_death
             if left:
                 remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
             rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
-            raise WorkerError(f"teacher {teacher.name}", rule, _told(cause), remedy) from cause
+            raise WorkerError(f"teacher {teacher.name}", rule, _without_remedy(cause), remedy) from cause
         for rank in range(len(group.names)):
             group.end(rank)
             self._calls.forget(group.actors[rank])
@@ -136,11 +137,11 @@ class Repair:
 
 
 def _replicas(teacher: TeacherConfig) -> list[range]:
-    """The ranks of each."""
+    """The ranks of each replica."""
     dp, tp = teacher.parallel.dp, teacher.parallel.tp
     return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
 
 
-def _told(error: DistillError) -> str:
-    """What happened, without what a user could do about it."""
+def _without_remedy(error: DistillError) -> str:
+    """The error's message without its remedy."""
     return str(DistillError(error.what, error.rule, error.value))

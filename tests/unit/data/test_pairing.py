@@ -8,7 +8,7 @@ import pytest
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render
 from distill_rl.data.collate import BatchPlan, Share, Tokenization, build_batch
-from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
 from tests.helpers.align import family
@@ -36,7 +36,9 @@ def builder(student, *teachers, loss_on: str = "all", dp: int = 1, max_length: i
     """`teachers`: tokenizers, None for one that reads the student's rows."""
     plan = BatchPlan(Share(dp, 1), tuple(Share(1, 2) for _ in teachers), max_length, packing=False, pad_id=2)
     tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length)
-    partners = [each and Partner.of(f"t{n}", student, each, AlignerConfig()) for n, each in enumerate(teachers)]
+    partners = [
+        each and CrossTokenizerTeacher.of(f"t{n}", student, each, AlignerConfig()) for n, each in enumerate(teachers)
+    ]
     return BatchBuilder(tokenization, plan, partners)
 
 

@@ -11,7 +11,7 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import Generator
-from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalLane, Task, chunks
+from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalExecutor, Task, chunks
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 
@@ -54,54 +54,54 @@ CHATS = [Item(str(n), ({"role": "user", "content": "ka lo " * n},), "a") for n i
 
 
 @pytest.fixture
-def lane() -> Iterator[LocalLane]:
-    lane = LocalLane()
-    yield lane
-    lane.close()
+def executor() -> Iterator[LocalExecutor]:
+    executor = LocalExecutor()
+    yield executor
+    executor.close()
 
 
-def answers(lane: LocalLane) -> dict[int, Output]:
-    return dict(pair for part in lane.run(Task(False, max_new_tokens=12), CHATS) for pair in part)
+def answers(executor: LocalExecutor) -> dict[int, Output]:
+    return dict(pair for part in executor.run(Task(False, max_new_tokens=12), CHATS) for pair in part)
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])
 def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
-    lane: LocalLane, tmp_path: Path, change: str
+    executor: LocalExecutor, tmp_path: Path, change: str
 ) -> None:
     first = write_tiny_model(tmp_path / "first")
     other = shutil.copytree(first, tmp_path / "other")
-    lane.load(first, "hf", CPU)
-    before = answers(lane)
+    executor.load(first, "hf", CPU)
+    before = answers(executor)
     if change in ("chat template", "ends of text", "tokenizer"):
         ask_otherwise(other, change)
     else:
         write_tiny_model(other, seed=1)
     assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
-    lane.load(other, "hf", CPU)
-    found = answers(lane)
+    executor.load(other, "hf", CPU)
+    found = answers(executor)
     assert found == dict(Generator(other, CPU).generate(CHATS, max_new_tokens=12))
     assert found != before
-    lane.load(first, "hf", CPU)
-    assert answers(lane) == before
+    executor.load(first, "hf", CPU)
+    assert answers(executor) == before
 
 
-def test_other_settings_are_taken(lane: LocalLane, tmp_path: Path) -> None:
+def test_other_settings_are_taken(executor: LocalExecutor, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     for dtype in ("fp32", "bf16"):
-        lane.load(folder, "hf", Settings(device="cpu", dtype=dtype))
-        assert lane._backend.settings.dtype == dtype
-        assert (lane.device, str(lane._backend.model.dtype)) == (
+        executor.load(folder, "hf", Settings(device="cpu", dtype=dtype))
+        assert executor._backend.settings.dtype == dtype
+        assert (executor.device, str(executor._backend.model.dtype)) == (
             "cpu",
             {"fp32": "torch.float32"}.get(dtype, "torch.bfloat16"),
         )
 
 
-def test_after_a_model_that_cannot_be_loaded_the_next_is(lane: LocalLane, tmp_path: Path) -> None:
+def test_after_a_model_that_cannot_be_loaded_the_next_is(executor: LocalExecutor, tmp_path: Path) -> None:
     good, bad = (write_tiny_model(tmp_path / name) for name in ("good", "bad"))
     (bad / "generation_config.json").write_text("{")
-    lane.load(good, "hf", CPU)
-    before = answers(lane)
+    executor.load(good, "hf", CPU)
+    before = answers(executor)
     with pytest.raises(ConfigError, match=r"generation_config\.json must be JSON"):
-        lane.load(bad, "hf", CPU)
-    lane.load(good, "hf", CPU)
-    assert answers(lane) == before
+        executor.load(bad, "hf", CPU)
+    executor.load(good, "hf", CPU)
+    assert answers(executor) == before

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.executor import LocalLane
+from distill_rl.evals.executor import LocalExecutor
 from distill_rl.evals.options import Options
 from distill_rl.evals.results.statistics import wilson
 from distill_rl.evals.run import SUITES, Model, evaluate, evaluate_models
@@ -112,8 +112,8 @@ def test_a_stop_is_heard_while_completions_are_judged(parrot: Path, tmp_path: Pa
         if asked > 20:
             raise Stopped
 
-    with closing(LocalLane()) as lane, pytest.raises(Stopped):
-        evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), lane, interrupted=interrupted)
+    with closing(LocalExecutor()) as executor, pytest.raises(Stopped):
+        evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), executor, interrupted=interrupted)
 
 
 def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
-from distill_rl.data.pairing import BatchBuilder, Partner
+from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.losses.core import checks
 from distill_rl.losses.cross_tokenizer import chunks
 from distill_rl.losses.cross_tokenizer import task as chunk_task
@@ -19,7 +19,7 @@ from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import Crossing, Cursor, DocumentBatch, RankBatch
+from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.engines import engine_config, engine_targets, fixed_targets, random_documents, rank_batch, token_rows
 from tests.helpers.host_waits import HostWaits
@@ -93,13 +93,13 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
     if method:
         student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
         plan = BatchPlan(Share(1, 4), (Share(1, 4),), WIDTH, packing=False, pad_id=7)
-        partner = Partner.of("t0", student, teacher, AlignerConfig())
+        partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
         documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
         tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
         _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [partner]).build(
             DocumentBatch(0, documents, Cursor())
         )
-        crossings, width = [Crossing(method, str(folders["projection"]))], batch.chunks[0].teacher.shape[1]
+        crossings, width = [CrossTokenizerSpec(method, str(folders["projection"]))], batch.chunks[0].teacher.shape[1]
     else:
         documents = random_documents(8, seed=3)
         batch = theirs = rank_batch(token_rows([[each] for each in documents], WIDTH))

@@ -8,7 +8,7 @@ import torch
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import Bridge, DenseLogits, HiddenStates, TopKLogprobs
+from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, VocabularyProjection
 from distill_rl.observe.metrics import merge, values
 from distill_rl.student.objective import Blend, LossSums, Objective, flat_chunks
 from distill_rl.student.teacher_heads import TeacherHead
@@ -210,7 +210,7 @@ def test_chunks_are_divided_by_their_own_number_and_labels_by_theirs():
     """Halves of a batch, each with the counts of the whole, add up to the whole."""
     logits, labels, targets = case(5)
     labels[:] = torch.where(labels == IGNORE_INDEX, 0, labels)
-    identity = Bridge.from_arrays(
+    identity = VocabularyProjection.from_arrays(
         range(VOCABULARY + 1), range(VOCABULARY), [1.0] * VOCABULARY, num_teacher=VOCABULARY,
         student_common=range(VOCABULARY), teacher_common=range(VOCABULARY),
     )  # fmt: skip

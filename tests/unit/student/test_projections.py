@@ -11,8 +11,8 @@ import pytest
 
 from distill_rl.align.projection import build_projection, save_projection
 from distill_rl.parallel.mesh import World
-from distill_rl.student.projections import open_bridges
-from distill_rl.types import Crossing
+from distill_rl.student.projections import open_projections
+from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.tokenizers import tiny_tokenizer
 
 
@@ -25,6 +25,6 @@ def test_a_projection_that_knows_no_stop_tokens_is_said(
     nothing = np.zeros(0, np.int32)
     save_projection(made if known else replace(made, student_stops=nothing, teacher_stops=nothing), path)
     with caplog.at_level(logging.WARNING):
-        ((method, bridge),) = open_bridges([Crossing("hybrid", str(path))], world, learnable=False)
+        ((method, bridge),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
     assert (method, len(bridge.student_stops)) == ("hybrid", 2 if known else 0)
     assert ("holds no stop tokens" in caplog.text) != known

@@ -6,10 +6,10 @@ import pytest
 
 from distill_rl.config.schema import FaultsConfig
 from distill_rl.errors import NumericsError
-from distill_rl.student.step_guard import Guard
+from distill_rl.student.step_guard import StepGuard
 
 
-def skipped(guard: Guard, *steps: tuple[float, float]) -> list[bool]:
+def skipped(guard: StepGuard, *steps: tuple[float, float]) -> list[bool]:
     return [guard.reason_to_skip(number, *step) is not None for number, step in enumerate(steps, start=1)]
 
 
@@ -18,12 +18,12 @@ def skipped(guard: Guard, *steps: tuple[float, float]) -> list[bool]:
 def test_what_is_not_finite_is_skipped_and_named(bad, place):
     values = [2.0, 3.0]
     values[place] = bad
-    reason = Guard(FaultsConfig()).reason_to_skip(1, *values)
+    reason = StepGuard(FaultsConfig()).reason_to_skip(1, *values)
     assert reason == f"its {('loss', 'gradient norm')[place]} must be finite; got {bad}"
 
 
 def test_only_skips_in_a_row_add_up():
-    guard = Guard(FaultsConfig(skipped_steps=2))
+    guard = StepGuard(FaultsConfig(skipped_steps=2))
     bad, good = (math.nan, 1.0), (1.0, 1.0)
     assert skipped(guard, bad, bad, good, bad, bad) == [True, True, False, True, True]
     with pytest.raises(NumericsError, match=r"step 6: its loss must be finite; got nan after 2 steps skipped in a row"):
@@ -32,11 +32,11 @@ def test_only_skips_in_a_row_add_up():
 
 def test_none_may_be_skipped():
     with pytest.raises(NumericsError, match=r"step 1: its loss must be finite; got nan; lower"):
-        Guard(FaultsConfig(skipped_steps=0)).reason_to_skip(1, math.nan, 1.0)
+        StepGuard(FaultsConfig(skipped_steps=0)).reason_to_skip(1, math.nan, 1.0)
 
 
 def test_a_spike_is_told_by_the_median_of_a_full_window_of_steps_that_were_taken():
-    guard = Guard(FaultsConfig(spike_window=3, spike_factor=4.0, skipped_steps=9))
+    guard = StepGuard(FaultsConfig(spike_window=3, spike_factor=4.0, skipped_steps=9))
     calm = [(1.0, 2.0), (1.2, 2.2), (50.0, 2.4)]
     assert skipped(guard, *calm) == [False] * 3  # nothing is a spike before the window is full
     assert skipped(guard, (1.0, 8.9), (1.0, 8.7), (5.0, 1.0), (math.nan, 1.0)) == [True, False, True, True]
@@ -45,12 +45,12 @@ def test_a_spike_is_told_by_the_median_of_a_full_window_of_steps_that_were_taken
 
 
 def test_without_a_window_no_finite_value_is_too_large():
-    assert skipped(Guard(FaultsConfig()), (1.0, 1.0), (1e30, 1e30)) == [False, False]
+    assert skipped(StepGuard(FaultsConfig()), (1.0, 1.0), (1e30, 1e30)) == [False, False]
 
 
 def test_a_guard_goes_on_where_another_stopped():
     config = FaultsConfig(spike_window=2, spike_factor=2.0, skipped_steps=1)
-    first, second = Guard(config), Guard(config)
+    first, second = StepGuard(config), StepGuard(config)
     skipped(first, (1.0, 1.0), (1.0, 1.0), (1.0, 9.0))
     second.restore(first.state())
     with pytest.raises(NumericsError, match="2 x 1, the median before it; got 9 after 1 steps"):

@@ -14,7 +14,7 @@ from distill_rl.models import families
 from distill_rl.models.load import load_model
 from distill_rl.models.output_layer import read_output_layer
 from distill_rl.student.teacher_heads import TeacherHead, open_heads
-from distill_rl.types import Crossing
+from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.tokenizers import tiny_tokenizer
 from tests.helpers.zoo import write_model
 
@@ -92,7 +92,7 @@ def test_of_a_teacher_with_another_tokenizer_every_column_is_held_and_masked_by_
     foreign = tiny_tokenizer(400, seed=7)
     folder = write_model(tmp_path / "foreign", "llama", vocab_size=416, tokenizer=foreign)
     teachers = [TeacherConfig(model=str(folder), export=export, dtype="fp32") for export in ("hidden", "topk")]
-    crossing = Crossing("gold", "unused")
+    crossing = CrossTokenizerSpec("gold", "unused")
     head, nothing = open_heads(teachers, [crossing, crossing], world, columns=COLUMNS, tokens=TOKENS)
     assert nothing is None
     logits = head.logits(states()).logits

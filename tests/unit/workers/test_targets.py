@@ -1,4 +1,4 @@
-"""Of the targets of a wave the student opens all that hold rows of its own before it computes anything."""
+"""Of the targets of a sub-batch the student opens all that hold rows of its own before it computes anything."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -14,7 +14,7 @@ from distill_rl.workers.actors.teacher import Published
 TOKENS, K, ROWS_PER_SLOT, SLOTS = 3, 2, 2, 4
 
 
-class Watched(LocalTransport):
+class Monitored(LocalTransport):
     """Counts the slots that are open at once."""
 
     open_now = most_open = 0
@@ -40,7 +40,7 @@ def published(writer: LocalTransport) -> Published:
 
 @pytest.fixture
 def opened():
-    writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), Watched(node_id="here")
+    writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), Monitored(node_id="here")
     writer.accept(reader.open(writer.offer(0)))
     return reader, published(writer)
 

@@ -10,8 +10,8 @@ from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import build_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.collate import BatchPlan, Share, Tokenization
-from distill_rl.data.pairing import BatchBuilder, Partner
-from distill_rl.losses import Bridge, Chunks
+from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
+from distill_rl.losses import Chunks, VocabularyProjection
 from distill_rl.types import Cursor, DocumentBatch
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -67,7 +67,7 @@ def test_they_are_the_chunks_that_a_run_compares() -> None:
     plan = BatchPlan(Share(1, 4), (Share(1, 4),), 64, packing=False, pad_id=2)
     tokenization = Tokenization(student, format="messages", loss_on="all", max_length=64)
     documents = tuple({"row": row, "messages": chat} for row, chat in enumerate(CHATS))
-    partner = Partner.of("t0", student, teacher, AlignerConfig())
+    partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     _, (ours,), _ = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
     of_run = ours.chunks[0]
     found = Chunks.from_alignment(
@@ -83,7 +83,7 @@ def test_they_are_the_chunks_that_a_run_compares() -> None:
 def test_a_bridge_is_its_projection() -> None:
     student, teacher = tiny_tokenizer(320), tiny_tokenizer(600, seed=7)
     projection = build_projection(student, teacher, student_columns=320, teacher_columns=640)
-    found = Bridge.from_projection(projection)
+    found = VocabularyProjection.from_projection(projection)
     assert (found.num_student, found.num_teacher) == (320, 640)
     names = ("indptr", "indices", "values", "student_common", "teacher_common", "student_stops", "teacher_stops")
     for name in names:

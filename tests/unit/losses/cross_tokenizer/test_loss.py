@@ -12,11 +12,11 @@ import torch
 
 from distill_rl.losses import (
     METHODS,
-    Bridge,
     Chunks,
     DenseLogits,
     LearnableProjection,
     TopKLogprobs,
+    VocabularyProjection,
     chunk_kd_loss,
     reference,
 )
@@ -265,7 +265,9 @@ def test_relaxed_matches_go_to_the_heaviest_then_to_the_lowest_id_and_stay_one_t
     #                   0: exact 2   1: 0.7→4, 0.3→2   2: 0.9→4, 0.1→0   3: 0.9→4, 0.1→1   4: 0.5→0, 0.5→3   5: 0.6→2, 0.4→0
     indptr, indices = [0, 1, 3, 5, 7, 9, 11], [2, 4, 2, 4, 0, 4, 1, 0, 3, 2, 0]
     values = [1.0, 0.7, 0.3, 0.9, 0.1, 0.9, 0.1, 0.5, 0.5, 0.6, 0.4]
-    bridge = Bridge.from_arrays(indptr, indices, values, num_teacher=5, student_common=[0], teacher_common=[2])
+    bridge = VocabularyProjection.from_arrays(
+        indptr, indices, values, num_teacher=5, student_common=[0], teacher_common=[2]
+    )
     student, teacher = bridge.matches(relaxed=True)
     assert list(zip(student.tolist(), teacher.tolist())) == [(0, 2), (2, 4)]
     assert bridge.matches(relaxed=False)[0].tolist() == [0]

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench.losses import peak_bytes
-from distill_rl.losses import METHODS, Bridge, Chunks, DenseLogits, TopKLogprobs, chunk_kd_loss, vocab_parallel_topk
+from distill_rl.losses import (
+    METHODS,
+    Chunks,
+    DenseLogits,
+    TopKLogprobs,
+    VocabularyProjection,
+    chunk_kd_loss,
+    vocab_parallel_topk,
+)
 from tests.helpers.chunks import Documents, documents
 from tests.helpers.losses import DIVERGENCES
 
@@ -20,11 +28,11 @@ EOS, TURN = 38, 39
 """Of either side. eos and eos are common, as role and role; TURN and TURN are not."""
 
 
-def bridge(student_stops: list[int], teacher_stops: list[int]) -> Bridge:
+def bridge(student_stops: list[int], teacher_stops: list[int]) -> VocabularyProjection:
     """Ids below EOS are the same tokens on both sides."""
     common = [*range(EOS), *([EOS] if EOS in student_stops and EOS in teacher_stops else [])]
     indptr = [min(token, EOS) + max(0, min(token, TURN) - EOS) * (EOS in common) for token in range(VOCABULARY + 1)]
-    return Bridge.from_arrays(
+    return VocabularyProjection.from_arrays(
         indptr, common, [1.0] * len(common), num_teacher=VOCABULARY, student_common=common, teacher_common=common,
         student_stops=student_stops, teacher_stops=teacher_stops,
     )  # fmt: skip
@@ -120,7 +128,7 @@ def test_the_ends_cost_no_second_gradient() -> None:
     ids = list(range(columns))
 
     def peak(stops: list[int]) -> int:
-        between = Bridge.from_arrays(
+        between = VocabularyProjection.from_arrays(
             [*ids, columns], ids, [1.0] * columns, num_teacher=columns, student_common=ids, teacher_common=ids,
             student_stops=stops, teacher_stops=stops,
         )  # fmt: skip

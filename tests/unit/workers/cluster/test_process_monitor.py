@@ -13,7 +13,7 @@ import pytest
 from distill_rl.config.schema import FaultsConfig
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster import process_monitor
-from distill_rl.workers.cluster.process_monitor import NodeWatch, Watch, keep_logs
+from distill_rl.workers.cluster.process_monitor import NodeMonitor, ProcessMonitor, keep_logs
 from tests.helpers.command import until
 
 SLEEPER = """\
@@ -50,7 +50,7 @@ def at_home(monkeypatch):
     monkeypatch.setattr(process_monitor.ray, "get_runtime_context", Context)
 
 
-def looking(made: Watch, monkeypatch, seconds: float) -> None:
+def looking(made: ProcessMonitor, monkeypatch, seconds: float) -> None:
     """One look, so much later than the last one."""
     made.now = getattr(made, "now", 1000.0) + seconds
     monkeypatch.setattr(process_monitor.time, "monotonic", lambda: made.now)
@@ -58,7 +58,7 @@ def looking(made: Watch, monkeypatch, seconds: float) -> None:
 
 
 def test_states_and_the_stacks_of_a_process(worker):
-    here = NodeWatch()
+    here = NodeMonitor()
     assert here.states([worker]) == ["sleeping"]
     (stack,) = here.stacks([worker])
     assert "waits_here" in stack
@@ -71,39 +71,39 @@ def test_states_and_the_stacks_of_a_process(worker):
 
 def test_another_process_of_the_same_number_is_neither_seen_nor_killed(worker):
     other = Process(worker.pid, worker.created - 1, "here")
-    assert NodeWatch().states([other]) == ["gone"]
-    NodeWatch().kill(other)
-    assert NodeWatch().states([worker]) == ["sleeping"]
+    assert NodeMonitor().states([other]) == ["gone"]
+    NodeMonitor().kill(other)
+    assert NodeMonitor().states([worker]) == ["sleeping"]
 
 
 def test_what_stands_still_for_long_is_killed_and_named(worker, at_home, monkeypatch, tmp_path):
-    made = Watch(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+    made = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: NodeWatch().states([worker]) == ["stopped"], "the stop")
+    until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
     for _ in range(5):
         looking(made, monkeypatch, 1.1)
-    assert NodeWatch().states([worker]) == ["stopped"]
+    assert NodeMonitor().states([worker]) == ["stopped"]
     looking(made, monkeypatch, 1.1)
     monkeypatch.undo()
-    until(lambda: NodeWatch().states([worker]) == ["gone"], "the end")
+    until(lambda: NodeMonitor().states([worker]) == ["gone"], "the end")
     assert made.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
     assert made.where("student-dp0-tp0") == "student-dp0-tp0 on 10.0.0.1"
 
 
 def test_a_driver_that_stood_still_itself_forgives(worker, at_home, monkeypatch, tmp_path):
-    made = Watch(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+    made = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
-    until(lambda: NodeWatch().states([worker]) == ["stopped"], "the stop")
+    until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
     looking(made, monkeypatch, 1.1)
     looking(made, monkeypatch, 3600.0)
-    assert NodeWatch().states([worker]) == ["stopped"]
+    assert NodeMonitor().states([worker]) == ["stopped"]
     assert made.fate("student-dp0-tp0") == ""
 
 
 def test_last_words_leave_out_what_ray_writes_and_what_a_terminal_would_obey(worker, at_home, tmp_path):
     with open(worker.logs[-1], "a") as log:  # noqa: PTH123
         log.write(":actor_name:StudentWorker\nfirst\n\nsecond\n\x1b[31mthird\n:job_id:01\n")
-    words = Watch(FaultsConfig(), {"a": worker}, tmp_path).last_words("a", lines=2)
+    words = ProcessMonitor(FaultsConfig(), {"a": worker}, tmp_path).last_words("a", lines=2)
     assert words == "second | \\x1b[31mthird"
 
 

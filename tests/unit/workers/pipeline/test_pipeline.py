@@ -17,7 +17,8 @@ from distill_rl.data.collate import BatchPlan
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch
 from distill_rl.workers.pipeline.aligner_pool import Pending
-from distill_rl.workers.pipeline.pipeline import PendingBatch, Pipeline, Wave
+from distill_rl.workers.pipeline.pipeline import Pipeline
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 
 
 @dataclass
@@ -79,7 +80,7 @@ def config(*, batch=8, micro=2, depth=1, slots=None, teachers=({},)) -> Config:
 
 def build(made: Config, *, rows: int | None = None, mended=()) -> tuple[Pipeline, list[Teacher]]:
     plan, rings = BatchPlan.from_config(made, 0), ring_plan(made)
-    parts = plan.waves * (plan.student.dp + sum(share.dp for share in plan.teachers))
+    parts = plan.sub_batches * (plan.student.dp + sum(share.dp for share in plan.teachers))
     aligners = Aligners(parts, rows or made.train.global_batch_size, set(mended))
     teachers = [Teacher(teacher.name) for teacher in made.teachers]
     return Pipeline(aligners, list(zip(made.teachers, teachers)), plan, rings), teachers
@@ -90,29 +91,29 @@ def documents(index: int) -> DocumentBatch:
 
 
 def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) -> None:
-    """What StudentGroup does: a wave is called when the teachers have been, and the oldest is waited for."""
-    taught = list(batch.waves)
+    """What StudentGroup does: a sub-batch is called when the teachers have been, and the oldest is waited for."""
+    submitted = [(sub_batch, [list(parts) for parts in sub_batch.teachers]) for sub_batch in batch.sub_batches]
     pipeline.settle(batch)
-    for wave in taught:  # those without rows, or aligned anew, were given back
-        if wave not in batch.waves:
-            _read(teachers, wave)
+    for sub_batch, parts in submitted:
+        if sub_batch.state is State.RELEASED:  # it had no rows, or was aligned again
+            _read(teachers, parts)
     running = deque()
-    for wave in batch.waves:
-        while not wave.taught:
+    for sub_batch in batch.sub_batches:
+        while sub_batch.state is State.QUEUED:
             _finish(pipeline, teachers, running.popleft())
-        running.append(wave)
+        running.append(sub_batch)
     while running:
         _finish(pipeline, teachers, running.popleft())
 
 
-def _finish(pipeline: Pipeline, teachers: Sequence[Teacher], wave: Wave) -> None:
-    _read(teachers, wave)
-    pipeline.finish(wave)
-    assert wave.published == [], "references would keep alive what was in the slots"
+def _finish(pipeline: Pipeline, teachers: Sequence[Teacher], sub_batch: SubBatch) -> None:
+    _read(teachers, sub_batch.teachers)
+    pipeline.finish(sub_batch)
+    assert sub_batch.published == [], "references would keep alive what was in the slots"
 
 
-def _read(teachers: Sequence[Teacher], wave: Wave) -> None:
-    for teacher, parts in zip(teachers, wave.teachers):
+def _read(teachers: Sequence[Teacher], parts_by_teacher: Sequence[Sequence[str]]) -> None:
+    for teacher, parts in zip(teachers, parts_by_teacher):
         teacher.read(parts)
 
 
@@ -143,10 +144,10 @@ def test_a_logits_ring_of_two_slots_takes_a_batch_in_waves_and_validation_goes_b
     train(pipeline, teachers, pipeline.submit(documents(77)))
     train(pipeline, teachers, second)
     assert [part for part, _ in teacher.calls] == [
-        *(f"batch 0 part {4 + wave}" for wave in range(4)),
+        *(f"batch 0 part {4 + sub_batch}" for sub_batch in range(4)),
         "batch 1 part 4",
-        *(f"batch 77 part {4 + wave}" for wave in range(4)),
-        *(f"batch 1 part {4 + wave}" for wave in range(1, 4)),
+        *(f"batch 77 part {4 + sub_batch}" for sub_batch in range(4)),
+        *(f"batch 1 part {4 + sub_batch}" for sub_batch in range(1, 4)),
     ]
 
 
@@ -154,10 +155,10 @@ def test_the_student_waits_for_nothing_but_the_wave_before_the_last_of_a_ring():
     pipeline, (teacher,) = build(config(depth=0, slots=2))
     batch = pipeline.submit(documents(0))
     pipeline.settle(batch)
-    assert [wave.taught for wave in batch.waves] == [True, True, False, False]
-    teacher.read(batch.waves[0].teachers[0])
-    pipeline.finish(batch.waves[0])
-    assert [wave.taught for wave in batch.waves] == [True, True, True, False]
+    assert [sub_batch.state is not State.QUEUED for sub_batch in batch.sub_batches] == [True, True, False, False]
+    teacher.read(batch.sub_batches[0].teachers[0])
+    pipeline.finish(batch.sub_batches[0])
+    assert [sub_batch.state is not State.QUEUED for sub_batch in batch.sub_batches] == [True, True, True, False]
 
 
 def test_a_batch_that_is_aligned_again_is_taught_again_in_slots_that_were_given_back():
@@ -178,7 +179,7 @@ def test_waves_without_rows_are_left_out_and_cost_the_next_batch_nothing():
     for index in range(3):
         batch = pipeline.submit(documents(index))
         train(pipeline, teachers, batch)
-        assert len(batch.waves) == 1
+        assert len(batch.sub_batches) == 1
     assert pipeline.occupancy() == {"t0": 1.0}
     assert pipeline.occupancy() == {"t0": 0.0}
 
@@ -188,43 +189,45 @@ def test_a_replica_that_took_anothers_place_is_called_on_all_that_is_open_in_the
     batches = [pipeline.submit(documents(index)) for index in range(3)]
     train(pipeline, teachers, batches[0])
     other, calls = teachers[1].calls.copy(), teachers[0].calls.copy()
-    kept = [list(wave.lessons[0][0]) for batch in batches[1:] for wave in batch.waves]
+    kept = [list(sub_batch.teacher_calls[0][0]) for batch in batches[1:] for sub_batch in batch.sub_batches]
     teachers[0].unread.clear()  # the new ring is empty
-    pipeline.teach_again("t0", 1)
+    pipeline.resubmit("t0", 1)
     assert teachers[0].calls[len(calls) :] == [
         call for call in calls if call[0] in ("batch 1 part 2", "batch 2 part 2")
     ]
     assert teachers[1].calls == other
     for batch, before in zip(batches[1:], kept):
-        (wave,) = batch.waves
-        assert list(wave.lessons[0][0]) == before, "the living replica is left alone"
-        assert [ref.rpartition(" ")[2] for ref in wave.lessons[0][1]] == ["2", "3"]
-        assert [len(teacher) for teacher in wave.published] == [2, 1]
+        (sub_batch,) = batch.sub_batches
+        assert list(sub_batch.teacher_calls[0][0]) == before, "the living replica is left alone"
+        assert [ref.rpartition(" ")[2] for ref in sub_batch.teacher_calls[0][1]] == ["2", "3"]
+        assert [len(teacher) for teacher in sub_batch.published] == [2, 1]
 
 
 def test_a_wave_that_was_learnt_is_not_taught_again_by_a_new_replica():
     pipeline, (teacher,) = build(config(depth=1, teachers=({"parallel": (1, 2)},)))
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
-    (wave,) = first.waves
-    leader, _ = wave.lessons[0][0]
-    wave.learnt = True  # the first rank had published when the second died
+    (sub_batch,) = first.sub_batches
+    leader, _ = sub_batch.teacher_calls[0][0]
+    sub_batch.state = State.DONE  # the first rank had published when the second died
     teacher.unread.clear()
     called = len(teacher.calls)
-    pipeline.teach_again("t0", 0)
-    assert [part for part, _ in teacher.calls[called:]] == [second.waves[0].teachers[0][0]]
-    assert list(wave.teaching) == [leader]
+    pipeline.resubmit("t0", 0)
+    assert [part for part, _ in teacher.calls[called:]] == [second.sub_batches[0].teachers[0][0]]
+    assert list(sub_batch.all_teacher_calls) == [leader]
 
 
 def test_a_teacher_that_is_lost_is_called_no_more_and_its_ring_stops_nobody():
     pipeline, teachers = build(config(depth=1, teachers=({"export": "logits"}, {})))
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
-    assert not first.waves[-1].taught, "the small ring holds it up"
+    assert first.sub_batches[-1].state is State.QUEUED, "the small ring holds it up"
     called = len(teachers[0].calls)
     pipeline.lose("t0")
-    assert all(wave.taught for wave in first.waves)
-    assert [len(teacher) for wave in first.waves for teacher in wave.published] == [0, 1] * len(first.waves)
+    assert all(sub_batch.state is State.TEACHING for sub_batch in first.sub_batches)
+    assert [len(teacher) for sub_batch in first.sub_batches for teacher in sub_batch.published] == [0, 1] * len(
+        first.sub_batches
+    )
     for batch in (first, second):
         train(pipeline, teachers, batch)
     assert len(teachers[0].calls) == called
@@ -235,13 +238,13 @@ def test_a_batch_to_come_on_which_an_aligner_hangs_is_looked_after_while_another
     pipeline, (teacher,) = build(config(), mended=[1])
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
-    pipeline.look_after()
+    pipeline.check_aligners()
     assert len(teacher.calls) == 2, "nobody hangs"
     pipeline._aligners.hanging.add(1)
-    teacher.read(second.waves[0].teachers[0])  # a call whose argument failed has written nothing
-    pipeline.look_after()
+    teacher.read(second.sub_batches[0].teachers[0])  # a call whose argument failed has written nothing
+    pipeline.check_aligners()
     assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "mended batch 1 part 1"]
-    pipeline.look_after()
+    pipeline.check_aligners()
     assert len(teacher.calls) == 3, "once is enough"
 
 
@@ -285,5 +288,7 @@ def test_no_ring_stops_a_run_and_no_slot_is_given_out_twice(case):
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 @pytest.mark.parametrize(("slots", "export"), [(None, "topk"), (None, "logits"), (4, "topk"), (9, "topk")])
 def test_the_waves_of_a_batch_do_not_depend_on_the_depth(depth, slots, export):
-    plans = {ring_plan(config(depth=d, slots=slots, teachers=({"export": export},))).rows_per_wave for d in (depth, 0)}
+    plans = {
+        ring_plan(config(depth=d, slots=slots, teachers=({"export": export},))).rows_per_sub_batch for d in (depth, 0)
+    }
     assert len(plans) == 1

@@ -1,0 +1,108 @@
+"""A batch on its way through teachers and student, in one or more sub-batches: references and slots, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import ray
+
+from distill_rl.config.schema import TeacherConfig
+from distill_rl.observe.metrics import Metric
+from distill_rl.transport.base import Slot
+from distill_rl.types import Cursor
+from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.pipeline.aligner_pool import Pending
+
+Refs = dict[ray.ObjectRef, str]
+"""Submitted calls, each with the name of the actor that was called."""
+Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
+"""The running teachers, each with its ranks."""
+
+
+class State(Enum):
+    QUEUED = "waiting for free slots in every teacher's ring"
+    TEACHING = "slots taken, teachers called"
+    TRAINING = "student called"
+    DONE = "the student's calls have returned"
+    RELEASED = "slots given back, references dropped"
+
+
+@dataclass
+class SubBatch:
+    """The rows of a batch that teachers and student each handle in one call.
+
+    A sub-batch moves through its states by the methods below and in no other way:
+
+        QUEUED ──call_teachers──► TEACHING ──call_student──► TRAINING ──finish──► DONE
+                                                              └── call_student again, after a teacher was replaced
+
+    and `release` ends it from any state. The pipeline calls the teachers and releases; the student group does the rest.
+    """
+
+    index: int
+    student: list[ray.ObjectRef]
+    """Rows for each data-parallel rank of the student."""
+    teachers: list[list[ray.ObjectRef]]
+    """Rows for each replica of each teacher."""
+    state: State = State.QUEUED
+    slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
+    """Slots held, by teacher; every replica uses the same ones in its own ring."""
+    teacher_calls: list[list[Refs]] = field(default_factory=list)
+    """Per teacher and replica the calls of its ranks, of which the first rank publishes. A lost teacher has no replicas."""
+    student_calls: Refs = field(default_factory=dict)
+
+    def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:
+        assert self.state is State.QUEUED
+        self.state, self.slots, self.teacher_calls = State.TEACHING, slots, calls
+
+    def call_student(self, calls: Refs) -> None:
+        assert self.state in (State.TEACHING, State.TRAINING)
+        self.state, self.student_calls = State.TRAINING, calls
+
+    def finish(self) -> None:
+        assert self.state is State.TRAINING
+        self.state = State.DONE
+
+    def release(self) -> dict[str, tuple[Slot, ...]]:
+        """Drops all references. Returns the slots that were held."""
+        slots, self.slots, self.state = self.slots, {}, State.RELEASED
+        for references in (self.student, self.teachers, self.teacher_calls, self.student_calls):
+            references.clear()
+        return slots
+
+    @property
+    def published(self) -> list[list[ray.ObjectRef]]:
+        """Per teacher, what each replica's first rank returns."""
+        return [[next(iter(replica)) for replica in teacher] for teacher in self.teacher_calls]
+
+    @property
+    def all_teacher_calls(self) -> Refs:
+        """Every rank's call. Those that publish nothing are awaited for their errors."""
+        return {ref: name for teacher in self.teacher_calls for replica in teacher for ref, name in replica.items()}
+
+
+@dataclass
+class PendingBatch:
+    """A submitted batch. `release` drops every reference it holds."""
+
+    index: int
+    cursor: Cursor
+    aligned: Pending
+    sub_batches: list[SubBatch]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    @contextmanager
+    def lease(self) -> Iterator[tuple[PendingBatch, list[SubBatch]]]:
+        """The batch and its sub-batches for one step; released when the block ends, whatever happens."""
+        try:
+            yield self, self.sub_batches
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        self.aligned.parts.clear()
+        for sub_batch in self.sub_batches:
+            sub_batch.release()
