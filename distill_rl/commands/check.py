@@ -44,10 +44,10 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
-    for method, running in zip(facts.crossings, running_teachers(config)):
+    for method, running in zip(facts.cross_tokenizer_losses, running_teachers(config)):
         if method is not None:
             lines.append(
-                f"crossing   {running.name}: another tokenizer, loss {method} over chunks of text; rows are padded, not packed"
+                f"tokenizer  {running.name}: another one than the student's, loss {method} over chunks of text; rows are padded, not packed"
             )
     for teacher in derived.teachers:
         lines.append(

@@ -78,8 +78,8 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
 def _unfit(config: Config, gpus_per_node: int) -> list[str]:
     """What is wrong with a run for nodes like these alone, one line each."""
     apart = config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1
-    crossing = [lambda: require_between_nodes(config.transport)] if apart else []
-    return problems_of(lambda: require_no_secret(config), *crossing)
+    between_nodes = [lambda: require_between_nodes(config.transport)] if apart else []
+    return problems_of(lambda: require_no_secret(config), *between_nodes)
 
 
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:

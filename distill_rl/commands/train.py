@@ -60,9 +60,9 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
     with signals.at_once():
         job = prepare(config, paths)
-    for teacher, crossing in zip(running_teachers(config), job.crossings):
-        if crossing is not None:
-            say(f"crossing  {teacher.name} has another tokenizer: loss {crossing.method} over chunks of text")
+    for teacher, spec in zip(running_teachers(config), job.cross_tokenizer_specs):
+        if spec is not None:
+            say(f"tokenizer {teacher.name} has another one than the student: loss {spec.method} over chunks of text")
     with Driver.open(job, signals) as driver:
         code = driver.run()
         if code == 0:

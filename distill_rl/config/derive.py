@@ -184,7 +184,7 @@ def _wire_size(teacher: TeacherConfig, facts: Facts) -> int:
     return ITEM_SIZE[name]
 
 
-def crossing(config: Config, teacher: TeacherConfig, *, same: bool) -> str | None:
+def cross_tokenizer_loss(config: Config, teacher: TeacherConfig, *, same: bool) -> str | None:
     """The loss across tokenizers that a teacher takes, None for one that is compared token by token.
 
     Args:

@@ -54,7 +54,7 @@ class Facts:
     """GPUs visible on this machine"""
     cpus: int = 1
     """cores of this machine that this process may use"""
-    crossings: tuple[str | None, ...] = ()
+    cross_tokenizer_losses: tuple[str | None, ...] = ()
     """per running teacher: the loss across tokenizers, None where the tokenizer is the student's"""
     teacher_vocabularies: tuple[int | None, ...] = ()
     """ids of each running teacher's tokenizer"""

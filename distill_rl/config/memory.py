@@ -100,7 +100,7 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
     for number, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
         if teacher.export != "hidden" or model is None:
             continue
-        crosses = number < len(facts.crossings) and facts.crossings[number] is not None
+        crosses = number < len(facts.cross_tokenizer_losses) and facts.cross_tokenizer_losses[number] is not None
         columns = model.vocabulary_columns if crosses else ceil(student.vocabulary_columns / config.student.parallel.tp)
         total += columns * model.hidden_size * (ITEM_SIZE[teacher.dtype] if on_gpu else 4)
         total += 4 * tokens * columns if crosses else 0

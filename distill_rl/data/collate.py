@@ -131,7 +131,7 @@ NOTHING = _encoded([])
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchSharding:
     """How one model's workers divide a global batch: `dp` ranks, `micro_batch_size` rows per forward of each."""
 
     dp: int
@@ -147,8 +147,8 @@ class Share:
 class BatchPlan:
     """What a batch must fit: the student's and the teachers' division, row length, packing, padding id, device."""
 
-    student: Share
-    teachers: tuple[Share, ...]
+    student: BatchSharding
+    teachers: tuple[BatchSharding, ...]
     max_length: int
     """tokens that a row holds at most"""
     packing: bool
@@ -161,14 +161,14 @@ class BatchPlan:
     """the rows go to GPUs, which decides how wide they are (`row_width`)"""
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int, *, crossing: bool = False) -> BatchPlan:
-        """`crossing`: some teacher has another tokenizer, so that every document has a row of its own."""
+    def from_config(cls, config: Config, pad_id: int, *, padded: bool = False) -> BatchPlan:
+        """padded: give every document a row of its own, as a teacher with another tokenizer needs it."""
         rings = ring_plan(config)
         return cls(
-            student=Share(config.student.parallel.dp, config.train.micro_batch_size),
-            teachers=tuple(Share(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
+            student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
+            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
             max_length=config.data.max_length,
-            packing=config.data.packing and not crossing,
+            packing=config.data.packing and not padded,
             pad_id=pad_id,
             sub_batches=rings.sub_batches,
             rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
@@ -274,7 +274,7 @@ def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = No
 
 def divide(
     rows: TokenRows,
-    share: Share,
+    share: BatchSharding,
     plan: BatchPlan,
     index: int,
     num_labels: int,

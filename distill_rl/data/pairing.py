@@ -40,7 +40,7 @@ from distill_rl.types import (
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 Tokens = tuple[Tokenized, Encoded, list[Tokenized | None]]
-"""One document not cut yet: the student's side, with what is learnt of it, and every partner's."""
+"""One document not cut yet: the student's side, with what is learnt of it, and every teacher's."""
 Parts = tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]
 
 
@@ -104,18 +104,18 @@ class BatchBuilder:
 
     Args:
         tokenization: the student's.
-        plan: how rows are laid out and divided; without packing where there is a partner.
-        partners: one per running teacher, None for one that reads the student's rows.
+        plan: how rows are laid out and divided; without packing where there is a teacher.
+        teachers: one per running teacher, None for one that reads the student's rows.
     """
 
     def __init__(
-        self, tokenization: Tokenization, plan: BatchPlan, partners: Sequence[CrossTokenizerTeacher | None] = ()
+        self, tokenization: Tokenization, plan: BatchPlan, teachers: Sequence[CrossTokenizerTeacher | None] = ()
     ):
-        self._tokenization, self._plan, self._partners = tokenization, plan, tuple(partners)
-        self._crossing = [partner for partner in partners if partner is not None]
+        self._tokenization, self._plan, self._teachers = tokenization, plan, tuple(teachers)
+        self._others = [teacher for teacher in teachers if teacher is not None]
 
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> Parts:
-        """As `collate.build_batch`; the student's parts carry the chunks, a partner's parts are rows of its own.
+        """As `collate.build_batch`; the student's parts carry the chunks, a teacher's parts are rows of its own.
 
         Args:
             skip: rows of the data to leave empty.
@@ -123,14 +123,14 @@ class BatchBuilder:
         Raises:
             DataError: a document that cannot be tokenised, by its row.
         """
-        if not self._crossing:
+        if not self._others:
             return build_batch(batch, self._tokenization, self._plan, skip)
         began = time.perf_counter()
         bad: list[BadRow] = []
         kept = [document for document in batch.documents if document["row"] not in skip]
         read = {document["row"]: _or_none(self._tokenize, document, document, bad) for document in kept}
         self._solve_ahead([each for each in read.values() if each is not None])
-        nothing = NOTHING, [None if partner is None else NO_PAIR for partner in self._partners]
+        nothing = NOTHING, [None if teacher is None else NO_PAIR for teacher in self._teachers]
         documents_of = [
             (_or_none(self._pair, tokens, document, bad) if (tokens := read.get(document["row"])) else None) or nothing
             for document in batch.documents
@@ -141,38 +141,38 @@ class BatchBuilder:
         chunks: list[ChunkRows | None] = []
         infos: list[AlignmentInfo] = []
         teachers: list[list[RankBatch]] = []
-        for number, (partner, share) in enumerate(zip(self._partners, self._plan.teachers)):
-            if partner is None:
+        for number, (teacher, share) in enumerate(zip(self._teachers, self._plan.teachers)):
+            if teacher is None:
                 chunks.append(None)
                 teachers.append(divide(rows, share, self._plan, batch.index, num_labels))
                 continue
             paired = [pairs[number] for _, pairs in documents_of]
-            theirs, shared = self._partner_rows(partner, paired, rows)
+            theirs, shared = self._teacher_rows(teacher, paired, rows)
             chunks.append(shared)
-            infos.append(_describe(partner.name, paired, shared))
+            infos.append(_describe(teacher.name, paired, shared))
             supervised = int(np.count_nonzero(theirs.labels != IGNORE_INDEX))
             teachers.append(divide(theirs, share, self._plan, batch.index, supervised))
         info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad))
         return info, divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks), teachers
 
     def _solve_ahead(self, documents: Sequence[Tokens]) -> None:
-        for number, partner in enumerate(self._partners):
-            if partner is not None:
+        for number, teacher in enumerate(self._teachers):
+            if teacher is not None:
                 pairs = ((student, theirs[number]) for student, _, theirs in documents)
-                partner.aligner.solve_ahead((student, other) for student, other in pairs if other is not None)
+                teacher.aligner.solve_ahead((student, other) for student, other in pairs if other is not None)
 
     def _pair(self, tokens: Tokens) -> tuple[Encoded, list[AlignedDocument | None]]:
-        """The student's tokens up to the last boundary that it shares with every partner, and each partner's."""
+        """The student's tokens up to the last boundary that it shares with every teacher, and each teacher's."""
         student, encoded, theirs = tokens
         limits = dict.fromkeys(("max_student_tokens", "max_teacher_tokens"), self._tokenization.max_length)
         alignments = [
-            None if partner is None or other is None else partner.aligner.pair(student, other, **limits)
-            for partner, other in zip(self._partners, theirs)
+            None if teacher is None or other is None else teacher.aligner.pair(student, other, **limits)
+            for teacher, other in zip(self._teachers, theirs)
         ]
         encoded = encoded.cut(min(len(found.student_ids) for found in alignments if found is not None))
         return encoded, [
-            None if partner is None or found is None else _pair_up(found, encoded.label_mask, partner)
-            for partner, found in zip(self._partners, alignments)
+            None if teacher is None or found is None else _pair_up(found, encoded.label_mask, teacher)
+            for teacher, found in zip(self._teachers, alignments)
         ]
 
     def _tokenize(self, document: Mapping[str, Any]) -> Tokens:
@@ -181,24 +181,24 @@ class BatchBuilder:
             return self._tokenize_chat(document)
         self._tokenization.require_text_is_learnt(document)
         text = document["text"]
-        for partner in self._crossing:
-            text = partner.aligner.normalize(text)
-        student = self._crossing[0].aligner.tokenize_student(text, end=True)
+        for teacher in self._others:
+            text = teacher.aligner.normalize(text)
+        student = self._others[0].aligner.tokenize_student(text, end=True)
         encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), truncated=False)
         theirs = [
-            None if partner is None else partner.aligner.tokenize_teacher(text, end=True) for partner in self._partners
+            None if teacher is None else teacher.aligner.tokenize_teacher(text, end=True) for teacher in self._teachers
         ]
         return student, encoded, theirs
 
     def _tokenize_chat(self, document: Mapping[str, Any]) -> Tokens:
         messages = [dict(message) for message in document["messages"]]
-        for partner in self._crossing:
+        for teacher in self._others:
             for message in messages:
-                message["content"] = partner.aligner.normalize(message["content"])
+                message["content"] = teacher.aligner.normalize(message["content"])
         row = document["row"]
         tokenizer, assistant_only = self._tokenization.tokenizer, self._tokenization.assistant_only
         text, spans = render_document(tokenizer, messages, row, find_assistant=assistant_only)
-        aligner = self._crossing[0].aligner
+        aligner = self._others[0].aligner
         student = aligner.tokenize_messages(messages, "student", rendered=text)
         assert student.offsets is not None
         mask = np.ones(len(student.ids), dtype=bool)
@@ -208,16 +208,16 @@ class BatchBuilder:
                     (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
                 ]
             mask = starting_in(spans, student.offsets[:, 0])
-        theirs = [None if partner is None else _tokenize_for(partner, messages, row) for partner in self._partners]
+        theirs = [None if teacher is None else _tokenize_for(teacher, messages, row) for teacher in self._teachers]
         return student, Encoded(student.ids, mask, truncated=False), theirs
 
-    def _partner_rows(
-        self, partner: CrossTokenizerTeacher, paired: Sequence[AlignedDocument | None], rows: TokenRows
+    def _teacher_rows(
+        self, teacher: CrossTokenizerTeacher, paired: Sequence[AlignedDocument | None], rows: TokenRows
     ) -> tuple[TokenRows, ChunkRows]:
-        """A partner's rows, one document to each as the student's, and the chunks that both have."""
+        """A teacher's rows, one document to each as the student's, and the chunks that both have."""
         found = [each for each in paired if each is not None]
         encoded = [Encoded(each.teacher_ids, each.teacher_chunk >= 0, truncated=False) for each in found]
-        theirs = lay_out(encoded, self._plan, pad_id(partner.tokenizer))
+        theirs = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
         student, teacher = (np.full(each.shape, -1, dtype=np.int32) for each in (rows, theirs))
         for row, each in enumerate(found):
             # The prediction of token p is made at p - 1.
@@ -241,13 +241,13 @@ def _or_none(
         return None
 
 
-def _tokenize_for(partner: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
-    whose = f"teacher {partner.name}'s tokenizer"
-    text, _ = render_document(partner.tokenizer, messages, row, find_assistant=False, whose=whose)
-    return partner.aligner.tokenize_messages(messages, "teacher", rendered=text)
+def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
+    whose = f"teacher {teacher.name}'s tokenizer"
+    text, _ = render_document(teacher.tokenizer, messages, row, find_assistant=False, whose=whose)
+    return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
-def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: CrossTokenizerTeacher) -> AlignedDocument:
+def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokenizerTeacher) -> AlignedDocument:
     """Keeps the chunks from which something is learnt, and adds the paired stop tokens as chunks of one token each.
 
     A chunk counts if all its tokens of the student are to be learnt and its first token has a predecessor, on both
@@ -257,23 +257,23 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, partner: CrossTokeniz
         label_mask: of the student's row, which may end before this alignment does.
     """
     alignment = alignment.cut(len(label_mask))
-    student, teacher = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
+    ours, theirs = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
     count = alignment.num_chunks
-    for ours, theirs in alignment.stop_pairs:
-        student[ours] = teacher[theirs] = count
+    for i, j in alignment.stop_pairs:
+        ours[i] = theirs[j] = count
         count += 1
     # The last entry is what a -1 reads.
     kept = np.ones(count + 1, dtype=bool)
     kept[-1] = False
-    kept[student[~label_mask[: len(student)]]] = False
-    kept[student[:1]] = kept[teacher[:1]] = False
+    kept[ours[~label_mask[: len(ours)]]] = False
+    kept[ours[:1]] = kept[theirs[:1]] = False
     numbers = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
-    student, teacher = numbers[student], numbers[teacher]
+    ours, theirs = numbers[ours], numbers[theirs]
     total = int(kept.sum())
-    lengths = [np.bincount(side[side >= 0], minlength=total) for side in (student, teacher)]
+    lengths = [np.bincount(side[side >= 0], minlength=total) for side in (ours, theirs)]
     one_to_one = int(np.count_nonzero((lengths[0] == 1) & (lengths[1] == 1)))
-    method = f"dp/{partner.dp_engine}" if alignment.method == "dp" else alignment.method
-    return AlignedDocument(alignment.teacher_ids, student, teacher, total, one_to_one, alignment.exact, method)
+    method = f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method
+    return AlignedDocument(alignment.teacher_ids, ours, theirs, total, one_to_one, alignment.exact, method)
 
 
 def _describe(name: str, paired: Sequence[AlignedDocument | None], shared: ChunkRows) -> AlignmentInfo:

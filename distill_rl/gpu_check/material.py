@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
 from distill_rl.types import IGNORE_INDEX, RankBatch
@@ -89,7 +89,9 @@ def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
 
 def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index: int = 0) -> RankBatch:
     """The batch that the aligner makes of these documents for one rank."""
-    rows = lay_out(texts, BatchPlan(Share(1, 2), (), max_length, packing, pad_id=5, on_gpu=torch.cuda.is_available()))
+    rows = lay_out(
+        texts, BatchPlan(BatchSharding(1, 2), (), max_length, packing, pad_id=5, on_gpu=torch.cuda.is_available())
+    )
     return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))
 
 

@@ -100,7 +100,7 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
         teachers=tuple(teacher.facts for teacher in teachers),
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
-        crossings=tuple(teacher.crossing for teacher in teachers),
+        cross_tokenizer_losses=tuple(teacher.cross_tokenizer_loss for teacher in teachers),
         teacher_vocabularies=tuple(teacher.vocabulary_size for teacher in teachers),
     )
     problems += suite_problems(config, student)

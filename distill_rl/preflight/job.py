@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import crossing
+from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import ModelFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
@@ -31,7 +31,7 @@ class Job:
     plan: BatchPlan
     vocabulary_size: int
     """ids of the student's tokenizer"""
-    crossings: tuple[CrossTokenizerSpec | None, ...]
+    cross_tokenizer_specs: tuple[CrossTokenizerSpec | None, ...]
     """per running teacher, None for one that has the student's tokenizer"""
     teacher_vocabularies: tuple[int, ...]
     """ids of each running teacher's tokenizer"""
@@ -55,16 +55,18 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     running = running_teachers(config)
     tokenizers = [tokenizer_of(teacher) for teacher in running]
     models = _models(config)
-    crossings = tuple(_crossing(config, teacher, tokenizer, its) for teacher, its in zip(running, tokenizers))
-    others = [(each, its) for each, its, found in zip(running, tokenizers, crossings) if found is not None]
+    cross_tokenizer_specs = tuple(
+        _cross_tokenizer_spec(config, teacher, tokenizer, its) for teacher, its in zip(running, tokenizers)
+    )
+    others = [(each, its) for each, its, found in zip(running, tokenizers, cross_tokenizer_specs) if found is not None]
     return Job(
         config,
         paths,
         train,
         validation,
-        BatchPlan.from_config(config, pad_id(tokenizer), crossing=any(crossings)),
+        BatchPlan.from_config(config, pad_id(tokenizer), padded=any(cross_tokenizer_specs)),
         vocabulary_size=vocabulary_size(tokenizer),
-        crossings=crossings,
+        cross_tokenizer_specs=cross_tokenizer_specs,
         teacher_vocabularies=tuple(vocabulary_size(its) for its in tokenizers),
         teacher_facts=tuple(_facts(teacher) for teacher in running),
         student_facts=_facts(config.student),
@@ -79,7 +81,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
                     f"tokenizer {tokenizer_hash(its)}, loss {found.method}, projection {sha256(found.projection)}"
                     f"{', learnt' if config.projection.learnable else ''}"
                 )
-                for teacher, its, found in zip(running, tokenizers, crossings)
+                for teacher, its, found in zip(running, tokenizers, cross_tokenizer_specs)
                 if found is not None
             },
         },
@@ -92,8 +94,8 @@ def _facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     )
 
 
-def _crossing(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> CrossTokenizerSpec | None:
-    method = crossing(config, teacher, same=tokenizer_hash(ours) == tokenizer_hash(theirs))
+def _cross_tokenizer_spec(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> CrossTokenizerSpec | None:
+    method = cross_tokenizer_loss(config, teacher, same=tokenizer_hash(ours) == tokenizer_hash(theirs))
     if method is None:
         return None
     if config.projection.path is not None:

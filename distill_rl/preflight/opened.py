@@ -26,7 +26,7 @@ class Opened:
     tokenizer_hash: str | None = None
     stops: tuple[int, ...] = ()
     """by which the model ends an answer, besides what its tokenizer names"""
-    crossing: str | None = None
+    cross_tokenizer_loss: str | None = None
     """a teacher's loss across tokenizers, None where its tokenizer is the student's"""
 
 

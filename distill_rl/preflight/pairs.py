@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import EXPORTS, crossing
+from distill_rl.config.derive import EXPORTS, cross_tokenizer_loss
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -24,25 +24,25 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
         if not ours or not theirs:
             continue
         try:
-            teacher.crossing = crossing(config, settings, same=ours == theirs)
+            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=ours == theirs)
         except ConfigError as error:
             hashes = f"student {ours[:12]}, {who(f'teachers.{index}', config)} {theirs[:12]}"
             yield line(f"teachers.{index}", error.rule, hashes, error.remedy)
             continue
-        if teacher.crossing is not None:
-            yield from _crossing_problems(config, index, student, teacher)
+        if teacher.cross_tokenizer_loss is not None:
+            yield from _pair_problems(config, index, student, teacher)
     size = student.vocabulary_size
-    if size is not None and any(model.crossing is None for model in teachers) and config.loss.top_k > size:
+    if size is not None and any(model.cross_tokenizer_loss is None for model in teachers) and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the student's tokenizer"
         yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
 
 
-def _crossing_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
+def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
     """What a teacher with another tokenizer needs."""
     from distill_rl.align import Vocabulary
     from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 
-    settings, method = running_teachers(config)[index], teacher.crossing
+    settings, method = running_teachers(config)[index], teacher.cross_tokenizer_loss
     assert method is not None
     if settings.export not in EXPORTS[method]:
         remedy = f"set teachers.{index}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
@@ -78,7 +78,7 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
     path = config.projection.path
     if path is None:
         return
-    cross_tokenizer_teachers = [model for model in teachers if model.crossing is not None]
+    cross_tokenizer_teachers = [model for model in teachers if model.cross_tokenizer_loss is not None]
     if len(cross_tokenizer_teachers) != 1:
         rule = f"is of one teacher with another tokenizer; {len(cross_tokenizer_teachers)} of the teachers have one"
         yield line("projection.path", rule, path, "leave it out: projections are built and kept")
@@ -108,7 +108,7 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
     if kind != "messages":
         return
     readers = [("student", student)]
-    readers += [(f"teachers.{i}", model) for i, model in enumerate(teachers) if model.crossing is not None]
+    readers += [(f"teachers.{i}", model) for i, model in enumerate(teachers) if model.cross_tokenizer_loss is not None]
     for key, model in readers:
         if model.tokenizer is not None and not model.tokenizer.chat_template:
             whose = "the student's tokenizer" if key == "student" else f"the tokenizer of {who(key, config)}"
@@ -121,7 +121,7 @@ def alignment_problems(config: Config, source: Any, student: Opened, teachers: l
     refuses would end the run when its turn comes."""
     problems: list[str] = []
     for index, teacher in enumerate(teachers):
-        if teacher.crossing is not None and student.tokenizer is not None and teacher.tokenizer is not None:
+        if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
             key = f"teachers.{index}"
             attempt(key, partial(_require_chunks, config, source, student, teacher, who(key, config)), problems)
     return problems

@@ -38,7 +38,7 @@ class Driver:
     def __init__(
         self,
         job: Job,
-        crew: RunActors,
+        actors: RunActors,
         loader: Loader,
         observer: Observer,
         timer: StepTimer,
@@ -47,7 +47,7 @@ class Driver:
         evaluations: Evaluations,
         saver: Saver,
     ):
-        self.job, self.config, self.crew, self.student = job, job.config, crew, crew.student
+        self.job, self.config, self.actors, self.student = job, job.config, actors, actors.student
         self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
         self.evaluations, self.saver = evaluations, saver
         self.state = resumed.state.train if resumed else TrainState()
@@ -76,9 +76,9 @@ class Driver:
         timer = StepTimer()
         with ExitStack() as stack:
             stack.callback(store.sweep)  # when nobody writes any more
-            crew = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
+            actors = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
             if resumed:
-                crew.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
+                actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
                 run_directory.record_config(config, job.paths)
             if config.checkpoint.resume:
                 store.abandon_after(start.step)
@@ -94,16 +94,16 @@ class Driver:
             steps = (
                 f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
             )
-            evaluations = evaluations_of(job, crew, observer, signals)
+            evaluations = evaluations_of(job, actors, observer, signals)
             evaluations.recover(start.step)
             say(f"training  {steps} in {job.paths.root}")
-            saver = stack.enter_context(saver_of(store, job, crew))
-            yield cls(job, crew, loader, observer, timer, signals, resumed, evaluations, saver)
+            saver = stack.enter_context(saver_of(store, job, actors))
+            yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
 
     def run(self) -> int:
         """Trains to the last step, or to a request to stop. Returns the process's exit code."""
         with Lookahead(
-            self.loader, self.crew.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
+            self.loader, self.actors.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
         ) as items:
             for step, item in enumerate(items, start=self.state.step + 1):
                 with self.timer.step(step), item.lease() as (batch, targets):
@@ -154,7 +154,7 @@ class Driver:
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:
-            with self.crew.pipeline.submit(batch).lease() as (pending, targets):
+            with self.actors.pipeline.submit(batch).lease() as (pending, targets):
                 parts.append(self.student.evaluate(pending, targets))
         metrics = merge(parts)
         score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else math.nan
@@ -189,7 +189,7 @@ class Driver:
         self.validate()
         self.save(last=True)
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
-        self.crew.calls.interrupted = self.signals.raise_if_stopping  # all is saved
+        self.actors.calls.interrupted = self.signals.raise_if_stopping  # all is saved
         self.evaluations.wait()
         self.saver.raise_earlier()
         return 0
@@ -205,15 +205,15 @@ class Driver:
         )
 
 
-def evaluations_of(job: Job, crew: RunActors, observer: Observer, signals: Signals) -> Evaluations:
+def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Signals) -> Evaluations:
     def copy(folder: Path) -> str | None:
-        said = crew.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        said = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
         return next((problem for problem in said if problem is not None), None)
 
     return Evaluations(
-        crew.evaluator,
+        actors.evaluator,
         job.config,
-        crew.calls,
+        actors.calls,
         job.paths.root / "evals",
         copy=copy,
         record=observer.record,
@@ -232,14 +232,14 @@ def checkpoint_store(job: Job) -> CheckpointStore:
     )
 
 
-def saver_of(store: CheckpointStore, job: Job, crew: RunActors) -> Saver:
+def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
     return Saver(
         store,
-        crew.student.collective,
+        actors.student.collective,
         beside=job.config.checkpoint.async_save,
         deadline_s=job.config.ray.step_timeout_s,
-        dead=lambda: any(name.startswith("student-dp") for name in crew.calls.dead()),
-        interrupted=lambda: crew.calls.interrupted(),
+        dead=lambda: any(name.startswith("student-dp") for name in actors.calls.dead()),
+        interrupted=lambda: actors.calls.interrupted(),
     )
 
 

@@ -63,7 +63,7 @@ class StudentEngine:
         world: this rank's place; the student's mesh.
         vocabulary_size: ids of the tokenizer; wider embedding tables are padding that never gets probability.
         total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
-        crossings: per teacher, how the student learns from it where it has another tokenizer; empty where none has.
+        cross_tokenizer_specs: per teacher, None for one with the student's tokenizer; empty if all have it.
     """
 
     @gpu_phase("student load")
@@ -74,7 +74,7 @@ class StudentEngine:
         *,
         vocabulary_size: int,
         total_steps: int,
-        crossings: Sequence[CrossTokenizerSpec | None] = (),
+        cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None] = (),
     ):
         student = config.student
         be_deterministic(config.train.deterministic, world.device)
@@ -95,11 +95,11 @@ class StudentEngine:
         )
         if student.kernels == "liger":
             use_liger(self.model)
-        self.crossings = tuple(crossings)
-        bridges = open_projections(crossings, world, learnable=config.projection.learnable)
+        self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
+        bridges = open_projections(cross_tokenizer_specs, world, learnable=config.projection.learnable)
         heads = open_heads(
             running_teachers(config),
-            crossings,
+            cross_tokenizer_specs,
             world,
             columns=self.model.config.vocab_size,
             tokens=vocabulary_size,
@@ -279,7 +279,7 @@ class StudentEngine:
     def export_projections(self, folder: str | Path) -> None:
         """Writes what was learnt of projections between vocabularies, if anything was."""
         if self.world.rank == 0:
-            save_learned(self.objective.learnt, self.crossings, Path(folder))
+            save_learned(self.objective.learnt, self.cross_tokenizer_specs, Path(folder))
 
     def _sweep(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False

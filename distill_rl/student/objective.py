@@ -81,7 +81,7 @@ class Objective(nn.Module):
     Args:
         config: `loss.*`.
         teachers: in the order of their targets; none are used where `loss.kd_weight` is 0.
-        crossings: per teacher its loss across tokenizers and the bridge between the vocabularies (one to be learnt is
+        cross_tokenizer: per teacher its loss across tokenizers and the bridge between the vocabularies (one to be learnt is
             a parameter of this module), None for one that has the student's tokenizer; empty where all have.
         heads: per teacher its output layer where it sends hidden states, else None; empty where none does.
 
@@ -93,15 +93,15 @@ class Objective(nn.Module):
         self,
         config: LossConfig,
         teachers: Sequence[TeacherConfig],
-        crossings: Sequence[tuple[str, VocabularyProjection | LearnableProjection] | None] = (),
+        cross_tokenizer: Sequence[tuple[str, VocabularyProjection | LearnableProjection] | None] = (),
         heads: Sequence[TeacherHead | None] = (),
     ):
         super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
-        self.crossings = tuple(crossings) or (None,) * len(self.teachers)
+        self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
         self.heads = tuple(heads) or (None,) * len(self.teachers)
-        learnt = {str(n): way[1] for n, way in enumerate(self.crossings) if way and isinstance(way[1], nn.Module)}
+        learnt = {str(n): way[1] for n, way in enumerate(self.cross_tokenizer) if way and isinstance(way[1], nn.Module)}
         self.projections = nn.ModuleDict(learnt)
         _check_weights(config, [teacher.weight for teacher in self.teachers])
 
@@ -152,8 +152,8 @@ class Objective(nn.Module):
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
         shared = tuple(chunks) or (None,) * len(targets)
-        for teacher, crossing, rows in zip(self.teachers, self.crossings, shared):
-            if (crossing is None) != (rows is None):
+        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, shared):
+            if (cross is None) != (rows is None):
                 raise ValueError(
                     f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
                 )
@@ -161,13 +161,13 @@ class Objective(nn.Module):
         main = next((number for number, target in enumerate(targets) if target is not None), 0)
         terms = [
             self._teacher_term(
-                logits, labels, target, head, rows, crossing, blend.kd * share, ce=ce, denominator=max(num_labels, 1)
+                logits, labels, target, head, rows, cross, blend.kd * share, ce=ce, denominator=max(num_labels, 1)
             )
-            for target, head, rows, crossing, share, ce in zip(
+            for target, head, rows, cross, share, ce in zip(
                 targets or (None,),
                 self.heads or (None,),
                 shared or (None,),
-                self.crossings or (None,),
+                self.cross_tokenizer or (None,),
                 blend.shares or (0.0,),
                 [blend.ce if number == main else 0.0 for number in range(max(len(targets), 1))],
             )
@@ -187,7 +187,7 @@ class Objective(nn.Module):
         target: Target | None,
         head: TeacherHead | None,
         shared: ChunkRows | None,
-        crossing: tuple[str, VocabularyProjection | LearnableProjection] | None,
+        cross: tuple[str, VocabularyProjection | LearnableProjection] | None,
         kd: float,
         ce: float,
         denominator: int,
@@ -196,8 +196,8 @@ class Objective(nn.Module):
         if target is None and self.teachers:
             nothing = torch.zeros((), device=labels.device)
             return _Term(nothing, nothing, nothing, nothing)
-        if crossing is not None and shared is not None and target is not None:
-            return self._cross_tokenizer_term(logits, labels, target, head, shared, crossing, kd, ce, denominator)
+        if cross is not None and shared is not None and target is not None:
+            return self._cross_tokenizer_term(logits, labels, target, head, shared, cross, kd, ce, denominator)
         return self._term(logits, labels, _completed(target, head), kd, ce, denominator)
 
     def _term(
@@ -234,13 +234,13 @@ class Objective(nn.Module):
         target: Target,
         head: TeacherHead | None,
         shared: ChunkRows,
-        crossing: tuple[str, VocabularyProjection | LearnableProjection],
+        cross: tuple[str, VocabularyProjection | LearnableProjection],
         kd: float,
         ce: float,
         denominator: int,
     ) -> _Term:
         """Chunk by chunk: KD is a mean over the chunks of the global batch, CE over its labels."""
-        method, way = crossing
+        method, way = cross
         output = chunk_kd_loss(
             logits,
             _given(head).logits(target) if isinstance(target, HiddenStates) else target,
@@ -336,7 +336,7 @@ class LossSums:
         means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
         if self._num_teachers:
             means["kl_loss"] = kd
-            if objective.crossings[0] is None:
+            if objective.cross_tokenizer[0] is None:
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
             told = zip(objective.teachers, kd_per_teacher, blend.shares)

@@ -22,7 +22,7 @@ CrossTokenizerLoss = tuple[str, VocabularyProjection | LearnableProjection]
 
 
 def open_projections(
-    crossings: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
+    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
 ) -> list[CrossTokenizerLoss | None]:
     """Per teacher how the student learns from it, None for one that has the student's tokenizer.
 
@@ -32,32 +32,34 @@ def open_projections(
     Raises:
         ValueError: a damaged projection.
     """
-    return [None if crossing is None else _open(crossing, world, learnable) for crossing in crossings]
+    return [None if spec is None else _open(spec, world, learnable) for spec in cross_tokenizer_specs]
 
 
-def _open(crossing: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
-    found = load_projection(crossing.projection)
+def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
+    found = load_projection(spec.projection)
     same = found.student_hash == found.teacher_hash
     if world.rank == 0 and not same and not (len(found.student_stops) and len(found.teacher_stops)):
         log.warning(
             "%s holds no stop tokens of both sides, as files of earlier versions do not: they are compared like other "
             "tokens where an answer ends, and a teacher that stops by another may teach not to stop; leave "
             "projection.path out to have the file built anew",
-            crossing.projection,
+            spec.projection,
         )
     bridge = VocabularyProjection.from_projection(found).to(world.device)
-    if not learnable or crossing.method != "xtoken":
-        return crossing.method, bridge
+    if not learnable or spec.method != "xtoken":
+        return spec.method, bridge
     projection = LearnableProjection(bridge)
     # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints know one kind.
     mesh = world.parameter_mesh
     placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     projection.logits = nn.Parameter(placed)
-    return crossing.method, projection
+    return spec.method, projection
 
 
 def save_learned(
-    projections: Mapping[str, LearnableProjection], crossings: Sequence[CrossTokenizerSpec | None], folder: Path
+    projections: Mapping[str, LearnableProjection],
+    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
+    folder: Path,
 ) -> None:
     """Writes what was learnt of each projection into `folder`, in the form that `projection.path` takes.
 
@@ -65,11 +67,11 @@ def save_learned(
         projections: by the teacher's number, as `Objective` keeps them.
     """
     for number, projection in projections.items():
-        crossing = crossings[int(number)]
-        assert crossing is not None
+        spec = cross_tokenizer_specs[int(number)]
+        assert spec is not None
         values = projection().values.detach().cpu().numpy()
         folder.mkdir(exist_ok=True)
-        save_projection(replace(load_projection(crossing.projection), values=values), folder / f"{number}.safetensors")
+        save_projection(replace(load_projection(spec.projection), values=values), folder / f"{number}.safetensors")
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:

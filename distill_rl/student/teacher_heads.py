@@ -55,7 +55,7 @@ class TeacherHead:
 
 def open_heads(
     teachers: Sequence[TeacherConfig],
-    crossings: Sequence[CrossTokenizerSpec | None],
+    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
     world: World,
     *,
     columns: int,
@@ -67,7 +67,7 @@ def open_heads(
     one with another tokenizer everything, because chunks are compared over the whole of the teacher's vocabulary.
 
     Args:
-        crossings: per teacher, None where the tokenizer is the student's; empty where all are.
+        cross_tokenizer_specs: per teacher, None where the tokenizer is the student's; empty where all are.
         columns: of the student's logits over all ranks.
         tokens: ids of the student's tokenizer.
 
@@ -79,9 +79,9 @@ def open_heads(
         None
         if teacher.export != "hidden"
         else _open(teacher, own, tokens, world.device)
-        if crossing is None
+        if spec is None
         else _open(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device)
-        for teacher, crossing in zip(teachers, tuple(crossings) or (None,) * len(teachers))
+        for teacher, spec in zip(teachers, tuple(cross_tokenizer_specs) or (None,) * len(teachers))
     ]
 
 

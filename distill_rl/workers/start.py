@@ -26,7 +26,7 @@ from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, actor_names, reserve, seat
+from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, actor_names, place_actors, reserve
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
@@ -62,38 +62,38 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
         cluster, own_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
-        plan = seat(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
+        plan = place_actors(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.watch = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            staff = _make(job, total_steps, num_aligners, plan, placement, calls)
-            say(f"starting  {', '.join(name for group in staff.groups for name in group.names)}")
+            actors = _make(job, total_steps, num_aligners, plan, placement, calls)
+            say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
-                _start(job, staff, calls)
+                _start(job, actors, calls)
                 rings = ring_plan(config)
-                connector = Connector(config, staff.teachers, staff.student, rings, calls)
+                connector = Connector(config, actors.teachers, actors.student, rings, calls)
                 connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
-                pipeline = Pipeline(_pool(job, staff.aligners, calls), staff.teachers, job.plan, rings)
-                recovery = TeacherRecovery(config, staff.teachers, staff.student.names, calls, connector, pipeline)
-                student = StudentGroup(staff.student, config, calls, timer, pipeline, recovery)
-                yield RunActors(pipeline, student, staff.evaluator, calls)
+                pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
+                recovery = TeacherRecovery(config, actors.teachers, actors.student.names, calls, connector, pipeline)
+                student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
+                yield RunActors(pipeline, student, actors.evaluator, calls)
                 if config.observe.timeline:
-                    ids = {worker: name for group in staff.groups for worker, name in group.worker_ids.items()}
+                    ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
                 # Readers first: what they have opened belongs to the teachers. Aligners and evaluators are in no process group.
-                stop([staff.student, *(group for _, group in staff.teachers)])
+                stop([actors.student, *(group for _, group in actors.teachers)])
             except DistillError as error:
                 if error.exit_code == 1:
                     calls.watch.dump_stacks()
-                keep_logs((each for group in staff.groups for each in group.processes), job.paths.logs)
+                keep_logs((each for group in actors.groups for each in group.processes), job.paths.logs)
                 raise
             finally:
-                ended = [process for group in staff.groups for _, process in group.processes]
-                for group in staff.groups:
+                ended = [process for group in actors.groups for _, process in group.processes]
+                for group in actors.groups:
                     group.kill()
                 calls.watch.close()
                 _sweep(process.pid for process in ended if process.node_id == own_node)
@@ -108,7 +108,7 @@ def _sweep(pids: Iterable[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Staff:
+class _Actors:
     """Actors, made and not yet started."""
 
     student: WorkerGroup
@@ -127,14 +127,14 @@ class _Staff:
 
 def _make(
     job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
-) -> _Staff:
+) -> _Actors:
     config = job.config
     threads = threads_per_worker(sum(compute_groups(config)))
     student, teachers, aligners = actor_names(config, num_aligners)
     at = (plan, placement, calls, config)
-    learn = (total_steps, job.crossings, job.vocabulary_size, threads)
+    learn = (total_steps, job.cross_tokenizer_specs, job.vocabulary_size, threads)
     scores = (plan, placement, calls, threads, config.run.name)
-    return _Staff(
+    return _Actors(
         WorkerGroup(StudentWorker, student, *at, *learn),
         [
             (teacher, WorkerGroup(TeacherWorker, teachers[teacher.name], *at, teacher, size, threads))
@@ -147,7 +147,7 @@ def _make(
 
 def _aligning(job: Job) -> tuple[Any, ...]:
     """What an aligner is made with, besides the configuration."""
-    return job.data_format, job.plan, tuple(crossing is not None for crossing in job.crossings)
+    return job.data_format, job.plan, tuple(spec is not None for spec in job.cross_tokenizer_specs)
 
 
 def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
@@ -179,7 +179,7 @@ def _facts(job: Job, gpus: int) -> Facts:
         student=job.student_facts,
         teachers=job.teacher_facts,
         teacher_vocabularies=job.teacher_vocabularies,
-        crossings=tuple(None if found is None else found.method for found in job.crossings),
+        cross_tokenizer_losses=tuple(None if found is None else found.method for found in job.cross_tokenizer_specs),
         vocabulary_size=job.vocabulary_size,
         gpus=gpus,
     )
@@ -203,14 +203,14 @@ def _target_bytes(job: Job) -> int:
     return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
 
 
-def _start(job: Job, staff: _Staff, calls: Calls) -> None:
+def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     """All models load at the same time."""
     timeout_s = job.config.ray.start_timeout_s
-    for group in staff.groups:
+    for group in actors.groups:
         if group.actors:
             group.identify(timeout_s)
-    started = staff.aligners.submit("start")
-    for teacher, group in staff.teachers:
+    started = actors.aligners.submit("start")
+    for teacher, group in actors.teachers:
         started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)
-    started |= staff.student.start(size=len(staff.student.actors), timeout_s=timeout_s)
+    started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
     calls.gather(started, what="loading the models", timeout_s=timeout_s)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.facts import row_width
-from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.data.packing import first_fit
 from distill_rl.types import IGNORE_INDEX, TokenRows
 
 MAX_LENGTH = 24
 PAD = 0
-shares = st.builds(Share, st.integers(1, 3), st.integers(1, 3))
+shares = st.builds(BatchSharding, st.integers(1, 3), st.integers(1, 3))
 
 
 @st.composite

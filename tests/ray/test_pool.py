@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig
-from distill_rl.data.collate import BatchPlan, Share
+from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.errors import AlignmentError, DataError
 from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.placement import aligner_name, reserve, seat
+from distill_rl.workers.cluster.placement import aligner_name, place_actors, reserve
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -80,9 +80,9 @@ def open_pool(ray_cluster, config, tmp_path):
     groups, placements = [], []
 
     def opened(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
-        plan = BatchPlan(Share(2, 1), (), LENGTH, packing=True, pad_id=2)
+        plan = BatchPlan(BatchSharding(2, 1), (), LENGTH, packing=True, pad_id=2)
         calls = Calls(interrupted=lambda: None)
-        placing = seat(config, max(size, 1), gpus=False)
+        placing = place_actors(config, max(size, 1), gpus=False)
         placement = reserve(placing, timeout_s=60, interrupted=lambda: None)
         placements.append(placement)
         group = WorkerGroup(

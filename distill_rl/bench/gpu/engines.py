@@ -47,13 +47,17 @@ class Engines:
         for name, shape in (("student", pair.student), ("teacher", pair.teacher)):
             write_model(folder / name, shape, step.length)
         config = _config(folder, step)
-        crossings: list[CrossTokenizerSpec | None] = []
+        cross_tokenizer_specs: list[CrossTokenizerSpec | None] = []
         if not pair.one_tokenizer:
             path = folder / "projection.safetensors"
             save_projection(made_up_projection(pair), path)
-            crossings = [CrossTokenizerSpec("hybrid", str(path))]
+            cross_tokenizer_specs = [CrossTokenizerSpec("hybrid", str(path))]
         self.student = StudentEngine(
-            config, world, vocabulary_size=pair.student.tokens, total_steps=total_steps, crossings=crossings
+            config,
+            world,
+            vocabulary_size=pair.student.tokens,
+            total_steps=total_steps,
+            cross_tokenizer_specs=cross_tokenizer_specs,
         )
         self.teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=pair.teacher.tokens)
         torch.manual_seed(0)

@@ -24,11 +24,13 @@ class AlignerWorker:
         config: the run's settings.
         data_format: `text` or `messages`.
         plan: how rows are laid out and divided.
-        crossing: per running teacher whether it has rows of its own.
+        other_tokenizer: per running teacher, whether it has rows of its own.
     """
 
-    def __init__(self, rank: int, config: Config, data_format: str, plan: BatchPlan, crossing: tuple[bool, ...] = ()):
-        self._config, self._data_format, self._plan, self._crossing = config, data_format, plan, crossing
+    def __init__(
+        self, rank: int, config: Config, data_format: str, plan: BatchPlan, other_tokenizer: tuple[bool, ...] = ()
+    ):
+        self._config, self._data_format, self._plan, self._other_tokenizer = config, data_format, plan, other_tokenizer
         self._gauges = Gauges(config.run.name)
 
     def identify(self) -> Process:
@@ -37,7 +39,7 @@ class AlignerWorker:
     def start(self) -> None:
         if ray.is_initialized() and ray.get_gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
-        if any(self._crossing) and self._config.aligner.dp.backend == "cuda":
+        if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
         from distill_rl.data.collate import Tokenization
         from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
@@ -48,7 +50,7 @@ class AlignerWorker:
         tokenization = Tokenization(
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )
-        partners = [
+        teachers = [
             CrossTokenizerTeacher.of(
                 teacher.name,
                 tokenizer,
@@ -59,12 +61,12 @@ class AlignerWorker:
             )
             if crosses
             else None
-            for teacher, crosses in zip(running_teachers(self._config), self._crossing)
+            for teacher, crosses in zip(running_teachers(self._config), self._other_tokenizer)
         ]
-        for partner in partners:
-            if partner is not None:
-                partner.aligner.warm_up()
-        self._builder = BatchBuilder(tokenization, self._plan, partners)
+        for teacher in teachers:
+            if teacher is not None:
+                teacher.aligner.warm_up()
+        self._builder = BatchBuilder(tokenization, self._plan, teachers)
 
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
         """BatchInfo, then one RankBatch per student DP rank, then one per DP rank of each teacher in turn."""

@@ -42,13 +42,13 @@ class StudentWorker(RankWorker):
         rank: int,
         config: Config,
         total_steps: int,
-        crossings: Sequence[CrossTokenizerSpec | None],
+        cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
         vocabulary_size: int,
         threads: int,
     ):
         super().__init__(config, threads)
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
-        self._crossings = crossings
+        self._cross_tokenizer_specs = cross_tokenizer_specs
         self._gauges = Gauges(config.run.name)
         self._next_sub_batch = 0
         self._step_s = self._fetch_s = 0.0
@@ -64,7 +64,7 @@ class StudentWorker(RankWorker):
             world,
             vocabulary_size=self._vocabulary_size,
             total_steps=self._total_steps,
-            crossings=self._crossings,
+            cross_tokenizer_specs=self._cross_tokenizer_specs,
         )
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:

@@ -44,7 +44,7 @@ class WorkerGroup:
 
     def _make(self, rank: int, suffix: str = "") -> Any:
         name = self.names[rank]
-        placed = options(self._plan.seats[name], self._placement)
+        placed = options(self._plan.placements[name], self._placement)
         actor = self._remote.options(**{**placed, "name": name + suffix}).remote(rank, *self._arguments)
         self._calls.know(name, actor)
         return actor
@@ -67,7 +67,7 @@ class WorkerGroup:
             self._calls.processes[name] = process
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Ends ranks and puts new actors in their seats, on which `start` has yet to be called.
+        """Ends ranks and puts new actors in their placements, on which `start` has yet to be called.
 
         What was submitted to the old ones and is not done fails.
 
@@ -118,7 +118,7 @@ class WorkerGroup:
         """Has ranks meet in process groups of `size` and load their models: the calls that do it."""
         calls: dict[ray.ObjectRef, str] = {}
         for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
-            calls |= self.submit("start", *address, self._plan.seats[self.names[rank]].gpu_memory, ranks=[rank])
+            calls |= self.submit("start", *address, self._plan.placements[self.names[rank]].gpu_memory, ranks=[rank])
         return calls
 
     def kill(self) -> None:

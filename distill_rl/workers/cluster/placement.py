@@ -36,7 +36,7 @@ class ActorPlacement:
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     bundles: tuple[Mapping[str, float], ...]
-    seats: Mapping[str, ActorPlacement]
+    placements: Mapping[str, ActorPlacement]
     nodes: tuple[str | None, ...] = ()
     """per bundle the node that it must be on; empty, or None: any"""
 
@@ -76,7 +76,7 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     return student, teachers, [aligner_name(i) for i in range(num_aligners)]
 
 
-def seat(
+def place_actors(
     config: Config,
     num_aligners: int = 1,
     *,
@@ -116,7 +116,7 @@ def seat(
     shared = {EVALUATOR: config.evaluate.gpu_share} if config.evaluate.suites and not alone else {}
     share = config.aligner.num_gpus if gpus else 0.0
     bundles: list[dict[str, float]] = []
-    seats: dict[str, ActorPlacement] = {}
+    placements: dict[str, ActorPlacement] = {}
     for index, together in enumerate(tables):
         guests = dict.fromkeys(aligners[index :: len(tables)] if share else [], share) | (shared if not index else {})
         left = 1.0 - sum(guests.values())
@@ -125,16 +125,18 @@ def seat(
         bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
         held = _memory_shares(together, left, needs) if gpus and EVALUATOR in guests else {}
         for name in together:
-            seats[name] = ActorPlacement(name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0))
+            placements[name] = ActorPlacement(
+                name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0)
+            )
         for name, part in guests.items():
-            seats[name] = ActorPlacement(name, index, 1.0, part)
+            placements[name] = ActorPlacement(name, index, 1.0, part)
     ranks = len(bundles)
     for name in [*([] if share else aligners), *alone]:
         of_gpu = 1.0 if gpus and name in alone else 0.0
         bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
-        seats[name] = ActorPlacement(name, len(bundles) - 1, 1.0, of_gpu)
+        placements[name] = ActorPlacement(name, len(bundles) - 1, 1.0, of_gpu)
     own = _own_nodes(config, bundles[:ranks], len(student), nodes)
-    return PlacementPlan(tuple(bundles), seats, (*own, *[None] * (len(bundles) - len(own))) if own else ())
+    return PlacementPlan(tuple(bundles), placements, (*own, *[None] * (len(bundles) - len(own))) if own else ())
 
 
 def _too_greedy(guests: Mapping[str, float], aligners: bool) -> ConfigError:
@@ -250,15 +252,15 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
     return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
 
 
-def options(seat: ActorPlacement, group: PlacementGroup) -> dict:
+def options(place_actors: ActorPlacement, group: PlacementGroup) -> dict:
     """Ray options of the actor at this seat. Never restarted by Ray: a restart would silently run queued calls on a fresh actor."""
     return {
-        "name": seat.actor,
-        "num_cpus": seat.num_cpus,
-        "num_gpus": seat.num_gpus,
+        "name": place_actors.actor,
+        "num_cpus": place_actors.num_cpus,
+        "num_gpus": place_actors.num_gpus,
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=seat.bundle
+            placement_group=group, placement_group_bundle_index=place_actors.bundle
         ),
     }

@@ -121,15 +121,15 @@ class RayExecutor:
             raise self._calls.late(late, "running the model", CALLS_PER_WORKER * self._shards.deadline_s)
 
     def _hire(self, tensor_parallel: int) -> WorkerGroup:
-        """Actors in seats of their own."""
+        """Actors in placements of their own."""
         settings, count = self._shards.ray, self._shards.count
         self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
         each = self._gpus_each(gpus, tensor_parallel)
         names = self._names
         bundle = {"CPU": 1.0} | ({"GPU": each} if each else {})
-        seats = {name: ActorPlacement(name, index, 1.0, each) for index, name in enumerate(names)}
-        plan = PlacementPlan(tuple(bundle for _ in names), seats)
+        placements = {name: ActorPlacement(name, index, 1.0, each) for index, name in enumerate(names)}
+        plan = PlacementPlan(tuple(bundle for _ in names), placements)
         timeout_s = settings.placement_timeout_s
         placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))
         threads = max(1, len(os.sched_getaffinity(0)) // count)

@@ -62,12 +62,12 @@ def test_hidden_states_travel_in_the_teacher_s_dtype_and_their_output_layer_lies
     teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
     for name, item in (("fp32", 4), ("bf16", 2)):
         config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
-        facts = Facts(student=MODEL, teachers=(teacher,), crossings=(None,), gpus=2)
+        facts = Facts(student=MODEL, teachers=(teacher,), cross_tokenizer_losses=(None,), gpus=2)
         derived = sizes(config, facts)
         assert derived.teachers[0].entries == 512
         assert derived.teachers[0].bytes_per_token == 512 * item + 4
         assert derived.memory[0].heads == columns // 2 * 512 * item
-        across = sizes(config, replace(facts, crossings=("gold",))).memory[0]
+        across = sizes(config, replace(facts, cross_tokenizer_losses=("gold",))).memory[0]
         assert across.heads == 9000 * 512 * item + 9000 * tokens * 4
         on_cpu = sizes(config, replace(facts, gpus=0)).memory[0]
         assert on_cpu.heads == columns // 2 * 512 * 4

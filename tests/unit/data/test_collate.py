@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, Encoded, Share, Tokenization, build_batch, lay_out, pad_id
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, Tokenization, build_batch, lay_out, pad_id
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 
 PAD = 2
-ONE = Share(1, 1)
+ONE = BatchSharding(1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def documents(rows: list[dict], index: int = 0) -> DocumentBatch:
     return DocumentBatch(index, tuple({"row": row, **each} for row, each in enumerate(rows)), Cursor(0, len(rows)))
 
 
-def plan(*, packing: bool = True, max_length: int = 64, student: Share = ONE, teachers=()) -> BatchPlan:
+def plan(*, packing: bool = True, max_length: int = 64, student: BatchSharding = ONE, teachers=()) -> BatchPlan:
     return BatchPlan(student, tuple(teachers), max_length, packing, PAD)
 
 
@@ -169,7 +169,7 @@ class TestLayOut:
         assert lay_out([encoded([])], plan()).shape == (1, 8)
 
     def test_the_number_of_rows_suits_student_and_teachers(self):
-        layout = plan(packing=False, student=Share(2, 2), teachers=[Share(3, 1), Share(1, 8)])
+        layout = plan(packing=False, student=BatchSharding(2, 2), teachers=[BatchSharding(3, 1), BatchSharding(1, 8)])
         assert layout.row_multiple == 24
         rows = lay_out([encoded([5, 6])] * 5, layout)
         assert rows.shape[0] == 24
@@ -199,7 +199,7 @@ class TestBuildBatch:
         assert info.seconds > 0
 
     def test_parts_are_contiguous_runs_of_the_same_rows(self, tokenizer):
-        layout = plan(student=Share(2, 2), teachers=[Share(1, 3), Share(3, 1)])
+        layout = plan(student=BatchSharding(2, 2), teachers=[BatchSharding(1, 3), BatchSharding(3, 1)])
         info, student, teachers = self.build(tokenizer, layout)
         assert info.num_rows % 12 == 0
         assert [len(student), *(len(parts) for parts in teachers)] == [2, 1, 3]
@@ -218,7 +218,7 @@ class TestBuildBatch:
             assert all(np.array_equal(mine, other) for mine, other in zip(whole, wholes[0]))
 
     def test_student_rows_do_not_change_when_no_teacher_is_there(self, tokenizer):
-        _, with_teacher, _ = self.build(tokenizer, plan(teachers=[Share(1, 1)]))
+        _, with_teacher, _ = self.build(tokenizer, plan(teachers=[BatchSharding(1, 1)]))
         _, without, teachers = self.build(tokenizer, plan())
         assert teachers == []
         assert np.array_equal(with_teacher[0].rows.input_ids, without[0].rows.input_ids)
@@ -244,5 +244,5 @@ class TestBuildBatch:
         ]
         config.data.max_length, config.data.packing = 128, False
         built = BatchPlan.from_config(config, 9)
-        assert built == BatchPlan(Share(2, 3), (Share(1, 3), Share(5, 7)), 128, False, 9)
+        assert built == BatchPlan(BatchSharding(2, 3), (BatchSharding(1, 3), BatchSharding(5, 7)), 128, False, 9)
         assert built.row_multiple == 210

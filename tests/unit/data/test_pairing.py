@@ -7,7 +7,7 @@ import pytest
 
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render
-from distill_rl.data.collate import BatchPlan, Share, Tokenization, build_batch
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization, build_batch
 from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
@@ -34,12 +34,14 @@ def documents(rows: list[dict], index: int = 0) -> DocumentBatch:
 
 def builder(student, *teachers, loss_on: str = "all", dp: int = 1, max_length: int = LENGTH) -> BatchBuilder:
     """`teachers`: tokenizers, None for one that reads the student's rows."""
-    plan = BatchPlan(Share(dp, 1), tuple(Share(1, 2) for _ in teachers), max_length, packing=False, pad_id=2)
+    plan = BatchPlan(
+        BatchSharding(dp, 1), tuple(BatchSharding(1, 2) for _ in teachers), max_length, packing=False, pad_id=2
+    )
     tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length)
-    partners = [
+    teachers = [
         each and CrossTokenizerTeacher.of(f"t{n}", student, each, AlignerConfig()) for n, each in enumerate(teachers)
     ]
-    return BatchBuilder(tokenization, plan, partners)
+    return BatchBuilder(tokenization, plan, teachers)
 
 
 def spelled(tokenizer, rows, chunk_row: np.ndarray, row: int, number: int) -> str:
@@ -140,7 +142,7 @@ def test_what_looks_special_is_learnt_where_the_assistant_says_it_and_nowhere_el
     assert (learnt == student.convert_tokens_to_ids("<|end|>")).sum() == 2, "the ends of the assistant's turns"
 
 
-def test_a_chat_without_special_looking_text_is_tokenised_as_without_a_crossing(student, teacher):
+def test_a_plain_chat_is_tokenised_as_for_one_tokenizer(student, teacher):
     batch = documents(corpus_rows(8, 3, messages=True))
     for loss_on in ("all", "assistant"):
         build = builder(student, teacher, loss_on=loss_on, max_length=400)
@@ -221,8 +223,8 @@ def test_ranks_have_contiguous_parts_and_the_counts_of_the_whole(student, teache
     assert {part.chunks[0].num_chunks for part in parts} == {whole.chunks[0].num_chunks}
 
 
-def test_without_another_tokenizer_the_rows_are_those_of_the_trainer_without_a_crossing(student):
-    plan = BatchPlan(Share(1, 1), (Share(1, 1),), LENGTH, packing=True, pad_id=2)
+def test_one_tokenizer_gives_the_rows_of_plain_training(student):
+    plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), LENGTH, packing=True, pad_id=2)
     tokenization = Tokenization(student, format="auto", loss_on="all", max_length=LENGTH)
     batch = documents(corpus_rows(9, 4))
     info, (part,), _ = BatchBuilder(tokenization, plan, [None]).build(batch)
@@ -249,7 +251,7 @@ def test_a_row_that_is_skipped_or_cannot_be_aligned_teaches_nothing_and_is_named
     nothing, _, _ = build.build(batch, skip=range(4))
     assert (nothing.alignments[0].num_exact, nothing.alignments[0].methods) == (0, {})
 
-    aligner = build._crossing[0].aligner
+    aligner = build._others[0].aligner
     pair = aligner.pair
 
     def stumble(ours, theirs, **limits):

@@ -67,12 +67,12 @@ def problems(root):
 def test_two_models_with_different_tokenizers_are_a_run_and_the_facts_say_how(root):
     checked = gather(root / "run.yaml")
     assert checked.problems == []
-    assert checked.facts.crossings == ("hybrid",)
+    assert checked.facts.cross_tokenizer_losses == ("hybrid",)
     assert checked.facts.teacher_vocabularies == (FOREIGN,)
     same = gather(root / "run.yaml", [f"teachers.0.model={root}/student"])
-    assert same.facts.crossings == (None,)
+    assert same.facts.cross_tokenizer_losses == (None,)
     forced = gather(root / "run.yaml", [f"teachers.0.model={root}/student", "teachers.0.loss=alm"])
-    assert forced.facts.crossings == ("alm",)
+    assert forced.facts.cross_tokenizer_losses == ("alm",)
 
 
 def test_a_vocabulary_with_nothing_in_common_is_refused_with_what_would_do(problems, root):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.errors import NumericsError
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
@@ -83,7 +83,7 @@ def test_gradient_equals_the_plain_reference_for_any_micro_batch_size(world, fol
 
 def test_packed_and_padded_rows_of_the_same_documents_give_one_gradient(world, folders):
     documents = [Encoded(ids, np.ones(len(ids), bool), False) for ids in random_documents(7, seed=3)]
-    share = Share(1, 2)
+    share = BatchSharding(1, 2)
     padded, packed = (lay_out(documents, BatchPlan(share, (), 3 * WIDTH, packing, 2)) for packing in (False, True))
     assert padded.shape[0] > 2 * packed.shape[0]
     assert (np.count_nonzero(packed.position_ids == 0, axis=1) > 1).any()

@@ -10,7 +10,7 @@ import torch
 
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.losses.core import checks
 from distill_rl.losses.cross_tokenizer import chunks
@@ -92,20 +92,25 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
     config.teachers[0].export = export
     if method:
         student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-        plan = BatchPlan(Share(1, 4), (Share(1, 4),), WIDTH, packing=False, pad_id=7)
-        partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
+        plan = BatchPlan(BatchSharding(1, 4), (BatchSharding(1, 4),), WIDTH, packing=False, pad_id=7)
+        other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
         documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
         tokenization = Tokenization(student, format="text", loss_on="all", max_length=WIDTH)
-        _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [partner]).build(
+        _, (batch,), ((theirs,),) = BatchBuilder(tokenization, plan, [other]).build(
             DocumentBatch(0, documents, Cursor())
         )
-        crossings, width = [CrossTokenizerSpec(method, str(folders["projection"]))], batch.chunks[0].teacher.shape[1]
+        cross_tokenizer_specs, width = (
+            [CrossTokenizerSpec(method, str(folders["projection"]))],
+            batch.chunks[0].teacher.shape[1],
+        )
     else:
         documents = random_documents(8, seed=3)
         batch = theirs = rank_batch(token_rows([[each] for each in documents], WIDTH))
-        crossings, width = [], WIDTH
+        cross_tokenizer_specs, width = [], WIDTH
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS if method else OURS)
-    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, crossings=crossings)
+    engine = StudentEngine(
+        config, world, vocabulary_size=OURS, total_steps=4, cross_tokenizer_specs=cross_tokenizer_specs
+    )
     return engine, batch, fixed_targets([engine_targets(teacher, theirs)], width)
 
 

@@ -92,8 +92,8 @@ def test_of_a_teacher_with_another_tokenizer_every_column_is_held_and_masked_by_
     foreign = tiny_tokenizer(400, seed=7)
     folder = write_model(tmp_path / "foreign", "llama", vocab_size=416, tokenizer=foreign)
     teachers = [TeacherConfig(model=str(folder), export=export, dtype="fp32") for export in ("hidden", "topk")]
-    crossing = CrossTokenizerSpec("gold", "unused")
-    head, nothing = open_heads(teachers, [crossing, crossing], world, columns=COLUMNS, tokens=TOKENS)
+    spec = CrossTokenizerSpec("gold", "unused")
+    head, nothing = open_heads(teachers, [spec, spec], world, columns=COLUMNS, tokens=TOKENS)
     assert nothing is None
     logits = head.logits(states()).logits
     assert logits.shape == (300, 416)

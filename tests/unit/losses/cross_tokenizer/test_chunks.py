@@ -9,7 +9,7 @@ import torch
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import build_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.losses import Chunks, VocabularyProjection
 from distill_rl.types import Cursor, DocumentBatch
@@ -64,11 +64,11 @@ def test_a_text_that_is_longer_than_its_rows_is_refused() -> None:
 
 def test_they_are_the_chunks_that_a_run_compares() -> None:
     student, teacher = tiny_tokenizer(320), tiny_tokenizer(600, seed=7)
-    plan = BatchPlan(Share(1, 4), (Share(1, 4),), 64, packing=False, pad_id=2)
+    plan = BatchPlan(BatchSharding(1, 4), (BatchSharding(1, 4),), 64, packing=False, pad_id=2)
     tokenization = Tokenization(student, format="messages", loss_on="all", max_length=64)
     documents = tuple({"row": row, "messages": chat} for row, chat in enumerate(CHATS))
-    partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
-    _, (ours,), _ = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
+    other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
+    _, (ours,), _ = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     of_run = ours.chunks[0]
     found = Chunks.from_alignment(
         *(TokenAligner(student, teacher).align_messages(chat) for chat in CHATS),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from distill_rl.data.collate import BatchPlan, Encoded, Share, lay_out
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.gpu_check.checks.attention import check
 from distill_rl.models import families
 from distill_rl.models.attention import varlen
@@ -31,7 +31,7 @@ LENGTHS = (5, 11, 3, 24, 1, 9)
 def rows_of(*, packing: bool, lengths: tuple[int, ...] = LENGTHS) -> TokenRows:
     draw = np.random.default_rng(0)
     documents = [Encoded(draw.integers(5, 250, size).astype(np.int32), np.ones(size, bool), False) for size in lengths]
-    return lay_out(documents, BatchPlan(Share(1, 4), (), 24, packing, pad_id=7))
+    return lay_out(documents, BatchPlan(BatchSharding(1, 4), (), 24, packing, pad_id=7))
 
 
 def model_of(folder: Path, implementation: str) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data import pairing
-from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
@@ -37,11 +37,11 @@ def world():
 
 def build() -> tuple[RankBatch, RankBatch]:
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    plan = BatchPlan(Share(1, 6), (Share(1, 6),), 32, packing=False, pad_id=7)
+    plan = BatchPlan(BatchSharding(1, 6), (BatchSharding(1, 6),), 32, packing=False, pad_id=7)
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=32)
     documents = tuple({"row": row, "text": text} for row, text in enumerate(TEXTS))
-    partners = [CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())]
-    _, (ours,), ((theirs,),) = BatchBuilder(tokenization, plan, partners).build(DocumentBatch(0, documents, Cursor()))
+    teachers = [CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())]
+    _, (ours,), ((theirs,),) = BatchBuilder(tokenization, plan, teachers).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 
 
@@ -83,8 +83,10 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
     config.teachers[0].export = "topk" if method in ("hybrid", "alm") else "logits"
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS), theirs)
     source = fixed_targets([targets], theirs.rows.shape[1])
-    crossings = [CrossTokenizerSpec(method, str(folders["projection"]))]
-    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=120, crossings=crossings)
+    cross_tokenizer_specs = [CrossTokenizerSpec(method, str(folders["projection"]))]
+    engine = StudentEngine(
+        config, world, vocabulary_size=OURS, total_steps=120, cross_tokenizer_specs=cross_tokenizer_specs
+    )
     for _ in range(120):
         engine.train_step(ours, source)
     with torch.no_grad():

@@ -146,20 +146,20 @@ def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_r
     assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
 
 
-def test_two_copies_of_one_tokenizer_give_the_run_without_a_crossing(material, cluster, tmp_path):
+def test_two_copies_of_one_tokenizer_give_the_same_run(material, cluster, tmp_path):
     common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4", "aligner.workers=0")
-    crossing, same = (
+    cross, same = (
         train(material, tmp_path / loss, f"teachers.0.loss={loss}", *common, teacher="teacher", cluster=cluster)
         for loss in ("hybrid", "same")
     )
-    assert records(crossing)[0]["align/one_to_one"] == 1.0
-    assert records(crossing)[0]["align/coverage"] == 1.0
+    assert records(cross)[0]["align/one_to_one"] == 1.0
+    assert records(cross)[0]["align/coverage"] == 1.0
     for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
-        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (crossing, same))
+        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (cross, same))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_what_a_crossing_lacks_is_said_before_anything_starts(material, tmp_path):
+def test_problems_of_a_tokenizer_pair_are_reported_before_the_start(material, tmp_path):
     ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
     assert ended.code == 2
     (line,) = ended.errors

@@ -9,7 +9,7 @@ import torch
 
 from distill_rl.align.projection import cached_projection, load_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, Share, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
@@ -52,11 +52,11 @@ CASES = {
 def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch]]:
     """Eight documents as the student's ranks and as the teacher's read them."""
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    plan = BatchPlan(Share(dp, 4), (Share(teacher_dp, 4),), 40, packing=False, pad_id=7)
-    partner = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
+    plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing=False, pad_id=7)
+    other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
-    _, ours, (theirs,) = BatchBuilder(tokenization, plan, [partner]).build(DocumentBatch(0, documents, Cursor()))
+    _, ours, (theirs,) = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 
 
@@ -73,8 +73,10 @@ def engine_for(
     )  # fmt: skip
     config.teachers[0].export = export
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS)
-    crossings = [CrossTokenizerSpec(method, str(folders["projection"]))]
-    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, crossings=crossings)
+    cross_tokenizer_specs = [CrossTokenizerSpec(method, str(folders["projection"]))]
+    engine = StudentEngine(
+        config, world, vocabulary_size=OURS, total_steps=4, cross_tokenizer_specs=cross_tokenizer_specs
+    )
     return engine, engine_targets(teacher, their_batch), batch
 
 
@@ -102,7 +104,7 @@ def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("crossing")
+    root = tmp_path_factory.mktemp("cross")
     ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
     # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
     student = write_tiny_model(root / "student", "qwen2", seed=20, vocab_size=COLUMNS, tie=True, tokenizer=ours)
