@@ -217,15 +217,15 @@ class BatchBuilder:
         """A teacher's rows, one document to each as the student's, and the chunks that both have."""
         found = [each for each in paired if each is not None]
         encoded = [Encoded(each.teacher_ids, each.teacher_chunk >= 0, truncated=False) for each in found]
-        theirs = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
-        student, teacher = (np.full(each.shape, -1, dtype=np.int32) for each in (rows, theirs))
+        teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
+        ours, theirs = (np.full(each.shape, -1, dtype=np.int32) for each in (rows, teacher_rows))
         for row, each in enumerate(found):
             # The prediction of token p is made at p - 1.
-            student[row, : max(len(each.student_chunk) - 1, 0)] = each.student_chunk[1:]
-            teacher[row, : max(len(each.teacher_chunk) - 1, 0)] = each.teacher_chunk[1:]
-        covered = int(np.count_nonzero((student >= 0) & (rows.labels != IGNORE_INDEX)))
+            ours[row, : max(len(each.student_chunk) - 1, 0)] = each.student_chunk[1:]
+            theirs[row, : max(len(each.teacher_chunk) - 1, 0)] = each.teacher_chunk[1:]
+        covered = int(np.count_nonzero((ours >= 0) & (rows.labels != IGNORE_INDEX)))
         chunks, one_to_one = (sum(getattr(each, name) for each in found) for name in ("num_chunks", "num_one_to_one"))
-        return theirs, ChunkRows(student, teacher, chunks, one_to_one, covered)
+        return teacher_rows, ChunkRows(ours, theirs, chunks, one_to_one, covered)
 
 
 def _or_none(
