@@ -5,9 +5,9 @@ A library of its own: it needs torch and nothing else of this package. See docs/
 
 from distill_rl.losses import reference
 from distill_rl.losses.core.task import KDOutput
-from distill_rl.losses.cross_tokenizer import chunk_kd_loss
+from distill_rl.losses.cross_tokenizer import METHODS, chunk_kd_loss
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
-from distill_rl.losses.cross_tokenizer.chunks import METHODS, ChunkOutput, Chunks
+from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.projection import LearnableProjection, VocabularyProjection
 from distill_rl.losses.fused import fused_linear_kd_loss, fused_linear_logprobs
 from distill_rl.losses.kd import kd_loss

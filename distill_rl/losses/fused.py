@@ -16,9 +16,9 @@ from distill_rl.losses.core.labels import LabelRows
 from distill_rl.losses.core.linear import FusedRows
 from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.shards import VocabularyShard, local_like, split
-from distill_rl.losses.core.sparse import Tail
 from distill_rl.losses.core.streaming import RowFunction, accumulator
-from distill_rl.losses.core.task import KDOutput, local_teacher, make_task, spread
+from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
+from distill_rl.losses.options import KDOptions, Tail
 from distill_rl.losses.targets import Teacher
 
 _LEAST_CHUNK = 64
@@ -73,26 +73,38 @@ def fused_linear_kd_loss(
 
     The other arguments, and what is raised, are those of `kd_loss`.
     """
-    checks.chunk_size(chunk_size)
+    options = KDOptions(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        tail=tail,
+        kd_ratio=kd_ratio,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        chunk_size=chunk_size,
+        inplace_backward=inplace_backward,
+        validate=validate,
+    )
+    batch = Batch(labels, token_weights, num_items_in_batch)
     hidden, weight, bias, shard = _inputs(student_hidden, lm_head_weight, bias, softcap, tp_group)
-    task = make_task(
-        hidden.shape[:-1], shard, labels=labels, divergence=divergence, beta=beta, temperature=temperature, tail=tail,
-        kd_ratio=kd_ratio, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
-        num_items_in_batch=num_items_in_batch, device=hidden.device, validate=validate,
-    )  # fmt: skip
-    targets = local_teacher(teacher, task, validate)
-    flat = hidden.reshape(task.num_rows, hidden.shape[-1])
-    small, kept = task.compact()
+    task = make_task(options, batch, hidden.shape[:-1], shard, hidden.device)
+    targets = local_teacher(teacher, task)
+    hidden = hidden.reshape(task.num_rows, hidden.shape[-1])
+
+    # Ignored rows never reach the output layer.
+    counted, kept = task.without_ignored()
     if kept is not None:
-        flat, targets = flat.index_select(0, kept), None if targets is None else targets.select(kept)
-    like = weight.new_empty(0, dtype=accumulator(weight.dtype))
+        hidden, targets = hidden.index_select(0, kept), None if targets is None else targets.select(kept)
+
     layer = Layer(weight, bias, softcap, shard, chunk_size or default_chunk(hidden.shape[-1]))
-    function = small.rows(targets, like)
+    like = weight.new_empty(0, dtype=accumulator(weight.dtype))
+    rows = counted.rows(targets, like)
     if reduction == "none":
-        values = layer.rows(flat, function)
+        values = layer.rows(hidden, rows)
         return task.output(spread(values, kept, task.num_rows), teacher is not None)
-    total, *constants = layer.rows(flat, function, small.row_weights(like.dtype, teacher is not None))
-    return small.output(constants, teacher is not None, loss=total)
+    # The weight of every row in the loss is known, so the gradients are computed while a chunk's logits exist.
+    loss, *constants = layer.rows(hidden, rows, counted.row_weights(like.dtype, teacher is not None))
+    return counted.output(constants, teacher is not None, loss=loss)
 
 
 @untraced

@@ -9,9 +9,9 @@ from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.sparse import Tail
 from distill_rl.losses.core.streaming import RowPlan, StreamingLoss, accumulator, default_chunk
-from distill_rl.losses.core.task import KDOutput, local_teacher, make_task, spread
+from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
+from distill_rl.losses.options import KDOptions, Tail
 from distill_rl.losses.targets import Teacher
 
 
@@ -66,26 +66,38 @@ def kd_loss(
         ValueError: naming the argument, the rule and the value.
         RuntimeError: a second backward with `inplace_backward`.
     """
+    options = KDOptions(
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        tail=tail,
+        kd_ratio=kd_ratio,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        chunk_size=chunk_size,
+        inplace_backward=inplace_backward,
+        validate=validate,
+    )
+    batch = Batch(labels, token_weights, num_items_in_batch)
     checks.floating("student_logits", student_logits, (2, 3))
-    local, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
-    checks.chunk_size(chunk_size)
-    checks.inplace(inplace_backward, local)
-    task = make_task(
-        local.shape[:-1], shard, labels=labels, divergence=divergence, beta=beta, temperature=temperature, tail=tail,
-        kd_ratio=kd_ratio, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
-        num_items_in_batch=num_items_in_batch, device=local.device, validate=validate,
-    )  # fmt: skip
-    flat = local.reshape(task.num_rows, shard.size)
-    targets = local_teacher(teacher, task, validate)
-    # Where values are looked at, ignored rows are left out; elsewhere they are swept, and have no gradient.
-    looked_at = checks.looked_at(validate, flat)
-    small, kept = task.compact() if looked_at else (task, None)
+    logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
+    checks.inplace(inplace_backward, logits)
+    task = make_task(options, batch, logits.shape[:-1], shard, logits.device)
+    targets = local_teacher(teacher, task)
+    logits = logits.reshape(task.num_rows, shard.size)
+
+    # Ignored rows are left out where labels may be read. On a GPU that would wait for the device, so all rows are
+    # streamed there and the gradient of ignored rows is set to 0.
+    readable = checks.looked_at(validate, logits)
+    counted, kept = task.without_ignored() if readable else (task, None)
     if kept is not None and targets is not None:
         targets = targets.select(kept)
-    function = small.rows(targets, flat.new_empty(0, dtype=accumulator(flat.dtype)))
-    counts = None if looked_at or labels is None else task.reduction.valid
-    plan = RowPlan.of(small.num_rows, chunk_size or default_chunk(shard.size, flat.device), order=kept, counts=counts)
-    values = StreamingLoss.apply(flat, function, plan, inplace_backward)
+    mask = None if readable or labels is None else task.reduction.valid
+    plan = RowPlan.of(counted.num_rows, chunk_size or default_chunk(shard.size, logits.device), order=kept, counts=mask)
+
+    # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
+    rows = counted.rows(targets, logits.new_empty(0, dtype=accumulator(logits.dtype)))
+    values = StreamingLoss.apply(logits, rows, plan, inplace_backward)
     if reduction == "none":
         return task.output(spread(values, kept, task.num_rows), teacher is not None)
-    return small.output(values, teacher is not None)
+    return counted.output(values, teacher is not None)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.task import KDOutput, check_settings
+from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.fused import fused_linear_kd_loss
 from distill_rl.losses.kd import kd_loss
+from distill_rl.losses.options import KDOptions
 from distill_rl.losses.targets import DenseLogits, Teacher
 
 _OF_A_BATCH = ("student_logits", "teacher", "labels", "token_weights", "num_items_in_batch")
@@ -34,12 +36,14 @@ class KDLoss(nn.Module):
 
     def __init__(self, **settings: Any):
         super().__init__()
-        allowed = inspect.signature(kd_loss).parameters.keys() - set(_OF_A_BATCH)
+        parameters = inspect.signature(kd_loss).parameters
+        allowed = parameters.keys() - set(_OF_A_BATCH)
         if unknown := settings.keys() - allowed:
             raise TypeError(
                 f"KDLoss has no setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(allowed))}"
             )
-        check_settings(**settings)
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        KDOptions(**{field.name: (defaults | settings)[field.name] for field in fields(KDOptions)})
         self.settings = settings
 
     @untraced

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, Scratch, Sweep, combine, row_sum
+from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, row_sum
 from distill_rl.losses.divergence import Distribution, Divergence
 
 
@@ -23,11 +23,11 @@ class TeacherChunks(Protocol):
     def select(self, kept: Tensor) -> TeacherChunks:
         """Of the rows with these numbers only."""
 
-    def lend(self) -> tuple[Tensor, ...]:
-        """As `RowFunction.lend`."""
+    def to_save(self) -> tuple[Tensor, ...]:
+        """As `RowFunction.to_save`."""
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """As `RowFunction.take_back`."""
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """As `RowFunction.restore`."""
 
 
 class LogitChunks:
@@ -43,11 +43,11 @@ class LogitChunks:
     def select(self, kept: Tensor) -> LogitChunks:
         return LogitChunks(self.logits, kept)
 
-    def lend(self) -> tuple[Tensor, ...]:
+    def to_save(self) -> tuple[Tensor, ...]:
         logits, self.logits = self.logits, self.logits.new_empty(0)
         return (logits,)
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
+    def restore(self, tensors: Sequence[Tensor]) -> None:
         (self.logits,) = tensors
 
 
@@ -92,7 +92,7 @@ class DenseRows(RowFunction):
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         if self.divergence.leads:
             return [(self._collect, self._complete_led)]
         return [(self._collect, self._complete), (self._collect_terms, self._complete_terms)]
@@ -102,11 +102,11 @@ class DenseRows(RowFunction):
         one = torch.ones_like(values[0])
         return values, (one, one.clone())
 
-    def lend(self) -> tuple[Tensor, ...]:
-        return self.teacher.lend()
+    def to_save(self) -> tuple[Tensor, ...]:
+        return self.teacher.to_save()
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        self.teacher.take_back(tensors)
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        self.teacher.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         w = self.teacher.load(rows, scratch, self.teacher_centre, first=True)
@@ -120,7 +120,7 @@ class DenseRows(RowFunction):
                 sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
-        combine(
+        all_reduce_sums(
             self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.picked(rows)] if self.label else []
         )
         self.student_lse[rows] = self.student_sums.log(rows)

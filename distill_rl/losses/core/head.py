@@ -105,11 +105,11 @@ class HiddenChunks:
     def select(self, kept: Tensor) -> HiddenChunks:
         return HiddenChunks(self.hidden[kept], self.head)
 
-    def lend(self) -> tuple[Tensor, ...]:
+    def to_save(self) -> tuple[Tensor, ...]:
         head, hidden, nothing = self.head, self.hidden, self.hidden.new_empty(0)
         self.hidden, self.head = nothing, Head(head.weight.new_empty(0), None, head.softcap, head.scale)
         return (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
+    def restore(self, tensors: Sequence[Tensor]) -> None:
         self.hidden, weight, *bias = tensors
         self.head = Head(weight, bias[0] if bias else None, self.head.softcap, self.head.scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, Picked, RowFunction, Scratch, Sweep, combine
+from distill_rl.losses.core.streaming import Centre, LogSums, Pass, Picked, RowFunction, Scratch, all_reduce_sums
 
 
 class LabelTerm:
@@ -28,7 +28,7 @@ class LabelTerm:
         """[N], the other columns' probability at T, once the log-probability was asked for"""
 
     def picked(self, rows: slice) -> Picked:
-        """For `combine`."""
+        """For `all_reduce_sums`."""
         return self.logit, self.columns[rows]
 
     @property
@@ -45,7 +45,7 @@ class LabelTerm:
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
 
-    def realised(self, rows: slice, others: Tensor) -> Tensor:
+    def logprob(self, rows: slice, others: Tensor) -> Tensor:
         """The label's log-probability at the temperature of the sweep, given the logsumexp of all other columns.
 
         Taken from the others it keeps its digits where it is next to zero, and so does what is missing to one.
@@ -60,12 +60,12 @@ class LabelTerm:
 
 class LabelGradient:
     """The label's part of a chunk's gradient: of the cross-entropy, ce · (softmax − 1[label]) at T = 1, and of the label's
-    log-probability at T, realised · (1[label] − softmax) / T.
+    log-probability at T, logprob_grad · (1[label] − softmax) / T.
 
     What goes with the softmax that KD works with is the weight `shared` [n]. A cross-entropy at another temperature has a
     softmax of its own, computed before the chunk is overwritten.
 
-    A row whose realised log-probability is asked for has no KD. That weight may be as large as 1/(1 − q), so in its label's
+    A row whose label log-probability is asked for has no KD. That weight may be as large as 1/(1 − q), so in its label's
     column 1 − q is not made of the softmax, which has lost it where q is next to one.
     """
 
@@ -76,16 +76,16 @@ class LabelGradient:
         u: Tensor,
         ce: Tensor | None,
         scratch: Scratch,
-        realised: Tensor | None = None,
+        logprob_grad: Tensor | None = None,
     ):
-        self.term, self.rows, self._realised = term, rows, realised
+        self.term, self.rows, self._logprob_grad = term, rows, logprob_grad
         self.shared = u.new_zeros(u.shape[0])
         self._ce: Tensor | None = None
         self._apart: Tensor | None = None
         if term is None:
             return
-        if realised is not None:
-            self.shared = realised.to(u.dtype) * (-1 / term.temperature)
+        if logprob_grad is not None:
+            self.shared = logprob_grad.to(u.dtype) * (-1 / term.temperature)
         if ce is not None and term.temperature == 1:
             self.shared = self.shared + ce.to(u.dtype)
         elif ce is not None:
@@ -98,10 +98,10 @@ class LabelGradient:
         if self.term is None:
             return gradient
         self.term.subtract(self.rows, gradient, self.shared)
-        if self._realised is not None:
+        if self._logprob_grad is not None:
             columns = self.term.columns[self.rows, None]
             exact = self.shared * -self.term.others[self.rows]
-            exact = torch.where(self._realised != 0, exact, gradient.gather(1, columns)[:, 0])
+            exact = torch.where(self._logprob_grad != 0, exact, gradient.gather(1, columns)[:, 0])
             gradient.scatter_(1, columns, exact[:, None])
         if self._apart is not None and self._ce is not None:
             self.term.subtract(self.rows, gradient.add_(self._apart), self._ce)
@@ -137,7 +137,7 @@ class LabelRows(RowFunction):
         self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         return [(self._collect, self._complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -151,7 +151,7 @@ class LabelRows(RowFunction):
             self.sums.weigh(rows, exponentials, u)
 
     def _complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.sums], [self.label.picked(rows)])
+        all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.logit[rows] - self.lse[rows]
         if self.with_entropy:

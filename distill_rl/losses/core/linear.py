@@ -47,7 +47,7 @@ class FusedRows(torch.autograd.Function):
         values, constants = function.outputs()
         ctx.set_materialize_grads(False)
         if weights is None:
-            ctx.save_for_backward(hidden, weight, bias, *function.lend())
+            ctx.save_for_backward(hidden, weight, bias, *function.to_save())
             ctx.rest = softcap, function, shard, chunk, len(values), len(anchors)
             ctx.mark_non_differentiable(*constants)
             return *values, *constants
@@ -68,10 +68,10 @@ class FusedRows(torch.autograd.Function):
             return *scaled, *[None] * (5 + len(anchors))
         hidden, weight, bias, *lent = ctx.saved_tensors
         softcap, function, shard, chunk, count, num_anchors = ctx.rest
-        function.take_back(lent)
+        function.restore(lent)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard, chunk)
         _backward(hidden, Head(weight, bias, softcap), function, chunk, gradients, grads[:count])
-        function.lend()
+        function.to_save()
         return *gradients.finish(), *[None] * (5 + num_anchors)
 
 
@@ -100,7 +100,7 @@ def _forward(
     scratch = _scratch(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
         u = head.load("student", hidden[rows], scratch, function.centre, rows, first=True)
-        for number, (collect, complete) in enumerate(function.sweeps):
+        for number, (collect, complete) in enumerate(function.passes):
             collect(rows, u, scratch)
             complete(rows)
             if number == 0 and shard.group is not None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
+from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, floor_of
 from distill_rl.losses.divergence import Distribution, Divergence
+from distill_rl.losses.options import Tail
 from distill_rl.losses.targets import TopKLogprobs
-
-Tail = Literal["bucket", "truncate", "renormalize"]
-TAILS: tuple[Tail, ...] = ("bucket", "truncate", "renormalize")
 
 FULL_MASS = 1 - 1e-6
 """Where the k columns hold this much and the rest did not travel, there is no telling what rounding left of it."""
@@ -43,7 +40,7 @@ class TopKRows(RowFunction):
         tail: Tail,
         label: LabelTerm | None,
         like: Tensor,
-        realised: bool = False,
+        with_label_logprob: bool = False,
         centre: Centre | None = None,
     ):
         """centre: where the student's logits are already centred by somebody else."""
@@ -56,11 +53,11 @@ class TopKRows(RowFunction):
         self.top = like.new_empty(num_rows, k)
         # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
         self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
-        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + realised))]
+        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + with_label_logprob))]
         self.masses = [like.new_empty(num_rows) for _ in range(2)]
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         return [(self._collect, self._complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -68,13 +65,13 @@ class TopKRows(RowFunction):
         self.top = self.top.new_empty(0)
         return values, masses
 
-    def lend(self) -> tuple[Tensor, ...]:
+    def to_save(self) -> tuple[Tensor, ...]:
         teacher, rest = self.teacher, self.teacher.rest_logprob
         nothing = teacher.logprobs.new_empty(0)
         self.teacher = TopKLogprobs(teacher.ids.new_empty(0), nothing, temperature=teacher.temperature)
         return (teacher.ids, teacher.logprobs) if rest is None else (teacher.ids, teacher.logprobs, rest)
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
+    def restore(self, tensors: Sequence[Tensor]) -> None:
         ids, logprobs, *rest = tensors
         self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
@@ -89,7 +86,7 @@ class TopKRows(RowFunction):
 
     def _complete(self, rows: slice) -> None:
         picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
-        combine(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
+        all_reduce_sums(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
         top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
         # Where R is empty or masked everywhere its sums count columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
@@ -102,7 +99,7 @@ class TopKRows(RowFunction):
             if len(self.values) > 2:
                 label = self.teacher.ids[rows] == self.label.ids[rows, None]
                 others = _logsumexp(torch.where(label, floor_of(top.dtype), top), rest_lse)
-                self.values[2][rows] = self.label.realised(rows, others)
+                self.values[2][rows] = self.label.logprob(rows, others)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
         """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""

@@ -149,7 +149,7 @@ class Centre:
     """What is subtracted from each row of logits before anything else: about their maximum.
 
     Nothing here depends on it but rounding: fp32 has seven digits, of which logits near 300, and a normaliser of their
-    size, would leave four for what they differ by. Each rank begins with the maximum of its own columns; `combine` then
+    size, would leave four for what they differ by. Each rank begins with the maximum of its own columns; `all_reduce_sums` then
     moves all ranks to the largest of these.
     """
 
@@ -261,7 +261,7 @@ Picked = tuple[Tensor, Tensor]
 in the rows at hand, [n] or [n, k]: local columns, `VocabularyShard.size` for those of other ranks."""
 
 
-def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked]) -> None:
+def all_reduce_sums(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked]) -> None:
     """Turn this rank's sums of these rows into those over the whole vocabulary: one MAX and one SUM.
 
     Args:
@@ -285,7 +285,7 @@ def combine(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked
     shard.sum_(*totals, *[logits[rows] for logits, _ in picked])
 
 
-Sweep = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
+Pass = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
 """Collect the sums of a chunk; then, over any range of rows, combine them over the ranks."""
 
 
@@ -300,7 +300,7 @@ class RowFunction(ABC):
 
     @property
     @abstractmethod
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         """One after the other; a later one needs what an earlier one combined."""
 
     @abstractmethod
@@ -311,15 +311,15 @@ class RowFunction(ABC):
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
         """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, width]."""
 
-    def lend(self) -> tuple[Tensor, ...]:
-        """The caller's tensors that `gradient` reads, which the object lets go of until `take_back`.
+    def to_save(self) -> tuple[Tensor, ...]:
+        """The caller's tensors that `gradient` reads, which the object lets go of until `restore`.
 
         Autograd keeps them in between: it notices when somebody has written to them, and frees them after backward.
         """
         return ()
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have lent nothing
-        """What `lend` returned, in the same order; others in their place if hooks have moved them."""
+    def restore(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have lent nothing
+        """What `to_save` returned, in the same order; others in their place if hooks have moved them."""
 
 
 class LearningFunction(RowFunction):
@@ -343,12 +343,12 @@ class StreamingLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """parameters: tensors that the function knows already, a `LearningFunction` then; named to be given gradients."""
         scratch = _scratch_for(logits, plan)
-        for number, (collect, complete) in enumerate(function.sweeps):
+        for number, (collect, complete) in enumerate(function.passes):
             for rows in plan.pieces:
                 u = scratch.load("student", plan.take(logits, rows), function.centre, rows, first=number == 0)
                 collect(rows, u, scratch)
             complete(slice(0, plan.length))
-        ctx.save_for_backward(logits, *function.lend())
+        ctx.save_for_backward(logits, *function.to_save())
         ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
         ctx.num_parameters = len(parameters)
         ctx.set_materialize_grads(False)
@@ -363,7 +363,7 @@ class StreamingLoss(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
         logits, *lent = ctx.saved_tensors
-        ctx.function.take_back(lent)
+        ctx.function.restore(lent)
         ctx.spent = ctx.inplace
         plan: RowPlan = ctx.plan
         whole = plan.length == logits.shape[0]
@@ -376,7 +376,7 @@ class StreamingLoss(torch.autograd.Function):
             u = scratch.load("student", plan.take(logits, rows), ctx.function.centre, rows)
             gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
             plan.put(out, rows, gradient[:, : scratch.columns])
-        ctx.function.lend()
+        ctx.function.to_save()
         parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()  # those of a LearningFunction
         return out, None, None, None, *parameters
 

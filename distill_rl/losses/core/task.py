@@ -1,4 +1,7 @@
-"""What both entries share: the checked arguments, what is computed per row, and the way from rows to a loss."""
+"""What `kd_loss` and `fused_linear_kd_loss` share: checked inputs, the computation per row, and the way from rows to a loss.
+
+inputs ──make_task──► Task ──Task.rows──► RowFunction: T²·D and CE per row ──Task.output──► KDOutput
+"""
 
 from __future__ import annotations
 
@@ -12,53 +15,59 @@ from distill_rl.losses.core import checks
 from distill_rl.losses.core.dense import DenseRows, LogitChunks, TeacherChunks
 from distill_rl.losses.core.head import Head, HiddenChunks
 from distill_rl.losses.core.labels import LabelRows, LabelTerm
-from distill_rl.losses.core.reduce import REDUCTIONS, Reduction, ReductionName
+from distill_rl.losses.core.reduce import Reduction
 from distill_rl.losses.core.shards import VocabularyShard, local_like
-from distill_rl.losses.core.sparse import TAILS, Tail, TopKRows
+from distill_rl.losses.core.sparse import TopKRows
 from distill_rl.losses.core.streaming import RowFunction
 from distill_rl.losses.core.trees import as_tree
-from distill_rl.losses.divergence import resolve
+from distill_rl.losses.options import KDOptions
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
 
 
 @as_tree
 @dataclass(frozen=True, slots=True)
 class KDOutput:
-    """A loss and what it is made of, all reduced in the same way; all detached except `loss`.
+    """The loss and its parts. Only `loss` is differentiable.
 
-    With `reduction="none"` every field but `num_tokens` is [N], else a scalar.
+    All fields are reduced in the same way: scalars, or with `reduction="none"` [N] (except `num_tokens`).
     """
 
     loss: Tensor
-    """kd_ratio · KD + (1 − kd_ratio) · CE"""
+    """kd_ratio · KD + (1 − kd_ratio) · CE."""
     kd_loss: Tensor
-    """KD, T² included, weighted by the token weights; 0 without a teacher"""
+    """KD, T² included, weighted by the token weights. 0 without a teacher."""
     ce_loss: Tensor | None
-    """cross-entropy at T = 1, weighted by the token weights; None without labels"""
+    """Cross-entropy at T = 1, weighted by the token weights. None without labels."""
     num_tokens: Tensor
-    """int64 scalar: rows that count"""
+    """int64 scalar: the rows that count."""
     teacher_mass: Tensor
-    """the teacher's probability in the columns compared, 1 for a dense teacher; token weights do not enter"""
+    """The teacher's probability in the compared columns; 1 for a dense teacher. Token weights do not enter."""
     student_mass: Tensor
-    """the student's probability there"""
+    """The student's probability in the same columns."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a call besides logits and targets, as the caller gave them."""
+
+    labels: Tensor | None
+    token_weights: Tensor | None
+    num_items_in_batch: int | float | Tensor | None
 
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments that both entries share, checked: what is computed per row, and how rows become a loss."""
+    """One call, checked."""
 
+    options: KDOptions
     shard: VocabularyShard
     num_rows: int
-    reduction: Reduction
     labels: Tensor | None
-    kd_ratio: float
-    divergence: str
-    beta: float
-    temperature: float
-    tail: Tail
+    """int64 [N], −1 for ignored rows."""
+    reduction: Reduction
 
-    def compact(self) -> tuple[Task, Tensor | None]:
-        """The task without its ignored rows, and the numbers of those that stay; None where all do."""
+    def without_ignored(self) -> tuple[Task, Tensor | None]:
+        """The same task without its ignored rows, and the row numbers that remain (None if all do)."""
         if self.labels is None:
             return self, None
         kept = self.reduction.valid.nonzero()[:, 0]
@@ -67,40 +76,47 @@ class Task:
         reduction = self.reduction.select(kept)
         return replace(self, num_rows=len(kept), reduction=reduction, labels=self.labels[kept]), kept
 
-    def row_weights(self, dtype: torch.dtype, has_teacher: bool) -> tuple[Tensor | None, ...]:
-        """Derivatives of the loss with respect to the row function's values, each [N]; None where it does not enter."""
-        weights = self.reduction.row_weights(dtype)
-        ce = weights * (1 - self.kd_ratio) if self.kd_ratio < 1 else None
-        if not has_teacher:
-            assert ce is not None
-            return (-ce,)
-        return (weights * self.kd_ratio if self.kd_ratio > 0 else None, ce)
-
     def rows(self, teacher: TopKLogprobs | TeacherChunks | None, like: Tensor) -> RowFunction:
-        """`like`: any tensor of the device and the dtype of the arithmetic."""
+        """What is computed per row.
+
+        Args:
+            like: any tensor with the device and dtype of the arithmetic.
+        """
         if teacher is None:
             assert self.labels is not None
             return LabelRows(self.labels, self.shard, like, temperature=1.0, entropy=False)
-        label = None if self.labels is None else LabelTerm(self.labels, self.shard, like, self.temperature)
-        divergence = resolve(self.divergence, self.beta)
+        options = self.options
+        label = None if self.labels is None else LabelTerm(self.labels, self.shard, like, options.temperature)
+        divergence = options.resolved()
         if isinstance(teacher, TopKLogprobs):
-            return TopKRows(teacher, self.shard, divergence, self.temperature, self.tail, label, like)
-        return DenseRows(teacher, self.shard, divergence, self.temperature, label, self.num_rows, like)
+            return TopKRows(teacher, self.shard, divergence, options.temperature, options.tail, label, like)
+        return DenseRows(teacher, self.shard, divergence, options.temperature, label, self.num_rows, like)
+
+    def row_weights(self, dtype: torch.dtype, has_teacher: bool) -> tuple[Tensor | None, ...]:
+        """∂ loss/∂ (each value of the row function), each [N]; None for a value that does not enter the loss."""
+        weights, ratio = self.reduction.row_weights(dtype), self.options.kd_ratio
+        ce = weights * (1 - ratio) if ratio < 1 else None
+        if not has_teacher:
+            assert ce is not None
+            return (-ce,)
+        return (weights * ratio if ratio > 0 else None, ce)
 
     def output(self, values: Sequence[Tensor], has_teacher: bool, loss: Tensor | None = None) -> KDOutput:
-        """From the row function's values; `loss` where it has been made already."""
+        """Reduces the row function's values.
+
+        Args:
+            loss: the reduced loss, if it has been computed already.
+        """
         if has_teacher:
             kd, *ce, teacher_mass, student_mass = values
-        else:
+        else:  # LabelRows returns log-probabilities
             kd = teacher_mass = student_mass = torch.zeros_like(values[0])
             ce = [-values[0]]
-        reduce = self.reduction
-        kd_loss = reduce(kd if self.kd_ratio > 0 else kd.detach())
-        ce_loss = reduce(ce[0] if self.kd_ratio < 1 else ce[0].detach()) if ce else None
-        if loss is None:
-            loss = _mix(kd_loss, ce_loss, self.kd_ratio)
+        reduce, ratio = self.reduction, self.options.kd_ratio
+        kd_loss = reduce(kd if ratio > 0 else kd.detach())
+        ce_loss = reduce(ce[0] if ratio < 1 else ce[0].detach()) if ce else None
         return KDOutput(
-            loss=loss,
+            loss=_mix(kd_loss, ce_loss, ratio) if loss is None else loss,
             kd_loss=kd_loss.detach(),
             ce_loss=None if ce_loss is None else ce_loss.detach(),
             num_tokens=reduce.num_tokens,
@@ -109,87 +125,58 @@ class Task:
         )
 
 
-def spread(values: Sequence[Tensor], kept: Tensor | None, num_rows: int) -> Sequence[Tensor]:
-    """Values of the rows with these numbers as [num_rows] each, 0 elsewhere; as they are where all rows were kept."""
-    if kept is None:
-        return values
-    return [value.new_zeros(num_rows).index_copy(0, kept, value) for value in values]
-
-
 def _mix(kd_loss: Tensor, ce_loss: Tensor | None, kd_ratio: float) -> Tensor:
+    """A part with weight 0 is left out, so that an infinite one does not make the loss NaN."""
     if kd_ratio == 1 or ce_loss is None:
         return kd_loss
     return ce_loss if kd_ratio == 0 else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
 
 
-def check_settings(
-    *,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    tail: str = "bucket",
-    kd_ratio: float = 1.0,
-    reduction: str = "mean",
-    chunk_size: int | None = None,
-    **others: object,
-) -> None:
-    """What needs no batch to be checked; `others` are settings of which any value will do."""
-    checks.positive("temperature", temperature)
-    checks.one_of("tail", tail, TAILS)
-    checks.one_of("reduction", reduction, REDUCTIONS)
-    checks.in_unit_interval("kd_ratio", kd_ratio)
-    checks.chunk_size(chunk_size)
-    resolve(divergence, beta)
+def spread(values: Sequence[Tensor], kept: Tensor | None, num_rows: int) -> Sequence[Tensor]:
+    """Values of the rows `kept` as [num_rows] each, 0 elsewhere. Unchanged if all rows were kept."""
+    if kept is None:
+        return values
+    return [value.new_zeros(num_rows).index_copy(0, kept, value) for value in values]
 
 
 def make_task(
-    leading: torch.Size,
-    shard: VocabularyShard,
-    *,
-    labels: Tensor | None,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    tail: Tail,
-    kd_ratio: float,
-    token_weights: Tensor | None,
-    ignore_index: int,
-    reduction: ReductionName,
-    num_items_in_batch: int | float | Tensor | None,
-    device: torch.device,
-    validate: bool | None,
+    options: KDOptions, batch: Batch, leading: torch.Size, shard: VocabularyShard, device: torch.device
 ) -> Task:
-    """Check what both entries share. `leading`: the dimensions of the rows, [N] or [B, S]."""
-    check_settings(
-        divergence=divergence, beta=beta, temperature=temperature, tail=tail, kd_ratio=kd_ratio, reduction=reduction
-    )
-    checks.count("num_items_in_batch", num_items_in_batch)
-    checks.constant("token_weights", token_weights)
-    if kd_ratio < 1 and labels is None:
-        raise ValueError(f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {kd_ratio}")
-    weights = None if token_weights is None else checks.rows("token_weights", token_weights, leading)
-    num_rows, flat = leading.numel(), None
-    if labels is None:
-        valid = torch.ones(num_rows, dtype=torch.bool, device=device)
+    """Checks the batch.
+
+    Args:
+        leading: the dimensions of the rows, [N] or [B, S].
+    """
+    checks.count("num_items_in_batch", batch.num_items_in_batch)
+    checks.constant("token_weights", batch.token_weights)
+    if options.kd_ratio < 1 and batch.labels is None:
+        raise ValueError(
+            f"labels: needed for the cross-entropy when kd_ratio is below 1; got None and {options.kd_ratio}"
+        )
+    weights = None
+    if batch.token_weights is not None:
+        weights = checks.rows("token_weights", batch.token_weights, leading)
+    labels = None
+    if batch.labels is None:
+        valid = torch.ones(leading.numel(), dtype=torch.bool, device=device)
     else:
-        flat = checks.rows("labels", labels, leading)
-        valid = flat != ignore_index
-        checks.labels("labels", flat, valid, shard.total, ignore_index, validate)
-        flat = torch.where(valid, flat, -1)
-    return Task(
-        shard, num_rows, Reduction(reduction, valid, weights, num_items_in_batch), flat, kd_ratio, divergence, beta,
-        temperature, tail,
-    )  # fmt: skip
+        labels = checks.rows("labels", batch.labels, leading)
+        valid = labels != options.ignore_index
+        checks.labels("labels", labels, valid, shard.total, options.ignore_index, options.validate)
+        labels = torch.where(valid, labels, -1)
+    reduction = Reduction(options.reduction, valid, weights, batch.num_items_in_batch)
+    return Task(options, shard, leading.numel(), labels, reduction)
 
 
-def local_teacher(teacher: Teacher | None, task: Task, validate: bool | None) -> TopKLogprobs | TeacherChunks | None:
-    """The targets as the row functions take them, checked against the student's rows and columns."""
+def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | TeacherChunks | None:
+    """The targets in the form that row functions take, checked against the student's rows and columns."""
+    options = task.options
     if teacher is None:
-        if task.kd_ratio > 0:
-            raise ValueError(f"teacher: needed when kd_ratio is above 0; got None and {task.kd_ratio}")
+        if options.kd_ratio > 0:
+            raise ValueError(f"teacher: needed when kd_ratio is above 0; got None and {options.kd_ratio}")
         return None
     if isinstance(teacher, TopKLogprobs):
-        checks.top_k(teacher, task.num_rows, task.shard.total, task.temperature, validate)
+        checks.top_k(teacher, task.num_rows, task.shard.total, options.temperature, options.validate)
         return teacher
     if isinstance(teacher, DenseLogits):
         checks.floating("teacher.logits", teacher.logits, (2, 3))

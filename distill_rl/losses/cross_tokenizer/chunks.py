@@ -12,19 +12,6 @@ from torch import Tensor
 from distill_rl.losses.core.checks import looked_at
 from distill_rl.losses.core.trees import as_tree
 
-METHODS: dict[str, tuple[str, ...]] = {
-    "hybrid": ("topk", "logits"),
-    "xtoken": ("logits",),
-    "gold": ("logits",),
-    "hkl": ("logits",),
-    "uld": ("logits",),
-    "alm": ("topk", "logits"),
-    "strict": ("logits",),
-}
-"""Every method, with the teacher exports that it can use."""
-
-CHUNK_AVERAGES = ("mean", "chain")
-
 
 @dataclass(frozen=True)
 class Chunks:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import given
-from distill_rl.losses.core.streaming import Scratch, Sweep
+from distill_rl.losses.core.streaming import Pass, Scratch
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
-from distill_rl.losses.cross_tokenizer.rows import RealisedRows, Terms
+from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
 from distill_rl.losses.cross_tokenizer.sorted_l1 import SortedL1
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
-from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions, otherwise
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
+from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions, complement
 from distill_rl.losses.divergence import Distribution, Divergence
 
 
@@ -53,7 +53,7 @@ class Comparison:
         return slope
 
 
-class DistributionRows(RealisedRows):
+class DistributionRows(LabelLogprobRows):
     """(cross-entropy, label's log-probability, T²·D) per row; a chunk's D stands at its first row, 0 at the others.
 
     With Q = Σ_n q_n / len over the rows n of a chunk, ρ_n = q_n / (len·Q) and s = ∂D/∂log Q:
@@ -61,45 +61,52 @@ class DistributionRows(RealisedRows):
     By chain, Q is the first row's times what the other rows hold, which is a constant here: ∂D/∂(its log) is an output.
     """
 
-    def __init__(self, sweep: RowSweep, teacher: TeacherDistributions, comparison: Comparison):
-        task = sweep.task
-        super().__init__(sweep, realised=task.chain)
-        self.groups = {group.start if task.chain else task.ends[0][group.start]: group for group in task.groups}
+    def __init__(self, labelled: LabelledRows, teacher: TeacherDistributions, comparison: Comparison):
+        task = labelled.task
+        super().__init__(labelled, with_label_logprob=task.options.chain)
+        self.groups = {group.start if task.options.chain else task.ends[0][group.start]: group for group in task.groups}
         task = task.bare()
-        self.task, self.sweep, self.teacher, self.comparison = task, replace(sweep, task=task), teacher, comparison
+        self.task, self.labelled, self.teacher, self.comparison = (
+            task,
+            replace(labelled, task=task),
+            teacher,
+            comparison,
+        )
         side = task.pairing.student
         count = task.pairing.count
-        self.starts = torch.arange(count, device=side.start.device) if task.chain else side.start
+        self.starts = torch.arange(count, device=side.start.device) if task.options.chain else side.start
         self.counted: dict[int, Tensor] = {}
-        self.after = task.like.new_zeros(count)
+        self.continuation = task.like.new_zeros(count)
         self.divergence, self.shared_part = (task.like.new_empty(count) for _ in range(2))
-        self.mean = task.like.new_empty(sweep.num_first)
-        self.slope_after = task.like.new_zeros(count)
+        self.mean = task.like.new_empty(labelled.num_first)
+        self.continuation_slope = task.like.new_zeros(count)
         self.mass = task.like.new_zeros(count), task.like.new_zeros(count)
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         return [(self._collect, self._complete_first), (self._collect_chunks, self._complete_chunks)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, _ = super().outputs()
         kd = torch.zeros_like(values[0])
         kd[self.starts] = self.task.temperature**2 * self.divergence
-        return (*values, kd), (self.slope_after, *self.mass)
+        return (*values, kd), (self.continuation_slope, *self.mass)
 
-    def lend(self) -> tuple[Tensor, ...]:
-        return self.teacher.lend()
+    def to_save(self) -> tuple[Tensor, ...]:
+        return self.teacher.to_save()
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        self.teacher.take_back(tensors)
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        self.teacher.restore(tensors)
 
     def _complete_first(self, rows: slice) -> None:
         self.complete(rows)
-        if self.task.chain:
-            self.after = self.task.pairing.student.after_first(self.sweep.realised(self.values[1])).clamp_max(0)
+        if self.task.options.chain:
+            self.continuation = self.task.pairing.student.after_first(
+                self.labelled.of_student_side(self.values[1])
+            ).clamp_max(0)
 
     def _collect_chunks(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        group = self.groups.get(rows.start) if rows.start < self.sweep.num_first else None
+        group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         if group is None:
             return
         log_q, share, _ = self._student(rows, group, u, scratch.buffer("work", u.shape[0]))
@@ -116,18 +123,18 @@ class DistributionRows(RealisedRows):
     def _complete_chunks(self, rows: slice) -> None:
         self.shard.sum_(self.divergence, self.mean, *self.mass)
         self.divergence += self.shared_part
-        if self.task.chain:
-            q, p = (side.exp() for side in (otherwise(self.after), self.teacher.otherwise))
+        if self.task.options.chain:
+            q, p = (side.exp() for side in (complement(self.continuation), self.teacher.complement))
             self.divergence += (q - p).abs()
-            self.slope_after = self.mean - (q - p).sign() * self.after.exp()
+            self.continuation_slope = self.mean - (q - p).sign() * self.continuation.exp()
         if self.comparison.balanced:
             self.divergence.clamp_min_(0)
 
     def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, which lies in `out`."""
         log_q = torch.sub(u, self.lse[rows, None], out=out)
-        if self.task.chain:
-            return log_q + self.after[group, None], None, log_q
+        if self.task.options.chain:
+            return log_q + self.continuation[group, None], None, log_q
         length = self.task.pairing.student.length[group]
         if length.shape[0] == log_q.shape[0]:
             return log_q, None, log_q
@@ -139,11 +146,11 @@ class DistributionRows(RealisedRows):
 
     def _teacher(self, group: slice) -> Tensor:
         log_p = self.teacher.of(group)
-        return log_p + self.teacher.realised[group, None] if self.task.chain else log_p
+        return log_p + self.teacher.continuation[group, None] if self.task.options.chain else log_p
 
     def _by_row(self, values: Tensor, group: slice) -> Tensor:
         """[n chunks, …] → [n rows, …]"""
-        if self.task.chain:
+        if self.task.options.chain:
             return values
         start, stop = (self.task.ends[0][number] for number in (group.start, group.stop))
         if stop - start == values.shape[0]:
@@ -151,7 +158,7 @@ class DistributionRows(RealisedRows):
         return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=stop - start)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        group = self.groups.get(rows.start) if rows.start < self.sweep.num_first else None
+        group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         grad = given(grads, 2)
         if group is None or grad is None:
             return super().gradient(rows, u, grads, scratch)
@@ -175,9 +182,9 @@ def hkl(task: ChunkTask) -> Terms:
 
 
 def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
-    student, teacher = task.bridge.matches(task.relaxed)
+    student, teacher = task.bridge.matches(task.options.relaxed)
     of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.bridge.num_teacher)
-    length = min(len(of_student), len(of_teacher), task.uncommon_top_k)
+    length = min(len(of_student), len(of_teacher), task.options.uncommon_top_k)
     mine = task.shard.columns(of_student)
     rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length, filled=False)
     columns = task.shard.columns(student)
@@ -188,25 +195,25 @@ def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
 
 def uld(task: ChunkTask) -> Terms:
     """Sorted L1 of the whole distributions (arXiv 2402.12030)."""
-    length = min(max(task.shard.total, task.bridge.num_teacher), task.uncommon_top_k)
-    nothing = task.labelled[:0]
+    length = min(max(task.shard.total, task.bridge.num_teacher), task.options.uncommon_top_k)
+    nothing = task.label_rows[:0]
     rest = SortedL1(task.shard, None, task.shard.total, length, filled=True)
     return _compared(task, Comparison(task.divergence, nothing, nothing, rest, None))
 
 
 def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
     side = task.pairing.student
-    cuts = None if task.chain else [task.ends[0][group.stop] for group in task.groups]
-    sweep = task.sweep(side.first if task.chain else side.rows, cuts)
-    function = DistributionRows(sweep, TeacherDistributions(task), comparison)
-    ce, realised, kd, slope, *masses = sweep.run(function)
+    cuts = None if task.options.chain else [task.ends[0][group.stop] for group in task.groups]
+    labelled = task.labelled_rows(side.first if task.options.chain else side.rows, cuts)
+    function = DistributionRows(labelled, TeacherDistributions(task), comparison)
+    ce, label_logprobs, kd, slope, *masses = labelled.run(function)
     by_chunk = kd[function.starts]
-    if task.chain:
-        after = side.after_first(sweep.realised(realised))
+    if task.options.chain:
+        continuation = side.after_first(labelled.of_student_side(label_logprobs))
         # adds nothing but the derivative
-        by_chunk = by_chunk + task.temperature**2 * slope * (after - after.detach())
+        by_chunk = by_chunk + task.temperature**2 * slope * (continuation - continuation.detach())
     paired = task.pairing.one_to_one
-    return Terms(by_chunk, sweep.scatter(ce), task.pairing.count, *(mass[paired] for mass in masses))
+    return Terms(by_chunk, labelled.scatter(ce), task.pairing.count, *(mass[paired] for mass in masses))
 
 
 def _others(ids: Tensor, size: int) -> Tensor:

@@ -12,42 +12,42 @@ from distill_rl.losses.core.sparse import TopKRows, rest_of
 from distill_rl.losses.core.streaming import chunks, floor_of
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk
 
 
 def alm(task: ChunkTask) -> Terms:
     """Every chunk: D between the probabilities that either side gives the chunk's text (arXiv 2503.20083)."""
-    sweep = task.sweep()
-    nothing = TopKLogprobs(sweep.labels[:0, None], task.like[:, None], task.like, task.temperature)
-    _, ce, realised, *_ = sweep.run(_rows(task, sweep, nothing, sweep.labels[:0]))
-    return Terms(_realised_chunks(task, sweep, realised), sweep.scatter(ce), task.pairing.count)
+    labelled = task.labelled_rows()
+    nothing = TopKLogprobs(labelled.labels[:0, None], task.like[:, None], task.like, task.temperature)
+    _, ce, label_logprobs, *_ = labelled.run(_rows(task, labelled, nothing, labelled.labels[:0]))
+    return Terms(_chunk_likelihoods(task, labelled, label_logprobs), labelled.scatter(ce), task.pairing.count)
 
 
 def hybrid(task: ChunkTask) -> Terms:
     """Chunks of one token on both sides: D over the teacher's top k in the common vocabulary and the rest. Others: alm."""
-    sweep, pairing = task.sweep(), task.pairing
+    labelled, pairing = task.labelled_rows(), task.pairing
     paired = pairing.one_to_one
     teacher = common_top_k(task, pairing.teacher.first[paired])
-    places = sweep.place(pairing.student.first[paired])
-    kd, ce, realised, *masses = sweep.run(_rows(task, sweep, teacher, places))
-    by_chunk = _realised_chunks(task, sweep, realised).index_copy(0, paired, kd[places])
-    return Terms(by_chunk, sweep.scatter(ce), pairing.count, *(mass[places] for mass in masses))
+    places = labelled.place(pairing.student.first[paired])
+    kd, ce, label_logprobs, *masses = labelled.run(_rows(task, labelled, teacher, places))
+    by_chunk = _chunk_likelihoods(task, labelled, label_logprobs).index_copy(0, paired, kd[places])
+    return Terms(by_chunk, labelled.scatter(ce), pairing.count, *(mass[places] for mass in masses))
 
 
-def _rows(task: ChunkTask, sweep: RowSweep, teacher: TopKLogprobs, places: Tensor) -> TopKRows:
-    label = LabelTerm(sweep.labels, task.shard, task.like, task.temperature)
-    spread = _spread(teacher, places, sweep.labels)
+def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> TopKRows:
+    label = LabelTerm(labelled.labels, task.shard, task.like, task.temperature)
+    spread = _spread(teacher, places, labelled.labels)
     return TopKRows(
-        spread, task.shard, task.divergence, task.temperature, task.tail, label, task.like, realised=True
+        spread, task.shard, task.divergence, task.temperature, task.options.tail, label, task.like, with_label_logprob=True
     )  # fmt: skip
 
 
-def _realised_chunks(task: ChunkTask, sweep: RowSweep, realised: Tensor) -> Tensor:
-    """[count], T²·D between the chunks' realised probabilities to the power 1/τ."""
-    student = task.pairing.student.sum(sweep.realised(realised)) / task.tau
-    teacher = task.pairing.teacher.sum(task.teacher_label) / task.tau
+def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: Tensor) -> Tensor:
+    """[count], T²·D between the chunks' label_logprobs probabilities to the power 1/τ."""
+    student = task.pairing.student.sum(labelled.of_student_side(label_logprobs)) / task.options.tau
+    teacher = task.pairing.teacher.sum(task.teacher_label) / task.options.tau
     return task.temperature**2 * Bernoulli.apply(student, teacher, task.divergence)
 
 
@@ -64,7 +64,7 @@ def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
 
 def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
     logits = teacher.logits
-    k = min(task.top_k, logits.shape[1])
+    k = min(task.options.top_k, logits.shape[1])
     parts = [
         vocab_parallel_topk(logits[rows[part]], k, temperature=task.temperature, chunk_size=task.piece)
         for part in chunks(rows.shape[0], task.piece)

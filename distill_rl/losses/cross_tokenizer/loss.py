@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.sparse import Tail
-from distill_rl.losses.cross_tokenizer.chunks import METHODS, ChunkOutput, Chunks
+from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
 from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
-from distill_rl.losses.cross_tokenizer.rows import Terms
 from distill_rl.losses.cross_tokenizer.stops import with_stops
 from distill_rl.losses.cross_tokenizer.strict import strict
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, make_task
+from distill_rl.losses.cross_tokenizer.task import Method, make_task
 from distill_rl.losses.cross_tokenizer.xtoken import xtoken
+from distill_rl.losses.options import CrossTokenizerOptions, Tail
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
-_TERMS: dict[str, Callable[[ChunkTask], Terms]] = {
-    "hybrid": hybrid,
-    "xtoken": xtoken,
-    "gold": gold,
-    "hkl": hkl,
-    "uld": uld,
-    "alm": alm,
-    "strict": strict,
+_METHODS: dict[str, Method] = {
+    "hybrid": Method(hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
+    "xtoken": Method(xtoken, ("logits",), label_logprob="chain", needs_projection=True),
+    "gold": Method(gold, ("logits",), label_logprob="chain", needs_common=True),
+    "hkl": Method(hkl, ("logits",), label_logprob="chain", needs_common=True),
+    "uld": Method(uld, ("logits",), label_logprob="chain"),
+    "alm": Method(alm, ("topk", "logits"), label_logprob="always"),
+    "strict": Method(strict, ("logits",), label_logprob="never", needs_common=True),
 }
+METHODS: dict[str, tuple[str, ...]] = {name: method.targets for name, method in _METHODS.items()}
+"""Method → the kinds of teacher targets that it accepts."""
 REDUCTIONS = ("sum", "none")
 
 
@@ -90,14 +89,25 @@ def chunk_kd_loss(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    checks.one_of("method", method, tuple(METHODS))
+    checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
-    task = make_task(
-        student_logits, teacher, chunks, bridge, method=method, labels=labels, divergence=divergence, beta=beta,
-        temperature=temperature, tail=tail, top_k=top_k, chunk_average=chunk_average, uncommon_top_k=uncommon_top_k,
-        relaxed=relaxed, tau=tau, ignore_index=ignore_index, tp_group=tp_group, chunk_size=chunk_size, validate=validate,
-    )  # fmt: skip
-    terms = with_stops(task, method, _TERMS[method])
+    options = CrossTokenizerOptions(
+        method=method,
+        divergence=divergence,
+        beta=beta,
+        temperature=temperature,
+        tail=tail,
+        top_k=top_k,
+        chunk_average=chunk_average,
+        uncommon_top_k=uncommon_top_k,
+        relaxed=relaxed,
+        tau=tau,
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        validate=validate,
+    )
+    task = make_task(options, _METHODS[method], student_logits, teacher, chunks, bridge, labels, tp_group)
+    terms = with_stops(task, method, _METHODS[method].terms)
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
     whole = reduction == "sum"

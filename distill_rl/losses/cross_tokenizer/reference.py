@@ -70,17 +70,19 @@ def chunk_kd_loss(
         bridge, divergence, beta, temperature, tail, top_k, chunk_average == "chain", uncommon_top_k, relaxed, tau
     )
     student = (z / temperature).log_softmax(1)
-    realised = student.gather(1, picked)[:, 0]
+    label_logprobs = student.gather(1, picked)[:, 0]
     zero = 0 * torch.where(z.isfinite(), z, 0).sum()  # keeps a batch without chunks connected to the graph
     ends = bridge.student_stops.tolist() if len(bridge.teacher_stops) else []
     values, counted = [], 0
     for number in range(chunks.count):
         of_student = (chunks.student == number).nonzero()[:, 0]
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
-        sides = student[of_student], realised[of_student], _select(teacher, of_teacher)
+        sides = student[of_student], label_logprobs[of_student], _select(teacher, of_teacher)
         stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
         value = (
-            _stops(method, realised[of_student[0]], sides[2], settings) if stops else _chunk(method, *sides, settings)
+            _stops(method, label_logprobs[of_student[0]], sides[2], settings)
+            if stops
+            else _chunk(method, *sides, settings)
         )
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
@@ -100,24 +102,24 @@ def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs |
 
 
 def _chunk(
-    method: str, student: Tensor, realised: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
+    method: str, student: Tensor, label_logprobs: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
 ) -> Tensor | None:
     """D of one chunk, None where the method skips it.
 
-    student: [n, V_s] log-probabilities at T; realised: [n], those of the labels.
+    student: [n, V_s] log-probabilities at T; label_logprobs: [n], those of the labels.
     """
     single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
     single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
     if method == "strict":
         return _strict(student, teacher, settings) if single else None
     if method == "alm" or (method == "hybrid" and not single):
-        return _coins(realised.sum(), _realised(teacher).sum(), settings)
+        return _coins(label_logprobs.sum(), _label_logprobs(teacher).sum(), settings)
     if method == "hybrid":
         return _common_top_k(student, teacher, settings)
     teacher = _dense(teacher)
     q, other_q = student.exp().mean(0), student.new_zeros(())
     if settings.chain:
-        rest = realised[1:].sum().exp()
+        rest = label_logprobs[1:].sum().exp()
         q, other_q = student[0].exp() * rest, 1 - rest
     compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
     return compare(_teacher_side(teacher, settings), _Side(q, other_q, ~student.isneginf().all(0)), settings)
@@ -138,7 +140,7 @@ def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
     log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
     present = ~log_p.isneginf().all(0)
     if settings.chain:
-        rest = _realised(teacher)[1:].sum().exp()
+        rest = _label_logprobs(teacher)[1:].sum().exp()
         return _Side(log_p[0].exp() * rest, 1 - rest, present)
     return _Side(log_p.mean(0).softmax(0), log_p.new_zeros(()), present)
 
@@ -149,7 +151,7 @@ def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
     return teacher
 
 
-def _realised(teacher: TopKLogprobs | DenseLogits) -> Tensor:
+def _label_logprobs(teacher: TopKLogprobs | DenseLogits) -> Tensor:
     if teacher.label_logprob is None:
         raise ValueError("teacher.label_logprob: needed by this method; got None")
     return teacher.label_logprob.double()
@@ -162,7 +164,7 @@ def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, sett
         log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
     else:
         kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in ends.tolist()]
-        log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _realised(teacher)[0])
+        log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _label_logprobs(teacher)[0])
     q, p = log_q.exp(), log_p.exp()
     if method == "uld":
         return 2 * (q - p).abs()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, Scratch, Sweep, combine, floor_of
-from distill_rl.losses.cross_tokenizer.task import RowSweep
+from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, floor_of
+from distill_rl.losses.cross_tokenizer.task import LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
 
 _CERTAIN = -1e-30
@@ -32,26 +32,26 @@ class Terms(NamedTuple):
     student_mass: Tensor | None = None
 
 
-class RealisedRows(RowFunction):
+class LabelLogprobRows(RowFunction):
     """(cross-entropy at T = 1, log-probability of the label at T) per row, the latter where it is asked for, else 0.
 
     The base of the row functions that compare whole distributions: they collect, complete and differentiate more.
     """
 
-    def __init__(self, sweep: RowSweep, *, realised: bool = False, columns: int | None = None):
+    def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
         """columns: how many further sums of exponentials `sums.table` holds per row."""
-        task, labels, like = sweep.task, sweep.labels, sweep.task.like
+        task, labels, like = labelled.task, labelled.labels, labelled.task.like
         shard, temperature = task.shard, task.temperature
         self.shard, self.temperature = shard, temperature
         self.centre = Centre(labels.shape[0], like, shard, 1 / temperature)
         self.label = LabelTerm(labels, shard, like, temperature)
         self.sums = LogSums(labels.shape[0], self.label.powers, self.centre, whole=True, columns=columns)
-        self.others = LogSums(labels.shape[0], (1.0,), self.centre, whole=False) if realised else None
+        self.others = LogSums(labels.shape[0], (1.0,), self.centre, whole=False) if with_label_logprob else None
         self.lse = like.new_empty(labels.shape[0])
         self.values = [like.new_zeros(labels.shape[0]) for _ in range(2)]
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         return [(self._collect, self.complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -72,11 +72,13 @@ class RealisedRows(RowFunction):
         self.collect(rows, u, scratch)
 
     def complete(self, rows: slice) -> None:
-        combine(self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)])
+        all_reduce_sums(
+            self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)]
+        )
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.cross_entropy(rows, self.sums.log(rows, -1))
         if self.others is not None:
-            self.values[1][rows] = self.label.realised(rows, self.others.log(rows))
+            self.values[1][rows] = self.label.logprob(rows, self.others.log(rows))
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> LabelGradient:
         return LabelGradient(self.label, rows, u, given(grads, 0), scratch, given(grads, 1) if self.others else None)

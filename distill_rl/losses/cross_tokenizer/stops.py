@@ -19,8 +19,8 @@ from torch.nn.functional import logsigmoid
 from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.streaming import RowPlan, chunks, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import Pairing, Side
-from distill_rl.losses.cross_tokenizer.rows import Bernoulli, RealisedRows, Terms
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.cross_tokenizer.rows import Bernoulli, LabelLogprobRows, Terms
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.targets import DenseLogits
 
@@ -72,9 +72,9 @@ def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
 
 def _own_tokens(task: ChunkTask) -> Tensor:
     """[n], log-probabilities at T of the labels; every row of the task has one."""
-    sweep = RowSweep(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
-    _, realised = sweep.run(RealisedRows(sweep, realised=True))
-    return realised
+    labelled = LabelledRows(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
+    _, label_logprobs = labelled.run(LabelLogprobRows(labelled, with_label_logprob=True))
+    return label_logprobs
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor
         return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
     if method == "uld":
         return 2 * Bernoulli.apply(ours, theirs, resolve("tvd", 0.0))
-    tau = task.tau if method == "alm" else 1.0
+    tau = task.options.tau if method == "alm" else 1.0
     return Bernoulli.apply(ours / tau, theirs / tau, task.divergence)
 
 

@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from distill_rl.losses.core.labels import given
 from distill_rl.losses.core.sparse import TopKRows
-from distill_rl.losses.core.streaming import Scratch, Sweep, chunks, floor_of
-from distill_rl.losses.cross_tokenizer.rows import RealisedRows, Terms
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.core.streaming import Pass, Scratch, chunks, floor_of
+from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.losses.topk import best_of_all, candidates
@@ -21,24 +21,24 @@ TOP_K = 16
 """The student's columns that are compared one by one."""
 
 
-class StrictRows(RealisedRows):
+class StrictRows(LabelLogprobRows):
     """(cross-entropy, label's log-probability, T²·D) per row, and two masses; the first rows of the sweep have a D.
 
     D is that of `TopKRows` on logits masked to the shared vocabulary.
     """
 
-    def __init__(self, sweep: RowSweep, teacher: TopKLogprobs, unshared: Tensor):
+    def __init__(self, labelled: LabelledRows, teacher: TopKLogprobs, unshared: Tensor):
         """unshared: local columns outside the shared vocabulary."""
-        task = sweep.task
-        super().__init__(sweep)
-        self.num_first, self.unshared = sweep.num_first, unshared
+        task = labelled.task
+        super().__init__(labelled)
+        self.num_first, self.unshared = labelled.num_first, unshared
         self.top = TopKRows(
             teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like,
             centre=self.centre,
         )  # fmt: skip
 
     @property
-    def sweeps(self) -> list[Sweep]:
+    def passes(self) -> list[Pass]:
         return [(self._collect, self.complete)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -46,21 +46,21 @@ class StrictRows(RealisedRows):
         kd, masses = self.top.outputs()
         return (*values, *kd), masses
 
-    def lend(self) -> tuple[Tensor, ...]:
-        return self.top.lend()
+    def to_save(self) -> tuple[Tensor, ...]:
+        return self.top.to_save()
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        self.top.take_back(tensors)
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        self.top.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
         self.collect(rows, u, scratch)
         if rows.start < self.num_first:
-            ((collect, _),) = self.top.sweeps
+            ((collect, _),) = self.top.passes
             collect(rows, self._masked(u, scratch), scratch)
 
     def complete(self, rows: slice) -> None:
         super().complete(rows)
-        ((_, complete),) = self.top.sweeps
+        ((_, complete),) = self.top.passes
         complete(slice(0, self.num_first))
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
@@ -83,12 +83,12 @@ def strict(task: ChunkTask) -> Terms:
     shared = task.shard.columns(bridge.student_common)
     held = torch.zeros(task.shard.size + 1, dtype=torch.bool, device=shared.device).index_fill_(0, shared, True)
     unshared = (~held[:-1]).nonzero()[:, 0]
-    sweep = task.sweep(rows)
+    labelled = task.labelled_rows(rows)
     ids = _student_top(task, rows, unshared)
     teacher = _teacher_at(task, pairing.teacher.first[paired], ids)
-    ce, _, kd, *masses = sweep.run(StrictRows(sweep, teacher, unshared))
+    ce, _, kd, *masses = labelled.run(StrictRows(labelled, teacher, unshared))
     by_chunk = kd.new_zeros(pairing.count).index_copy(0, paired, kd)
-    return Terms(by_chunk, sweep.scatter(ce), len(paired), *masses)
+    return Terms(by_chunk, labelled.scatter(ce), len(paired), *masses)
 
 
 @torch.no_grad()

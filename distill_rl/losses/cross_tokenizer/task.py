@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +14,11 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.sparse import TAILS, Tail
 from distill_rl.losses.core.streaming import RowFunction, RowPlan, StreamingLoss, accumulator, chunks, default_chunk
-from distill_rl.losses.cross_tokenizer.chunks import CHUNK_AVERAGES, METHODS, Chunks, Pairing, pair
+from distill_rl.losses.cross_tokenizer.chunks import Chunks, Pairing, pair
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
-from distill_rl.losses.divergence import Divergence, resolve
+from distill_rl.losses.divergence import Divergence
+from distill_rl.losses.options import CrossTokenizerOptions
 from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
 
@@ -29,21 +31,22 @@ class ChunkTask:
     shard: VocabularyShard
     labels: Tensor
     """int64 [N_s], −1 where there is none"""
-    labelled: Tensor
+    label_rows: Tensor
     """int64, row numbers of those that have one"""
     pairing: Pairing
     teacher: TopKLogprobs | DenseLogits
     bridge: VocabularyProjection
-    divergence: Divergence
-    temperature: float
-    tail: Tail
-    top_k: int
-    chain: bool
-    uncommon_top_k: int
-    relaxed: bool
-    tau: float
+    options: CrossTokenizerOptions
     piece: int
-    """rows of logits, of the student's vocabulary or the teacher's, to work on at once"""
+    """Rows of logits, of the student's vocabulary or the teacher's, to work on at once."""
+
+    @property
+    def temperature(self) -> float:
+        return self.options.temperature
+
+    @cached_property
+    def divergence(self) -> Divergence:
+        return self.options.resolved()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,7 +74,7 @@ class ChunkTask:
     def groups(self) -> list[slice]:
         """Consecutive chunks of at most `piece` rows on either side, or one chunk of more."""
         count = self.pairing.count
-        if self.chain:
+        if self.options.chain:
             return list(chunks(count, self.piece))
         groups, start = [], 0
         while start < count:
@@ -86,7 +89,7 @@ class ChunkTask:
         nothing = self.logits.new_empty(0, 0)
         bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
         bare.__dict__["groups"] = self.groups
-        if not self.chain:
+        if not self.options.chain:
             bare.__dict__["ends"] = self.ends  # a GPU is waited for once
         return bare
 
@@ -94,18 +97,18 @@ class ChunkTask:
         assert isinstance(self.teacher, DenseLogits), "checked on entry"
         return self.teacher
 
-    def sweep(self, first: Tensor | None = None, cuts: list[int] | None = None) -> RowSweep:
+    def labelled_rows(self, first: Tensor | None = None, cuts: list[int] | None = None) -> LabelledRows:
         """A sweep over all labelled rows; over those with the numbers `first` before the others.
 
         Args:
             cuts: ends of the stretches of `first` that a piece may not split; otherwise pieces are of equal length.
         """
-        count = self.labelled.shape[0]
+        count = self.label_rows.shape[0]
         if first is None:
             whole = count == self.logits.shape[0]
-            return RowSweep(self, None if whole else self.labelled, RowPlan.of(count, self.piece).pieces, 0)
+            return LabelledRows(self, None if whole else self.label_rows, RowPlan.of(count, self.piece).pieces, 0)
         waiting = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=first.device)
-        waiting[self.labelled] = True
+        waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
         num_first = first.shape[0]
         ends = cuts if cuts is not None else [rows.stop for rows in chunks(num_first, self.piece)]
@@ -113,11 +116,11 @@ class ChunkTask:
         pieces += [
             slice(num_first + rows.start, num_first + rows.stop) for rows in chunks(count - num_first, self.piece)
         ]
-        return RowSweep(self, order, tuple(pieces), num_first)
+        return LabelledRows(self, order, tuple(pieces), num_first)
 
 
 @dataclass(frozen=True)
-class RowSweep:
+class LabelledRows:
     """The M labelled rows in the order in which they are swept."""
 
     task: ChunkTask
@@ -147,7 +150,7 @@ class RowSweep:
         """The function's values of the rows in the order of the sweep."""
         return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
 
-    def realised(self, values: Tensor) -> Tensor:
+    def of_student_side(self, values: Tensor) -> Tensor:
         """The part of [M] that belongs to the student's side of the chunks, in its order."""
         return values[self.place(self.task.pairing.student.rows)]
 
@@ -159,99 +162,101 @@ class RowSweep:
         return torch.where(self.task.labels >= 0, whole, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to compare chunks."""
+
+    terms: Callable[[ChunkTask], Any]
+    """Computes its `Terms`."""
+    targets: tuple[str, ...]
+    """Kinds of teacher targets that it accepts: topk, logits."""
+    label_logprob: Literal["always", "chain", "never"]
+    """When the teacher's log-probabilities of its own tokens are needed."""
+    needs_common: bool = False
+    """Whether the two vocabularies must have tokens in common."""
+    needs_projection: bool = False
+    """Whether the projection must have entries."""
+
+
 def make_task(
+    options: CrossTokenizerOptions,
+    method: Method,
     student_logits: Tensor,
     teacher: TopKLogprobs | DenseLogits,
-    chunk_numbers: Chunks,
-    bridge: VocabularyProjection,
-    *,
-    method: str,
+    numbers: Chunks,
+    projection: VocabularyProjection,
     labels: Tensor,
-    divergence: str,
-    beta: float,
-    temperature: float,
-    tail: Tail,
-    top_k: int,
-    chunk_average: str,
-    uncommon_top_k: int,
-    relaxed: bool,
-    tau: float,
-    ignore_index: int,
     tp_group: ProcessGroup | None,
-    chunk_size: int | None,
-    validate: bool | None,
 ) -> ChunkTask:
-    """Check the arguments of `chunk_kd_loss`."""
+    """Checks the arguments of `chunk_kd_loss`."""
     checks.floating("student_logits", student_logits, (2, 3))
-    checks.one_of("tail", tail, TAILS)
-    checks.one_of("chunk_average", chunk_average, CHUNK_AVERAGES)
-    checks.positive("temperature", temperature)
-    checks.positive("tau", tau)
-    checks.at_least_one("top_k", top_k)
-    checks.at_least_one("uncommon_top_k", uncommon_top_k)
-    checks.chunk_size(chunk_size)
-    local, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
-    num_rows = local.shape[:-1].numel()
-    flat = checks.rows("labels", labels, local.shape[:-1])
-    valid = flat != ignore_index
-    checks.labels("labels", flat, valid, shard.total, ignore_index, validate)
-    num_teacher = _check_teacher(teacher, method, bridge, temperature, chunk_average, validate)
-    _check_bridge(bridge, method, shard.total)
-    pairing = pair(chunk_numbers, num_rows, num_teacher, validate)
-    if checks.looked_at(validate, flat) and not bool(valid[pairing.student.rows].all()):
+    logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
+    num_rows, validate = logits.shape[:-1].numel(), options.validate
+    labels = checks.rows("labels", labels, logits.shape[:-1])
+    valid = labels != options.ignore_index
+    checks.labels("labels", labels, valid, shard.total, options.ignore_index, validate)
+    num_teacher = _check_teacher(options, method, teacher, projection)
+    _check_projection(options, method, projection, shard.total)
+    pairing = pair(numbers, num_rows, num_teacher, validate)
+    if checks.looked_at(validate, labels) and not bool(valid[pairing.student.rows].all()):
         raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
     return ChunkTask(
-        local.reshape(num_rows, shard.size), shard, torch.where(valid, flat, -1).long(), valid.nonzero()[:, 0], pairing,
-        teacher, bridge, resolve(divergence, beta), temperature, tail, top_k, chunk_average == "chain", uncommon_top_k,
-        relaxed, tau, chunk_size or _default_piece(shard, teacher, local.device),
-    )  # fmt: skip
+        logits=logits.reshape(num_rows, shard.size),
+        shard=shard,
+        labels=torch.where(valid, labels, -1).long(),
+        label_rows=valid.nonzero()[:, 0],
+        pairing=pairing,
+        teacher=teacher,
+        bridge=projection,
+        options=options,
+        piece=options.chunk_size or _default_piece(shard, teacher, logits.device),
+    )
 
 
 def _default_piece(shard: VocabularyShard, teacher: TopKLogprobs | DenseLogits, device: torch.device) -> int:
-    """The same on every rank, however uneven the shards: pieces of some methods end in a collective."""
+    """The same on every rank, however uneven the shards: some methods end each piece with a collective."""
     ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
     columns = -(-shard.total // ranks)
     return default_chunk(max(columns, teacher.logits.shape[1]) if isinstance(teacher, DenseLogits) else columns, device)
 
 
 def _check_teacher(
+    options: CrossTokenizerOptions,
+    method: Method,
     teacher: TopKLogprobs | DenseLogits,
-    method: str,
-    bridge: VocabularyProjection,
-    temperature: float,
-    chunk_average: str,
-    validate: bool | None,
+    projection: VocabularyProjection,
 ) -> int:
-    """The teacher's number of rows."""
+    """Returns the teacher's number of rows."""
     if isinstance(teacher, DenseLogits):
         checks.floating("teacher.logits", teacher.logits, (2,))
         num_rows, columns = teacher.logits.shape
-        if columns != bridge.num_teacher:
-            raise ValueError(f"teacher.logits: must have the bridge's {bridge.num_teacher} columns; got {columns}")
-    elif isinstance(teacher, TopKLogprobs) and "topk" in METHODS[method]:
+        if columns != projection.num_teacher:
+            raise ValueError(f"teacher.logits: must have the bridge's {projection.num_teacher} columns; got {columns}")
+    elif isinstance(teacher, TopKLogprobs) and "topk" in method.targets:
         num_rows = len(teacher.ids)
-        checks.top_k(teacher, num_rows, bridge.num_teacher, temperature, validate)
+        checks.top_k(teacher, num_rows, projection.num_teacher, options.temperature, options.validate)
     else:
-        raise ValueError(f"teacher: must be {_KINDS[METHODS[method]]} for {method}; got {type(teacher).__name__}")
+        kinds = "TopKLogprobs or DenseLogits" if "topk" in method.targets else "DenseLogits"
+        raise ValueError(f"teacher: must be {kinds} for {options.method}; got {type(teacher).__name__}")
     given = teacher.label_logprob
-    if given is None and (method in ("hybrid", "alm") or (method != "strict" and chunk_average == "chain")):
+    if given is None and (method.label_logprob == "always" or (method.label_logprob == "chain" and options.chain)):
         raise ValueError(
-            f"teacher.label_logprob: needed for {method} with chunk_average {chunk_average}, one per row; got None"
+            f"teacher.label_logprob: needed for {options.method} with chunk_average {options.chunk_average}, one per row; "
+            "got None"
         )
     if given is not None and given.numel() != num_rows:
         raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(given.shape)}")
     return num_rows
 
 
-_KINDS = {("logits",): "DenseLogits", ("topk", "logits"): "TopKLogprobs or DenseLogits"}
-
-
-def _check_bridge(bridge: VocabularyProjection, method: str, columns: int) -> None:
-    if bridge.num_student != columns:
+def _check_projection(
+    options: CrossTokenizerOptions, method: Method, projection: VocabularyProjection, columns: int
+) -> None:
+    if projection.num_student != columns:
         raise ValueError(
-            f"bridge: must have a row for each of the student's {columns} columns; got {bridge.num_student}"
+            f"bridge: must have a row for each of the student's {columns} columns; got {projection.num_student}"
         )
-    if method in ("hybrid", "gold", "hkl", "strict") and not len(bridge.student_common):
-        raise ValueError(f"bridge: {method} needs a common vocabulary; got an empty one")
-    if method == "xtoken" and not len(bridge.indices):
-        raise ValueError(f"bridge: {method} needs a projection; got one without entries")
+    if method.needs_common and not len(projection.student_common):
+        raise ValueError(f"bridge: {options.method} needs a common vocabulary; got an empty one")
+    if method.needs_projection and not len(projection.indices):
+        raise ValueError(f"bridge: {options.method} needs a projection; got one without entries")

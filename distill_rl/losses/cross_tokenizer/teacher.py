@@ -15,32 +15,32 @@ from distill_rl.losses.cross_tokenizer.task import ChunkTask
 
 
 class TeacherDistributions:
-    """By mean: the geometric mean of a chunk's rows, normalised. By chain: its first row; what the others hold is `realised`."""
+    """By mean: the geometric mean of a chunk's rows, normalised. By chain: its first row; what the others hold is `continuation`."""
 
     def __init__(self, task: ChunkTask):
         self._logits = task.dense_teacher().logits
         self._side = task.pairing.teacher
-        self.realised = (
+        self.continuation = (
             self._side.after_first(task.teacher_label).clamp_max(0)
-            if task.chain
+            if task.options.chain
             else task.like.new_zeros(task.pairing.count)
         )
         """[count], log-probability of a chunk's tokens after the first; 0 by mean"""
         self._task = task.bare()
 
-    def lend(self) -> tuple[Tensor, ...]:
-        """As `RowFunction.lend`."""
+    def to_save(self) -> tuple[Tensor, ...]:
+        """As `RowFunction.to_save`."""
         logits, self._logits = self._logits, self._logits.new_empty(0)
         return (logits,)
 
-    def take_back(self, tensors: Sequence[Tensor]) -> None:
-        """As `RowFunction.take_back`."""
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """As `RowFunction.restore`."""
         (self._logits,) = tensors
 
     def of(self, group: slice) -> Tensor:
         """Log-probabilities [n, V_t] of the chunks with these numbers, not below the floor."""
         floor = floor_of(self._task.dtype)
-        if self._task.chain:
+        if self._task.options.chain:
             return self._rows(self._side.first[group]).clamp_min(floor)
         start = self._starts[group.start]
         rows = self._rows(self._side.rows[start : self._starts[group.stop]])
@@ -58,12 +58,12 @@ class TeacherDistributions:
         return self._task.ends[1]
 
     @cached_property
-    def otherwise(self) -> Tensor:
+    def complement(self) -> Tensor:
         """[count], log of the probability that those tokens do not follow."""
-        return otherwise(self.realised)
+        return complement(self.continuation)
 
 
-def otherwise(realised: Tensor) -> Tensor:
-    """log(1 − exp(realised)), the floor where that is 0."""
-    some = realised < 0
-    return torch.where(some, log1mexp(torch.where(some, realised, -1)), floor_of(realised.dtype))
+def complement(logprob: Tensor) -> Tensor:
+    """log(1 − exp(logprob)), the floor where that is 0."""
+    some = logprob < 0
+    return torch.where(some, log1mexp(torch.where(some, logprob, -1)), floor_of(logprob.dtype))

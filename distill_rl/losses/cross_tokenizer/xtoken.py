@@ -12,8 +12,8 @@ from distill_rl.losses.core.labels import given
 from distill_rl.losses.core.streaming import LearningFunction, Scratch, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
-from distill_rl.losses.cross_tokenizer.rows import Compared, RealisedRows, Terms
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, RowSweep
+from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, Terms
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
@@ -31,16 +31,16 @@ class Top(NamedTuple):
     """[count], log of all other mass"""
 
 
-class ProjectedRows(RealisedRows, LearningFunction):
+class ProjectedRows(LabelLogprobRows, LearningFunction):
     """(cross-entropy, label's log-probability, projected probabilities [M, k + 1]) per row.
 
     The last are those of the teacher's columns that go with the row, and their rest: Σ_s q_s (1 − Σ_t W_st) over these
     columns t, never 1 − Σ. Only the first rows of the sweep have any.
     """
 
-    def __init__(self, sweep: RowSweep, product: ColumnProduct, slots: Tensor, learn: bool):
+    def __init__(self, labelled: LabelledRows, product: ColumnProduct, slots: Tensor, learn: bool):
         """slots: int64 [num_first, k], each row's columns among those of the product."""
-        super().__init__(sweep, realised=sweep.task.chain, columns=slots.shape[1] + 1)
+        super().__init__(labelled, with_label_logprob=labelled.task.options.chain, columns=slots.shape[1] + 1)
         self.product, self.slots, self.learn = product, slots, learn
         assert self.sums.table is not None
         self.projected = self.sums.table
@@ -88,22 +88,22 @@ def xtoken(task: ChunkTask) -> Terms:
     top = _top_columns(task, teacher)
     product = ColumnProduct(task.bridge, task.shard, top.ids.unique(), task.dtype)
     slots = product.slots[top.ids]
-    sweep = task.sweep(student.first if task.chain else student.rows)
+    labelled = task.labelled_rows(student.first if task.options.chain else student.rows)
     weights = task.bridge.values
     learn = weights.requires_grad and torch.is_grad_enabled()
-    function = ProjectedRows(sweep, product, slots if task.chain else slots[student.chunk], learn)
-    ce, realised, projected = sweep.run(function, *([weights] if learn else []))
-    q = projected[: sweep.num_first]
-    if task.chain:
-        after = student.after_first(sweep.realised(realised))
-        q = q * after.exp()[:, None]
-        q = torch.cat([q[:, :-1], (q[:, -1] - torch.expm1(after))[:, None]], 1)
+    function = ProjectedRows(labelled, product, slots if task.options.chain else slots[student.chunk], learn)
+    ce, label_logprobs, projected = labelled.run(function, *([weights] if learn else []))
+    q = projected[: labelled.num_first]
+    if task.options.chain:
+        continuation = student.after_first(labelled.of_student_side(label_logprobs))
+        q = q * continuation.exp()[:, None]
+        q = torch.cat([q[:, :-1], (q[:, -1] - torch.expm1(continuation))[:, None]], 1)
     else:
         q = segment_sum(q / student.length[student.chunk, None], student.length)
     kd = task.temperature**2 * _compare(task, top, q)
     paired = task.pairing.one_to_one
     return Terms(
-        kd, sweep.scatter(ce), task.pairing.count, top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
+        kd, labelled.scatter(ce), task.pairing.count, top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
     )
 
 
@@ -111,7 +111,7 @@ def xtoken(task: ChunkTask) -> Terms:
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
     """Columns into which no student token goes are never among them: there the student could have no mass."""
     unreachable = (~task.bridge.reachable).nonzero()[:, 0]
-    k = min(task.top_k, task.bridge.num_teacher - len(unreachable))
+    k = min(task.options.top_k, task.bridge.num_teacher - len(unreachable))
     floor = floor_of(task.dtype)
     parts = []
     for group in task.groups:
@@ -123,18 +123,18 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
         nothing = task.like.new_zeros(0, k)
         parts = [(nothing.long(), nothing, nothing.sum(1))]
     ids, top, rest = (torch.cat(part) for part in zip(*parts))
-    top = (top + teacher.realised[:, None]).clamp_min(floor)
-    return Top(ids, top, torch.logaddexp(rest + teacher.realised, teacher.otherwise).clamp_min(floor))
+    top = (top + teacher.continuation[:, None]).clamp_min(floor)
+    return Top(ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor))
 
 
 def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
     """[count], D from probabilities of the student [count, k + 1]."""
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
-    if task.tail != "bucket":
+    if task.options.tail != "bucket":
         log_p, log_q = top.logprobs, log_q[:, :-1]
-        if task.tail == "renormalize":
+        if task.options.tail == "renormalize":
             log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
-        return Compared.apply(log_q, log_p, task.divergence, task.tail == "renormalize")
+        return Compared.apply(log_q, log_p, task.divergence, task.options.tail == "renormalize")
     floor = floor_of(task.dtype)
     apart = q[:, -1] <= 0  # no column is left over: there is no rest to compare
     if task.divergence.needs_support:
