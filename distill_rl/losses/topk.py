@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.streaming import Centre, LogSums, Scratch, accumulator, chunks, default_chunk, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.targets import TopKLogprobs
 
 
@@ -79,14 +79,14 @@ def candidates(
     centre = Centre(num_rows, like, shard, 1 / temperature)
     rest = LogSums(num_rows, (1.0,), centre, whole=False)
     held = min(k, shard.size)
-    scratch = Scratch(min(chunk, num_rows), shard.size, dtype, logits.device)
+    buffers = Buffers(min(chunk, num_rows), shard.size, dtype, logits.device)
     for rows in chunks(num_rows, chunk):
-        u = scratch.load("student", logits[rows], centre, rows, first=True)
+        u = buffers.load("student", logits[rows], centre, rows, first=True)
         if labels is not None:
             label[rows] = u.gather(1, shard.columns(labels[rows])[:, None])[:, 0]
         values, columns = u[:, : shard.size].topk(held, dim=1)
         ids[rows, :held], top[rows, :held] = columns + shard.offset, values
-        rest.add(rows, u.scatter_(1, columns, floor), scratch.buffer("work", u.shape[0]))
+        rest.add(rows, u.scatter_(1, columns, floor), buffers.buffer("work", u.shape[0]))
     everything = slice(0, num_rows)
     rest_lse = torch.where(rest.max <= floor, floor, rest.log(everything))
     return ids, top, rest_lse, label, centre.local * centre.scale

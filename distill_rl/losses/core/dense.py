@@ -10,15 +10,15 @@ from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, row_sum
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, row_sum
 from distill_rl.losses.divergence import Distribution, Divergence
 
 
 class TeacherChunks(Protocol):
     """Where the teacher's logits come from, a chunk of rows at a time."""
 
-    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
-        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `scratch`, not to be changed."""
+    def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
+        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `buffers`, not to be changed."""
 
     def select(self, kept: Tensor) -> TeacherChunks:
         """Of the rows with these numbers only."""
@@ -36,9 +36,9 @@ class LogitChunks:
     def __init__(self, logits: Tensor, kept: Tensor | None = None):
         self.logits, self.kept = logits, kept
 
-    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
+    def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
         logits = self.logits[rows if self.kept is None else self.kept[rows]]
-        return scratch.load("teacher", logits, centre, rows, first=first)
+        return buffers.load("teacher", logits, centre, rows, first=first)
 
     def select(self, kept: Tensor) -> LogitChunks:
         return LogitChunks(self.logits, kept)
@@ -108,11 +108,11 @@ class DenseRows(RowFunction):
     def restore(self, tensors: Sequence[Tensor]) -> None:
         self.teacher.restore(tensors)
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        w = self.teacher.load(rows, scratch, self.teacher_centre, first=True)
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         if self.label is not None:
             self.label.collect(rows, u)
-        work = scratch.buffer("work", u.shape[0])
+        work = buffers.buffer("work", u.shape[0])
         sides = [(self.student_sums, u, w), (self.teacher_sums, w, u)]
         for sums, x, y in sides:
             exponentials = sums.add(rows, x, work)
@@ -139,8 +139,8 @@ class DenseRows(RowFunction):
             self._set_value(rows, value)
             self.slope[rows] = value + 1
 
-    def _collect_terms(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        p, q = self._distributions(rows, u, scratch, out=scratch.buffer("work", u.shape[0]))
+    def _collect_terms(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        p, q = self._distributions(rows, u, buffers, out=buffers.buffer("work", u.shape[0]))
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
         self.slope[rows] = row_sum(self.divergence.slope(p, q))
 
@@ -154,17 +154,17 @@ class DenseRows(RowFunction):
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
     def _distributions(
-        self, rows: slice, u: Tensor, scratch: Scratch, out: Tensor
+        self, rows: slice, u: Tensor, buffers: Buffers, out: Tensor
     ) -> tuple[Distribution, Distribution]:
         """Teacher and student; `out` receives the student's log-probabilities and may be u."""
-        w = self.teacher.load(rows, scratch, self.teacher_centre, first=False)
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         log_q = torch.sub(u, self.student_lse[rows, None], out=out)
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), scratch)
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
         kd = weight_of(grads, 0, u) * self.temperature
-        p, q = self._distributions(rows, u, scratch, out=u)
+        p, q = self._distributions(rows, u, buffers, out=u)
         gradient = self.divergence.slope(p, q).mul_(kd[:, None])
         gradient.addcmul_(q.prob, (label.shared - kd * self.slope[rows])[:, None])
         return label.add_to(gradient)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.streaming import Centre, Scratch, accumulator, chunks
+from distill_rl.losses.core.streaming import Buffers, Centre, accumulator, chunks
 
 _TILE = 2**18
 """Elements; a megabyte of fp32"""
@@ -20,13 +20,13 @@ class Head:
         self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
 
     def load(
-        self, name: str, hidden: Tensor, scratch: Scratch, centre: Centre, rows: slice, *, first: bool = False
+        self, name: str, hidden: Tensor, buffers: Buffers, centre: Centre, rows: slice, *, first: bool = False
     ) -> Tensor:
         """Logits of these rows, centred and scaled, in the buffer of that name, [n, width]."""
-        buffer = scratch.buffer(name, hidden.shape[0])
-        logits = buffer[:, : scratch.columns]
+        buffer = buffers.buffer(name, hidden.shape[0])
+        logits = buffer[:, : buffers.columns]
         self.logits(hidden, logits)
-        return scratch.finish(buffer, logits, centre, rows, first=first)
+        return buffers.finish(buffer, logits, centre, rows, first=first)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""
@@ -40,11 +40,11 @@ class Head:
             if self.bias is not None:
                 out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap makes −softcap of a masked column
 
-    def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, scratch: Scratch) -> Tensor | None:
+    def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, buffers: Buffers) -> Tensor | None:
         """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
         if self.softcap is None:
             return None
-        slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=scratch.buffer("cap", loaded.shape[0]))
+        slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=buffers.buffer("cap", loaded.shape[0]))
         slope.add_((centre.value[rows] / self.softcap)[:, None])
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
@@ -91,16 +91,16 @@ class HiddenChunks:
     def __init__(self, hidden: Tensor, head: Head):
         self.hidden, self.head = hidden, head
 
-    def load(self, rows: slice, scratch: Scratch, centre: Centre, *, first: bool) -> Tensor:
-        if scratch.held.get("teacher") != (rows, first):
-            again = scratch.held.get("teacher") == (rows, True)
-            buffer = scratch.buffer("teacher", rows.stop - rows.start)
+    def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
+        if buffers.held.get("teacher") != (rows, first):
+            again = buffers.held.get("teacher") == (rows, True)
+            buffer = buffers.buffer("teacher", rows.stop - rows.start)
             if not again:
-                self.head.load("teacher", self.hidden[rows], scratch, centre, rows, first=first)
+                self.head.load("teacher", self.hidden[rows], buffers, centre, rows, first=first)
             elif centre.split:
                 buffer.add_(centre.moved(rows)[:, None])
-            scratch.held["teacher"] = rows, first
-        return scratch.buffer("teacher", rows.stop - rows.start)
+            buffers.held["teacher"] = rows, first
+        return buffers.buffer("teacher", rows.stop - rows.start)
 
     def select(self, kept: Tensor) -> HiddenChunks:
         return HiddenChunks(self.hidden[kept], self.head)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, Pass, Picked, RowFunction, Scratch, all_reduce_sums
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, Picked, RowFunction, all_reduce_sums
 
 
 class LabelTerm:
@@ -75,7 +75,7 @@ class LabelGradient:
         rows: slice,
         u: Tensor,
         ce: Tensor | None,
-        scratch: Scratch,
+        buffers: Buffers,
         logprob_grad: Tensor | None = None,
     ):
         self.term, self.rows, self._logprob_grad = term, rows, logprob_grad
@@ -90,7 +90,7 @@ class LabelGradient:
             self.shared = self.shared + ce.to(u.dtype)
         elif ce is not None:
             self._ce = ce.to(u.dtype)
-            logits = torch.mul(u, term.temperature, out=scratch.buffer("label", u.shape[0]))
+            logits = torch.mul(u, term.temperature, out=buffers.buffer("label", u.shape[0]))
             self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
@@ -144,9 +144,9 @@ class LabelRows(RowFunction):
         values, self.values = tuple(self.values), []
         return values, ()
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.label.collect(rows, u)
-        exponentials = self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
+        exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.sums.weighted is not None:
             self.sums.weigh(rows, exponentials, u)
 
@@ -158,11 +158,11 @@ class LabelRows(RowFunction):
             self.entropy[rows] = (self.lse[rows] - self.sums.mean(rows)).clamp_min(0)
             self.values[1][rows] = self.entropy[rows]
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
         log_q = u.sub_(self.lse[rows, None])
         if self.with_entropy:
-            q = torch.exp(log_q, out=scratch.buffer("work", u.shape[0]))
+            q = torch.exp(log_q, out=buffers.buffer("work", u.shape[0]))
             gradient = log_q.add_(self.entropy[rows, None]).mul_(q).mul_(-entropy[:, None])
             gradient.addcmul_(q, -label[:, None])
         else:

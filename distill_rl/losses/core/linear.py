@@ -10,7 +10,7 @@ from torch import Tensor
 from distill_rl.losses.core.autograd import first_derivative, own_dtypes
 from distill_rl.losses.core.head import Head, multiply
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import RowFunction, Scratch, accumulator, chunks, part
+from distill_rl.losses.core.streaming import Buffers, RowFunction, accumulator, chunks, part
 
 _TILE = 2**12
 """Rows of a gradient that are rounded at once: as a whole it need not exist in fp32 for that."""
@@ -97,16 +97,16 @@ def _forward(
     gradients: _Gradients | None,
     weights: Sequence[Tensor | None] | None,
 ) -> None:
-    scratch = _scratch(hidden, head.weight, chunk)
+    buffers = _buffers(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
-        u = head.load("student", hidden[rows], scratch, function.centre, rows, first=True)
+        u = head.load("student", hidden[rows], buffers, function.centre, rows, first=True)
         for number, (collect, complete) in enumerate(function.passes):
-            collect(rows, u, scratch)
+            collect(rows, u, buffers)
             complete(rows)
             if number == 0 and shard.group is not None:
                 u.add_(function.centre.moved(rows)[:, None])
         if gradients is not None and weights is not None:
-            gradients.add(rows, u, function, weights, head, scratch)
+            gradients.add(rows, u, function, weights, head, buffers)
 
 
 def _backward(
@@ -117,10 +117,10 @@ def _backward(
     gradients: _Gradients,
     grads: Sequence[Tensor | None],
 ) -> None:
-    scratch = _scratch(hidden, head.weight, chunk)
+    buffers = _buffers(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
-        u = head.load("student", hidden[rows], scratch, function.centre, rows)
-        gradients.add(rows, u, function, grads, head, scratch)
+        u = head.load("student", hidden[rows], buffers, function.centre, rows)
+        gradients.add(rows, u, function, grads, head, buffers)
 
 
 class _Gradients:
@@ -150,13 +150,13 @@ class _Gradients:
         function: RowFunction,
         grads: Sequence[Tensor | None],
         head: Head,
-        scratch: Scratch,
+        buffers: Buffers,
     ) -> None:
-        cap_slope = head.cap_slope(u, function.centre, rows, scratch)
-        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], scratch)
+        cap_slope = head.cap_slope(u, function.centre, rows, buffers)
+        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], buffers)
         if cap_slope is not None:
             gradient.mul_(cap_slope)
-        gradient, chunk = gradient[:, : scratch.columns], self.inputs[0][rows]
+        gradient, chunk = gradient[:, : buffers.columns], self.inputs[0][rows]
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))
         if gradient.is_cuda and chunk.dtype == head.weight.dtype:
@@ -186,5 +186,5 @@ class _Gradients:
         return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)
 
 
-def _scratch(hidden: Tensor, weight: Tensor, chunk: int) -> Scratch:
-    return Scratch(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)
+def _buffers(hidden: Tensor, weight: Tensor, chunk: int) -> Buffers:
+    return Buffers(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)

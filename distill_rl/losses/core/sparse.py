@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, floor_of
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.options import Tail
 from distill_rl.losses.targets import TopKLogprobs
@@ -75,13 +75,13 @@ class TopKRows(RowFunction):
         ids, logprobs, *rest = tensors
         self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.teacher.ids[rows])
         top = u.gather(1, columns)
         self.top[rows] = torch.where(columns < self.shard.size, top, 0)
-        self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+        self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
         u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
@@ -144,8 +144,8 @@ class TopKRows(RowFunction):
             return rest_of(log_p)
         return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label = LabelGradient(self.label, rows, u, given(grads, 1), scratch, given(grads, 2))
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        label = LabelGradient(self.label, rows, u, given(grads, 1), buffers, given(grads, 2))
         kd = weight_of(grads, 0, u) * self.temperature
         columns = self.shard.columns(self.teacher.ids[rows])
         top = u.gather(1, columns)

@@ -1,11 +1,19 @@
-"""A sweep over vocabulary-sharded logits, a chunk of rows at a time: values per row forward, a streamed gradient backward.
+"""Losses streamed over logits that are sharded over the vocabulary: [N, Vl] → numbers per row, and a streamed gradient.
 
-Rows are independent, so no more than a chunk of them is ever held in the arithmetic's dtype. Forward keeps a few numbers
-per row; backward recomputes a chunk from the logits and writes its gradient, rounded once, into one buffer.
+Rows are independent, so logits are processed a chunk of rows at a time and no more than a chunk ever exists in the dtype
+of the arithmetic. Forward keeps a few numbers per row. Backward recomputes each chunk from the logits and writes its
+gradient, rounded once, into one buffer of the logits' dtype.
 
-The gradient under tensor parallelism: collectives are called inside `forward`, where autograd does not see them, and
-none in `backward`. Every rank back-propagates its own copy of the replicated values, and what comes out is exactly the
-derivative with respect to its own columns. A collective inside the graph would add it up once more per rank.
+How one chunk is processed, with z the logits of this rank's columns, T the temperature and c a row's centre:
+
+1. `Buffers.load` computes u = (z − c)/T in fp32, with c about the row's maximum (`Centre`).
+2. The loss's passes (`RowFunction.passes`) collect sums over this rank's columns, such as Σ exp(u) (`LogSums`).
+3. `all_reduce_sums` turns them into sums over the whole vocabulary: one MAX and one SUM over the tensor-parallel ranks.
+4. In backward `RowFunction.gradient` returns ∂(Σ grads · values)/∂z of the chunk from u and the kept numbers.
+
+Tensor parallelism: all collectives are called inside `forward` of one autograd function, where autograd does not see
+them, and none in backward. Every rank back-propagates its own copy of the replicated values and gets exactly the
+derivative with respect to its own columns. A collective inside the graph would add that up once per rank.
 """
 
 from __future__ import annotations
@@ -30,57 +38,53 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def floor_of(dtype: torch.dtype) -> float:
-    """Stands for −inf, so that differences of two masked logits are 0 instead of NaN; its exponential is 0."""
+    """A finite stand-in for −inf: its exponential is 0, and the difference of two masked logits is 0 instead of NaN."""
     return torch.finfo(dtype).min / 4
 
 
 def default_chunk(columns: int, device: torch.device) -> int:
-    """Rows per chunk: on a CPU a chunk and its copies fit into a core's cache, on a GPU it is 128 MiB of fp32."""
+    """Rows per chunk. On a CPU a chunk and its copies fit into a core's cache; on a GPU a chunk is 128 MiB of fp32."""
     return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
 
 
 def chunks(num_rows: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of `size` rows that tile `num_rows`; the last may be shorter."""
+    """Consecutive slices of `size` rows that tile `num_rows`. The last one may be shorter."""
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows are swept, in which order and in which pieces. A row that is left out has no value and no gradient."""
+    """Which rows are streamed, in which order and in which chunks. Rows that are left out have no value and no gradient."""
 
     pieces: tuple[slice, ...]
-    """positions in the order of the sweep; they tile it"""
+    """Chunks, as positions in the order of streaming. They tile it."""
     order: Tensor | None = None
-    """int64 [M], distinct row numbers; None: all rows as they stand"""
+    """int64 [M], distinct row numbers. None: all rows, in their own order."""
     counts: Tensor | None = None
-    """bool [N]: the gradient of a row that does not count is 0 whatever the row holds, NaN included; None: all count"""
+    """bool [N]: False sets a row's gradient to 0 whatever the row holds, NaN included. None: all rows count."""
 
     @classmethod
     def of(cls, num_rows: int, size: int, *, order: Tensor | None = None, counts: Tensor | None = None) -> RowPlan:
-        """So many rows, `size` at once: all that there are, or those of `order`."""
+        """`num_rows` rows in chunks of `size`."""
         return cls(tuple(chunks(num_rows, size)), order, counts)
 
     @property
     def length(self) -> int:
-        """M, the rows swept."""
+        """M, the number of rows streamed."""
         return self.pieces[-1].stop if self.pieces else 0
 
     @property
     def largest(self) -> int:
+        """Rows of the largest chunk."""
         return max((rows.stop - rows.start for rows in self.pieces), default=0)
 
     def take(self, logits: Tensor, rows: slice) -> Tensor:
-        """[n, Vl]"""
+        """[N, Vl] → [n, Vl], the rows of one chunk."""
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
 
-    def clear_others(self, out: Tensor) -> Tensor:
-        """Sets the rows that are not swept to 0."""
-        assert self.order is not None
-        others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, self.order, False)
-        return out.index_fill_(0, others.nonzero()[:, 0], 0)
-
     def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
+        """Writes a chunk's gradient [n, Vl] into `out` [N, Vl]."""
         if self.order is not None:
             out.index_copy_(0, self.order[rows], gradient.to(out.dtype))
             return
@@ -88,31 +92,37 @@ class RowPlan:
         if self.counts is not None:
             out[rows].masked_fill_(~self.counts[rows, None], 0)
 
+    def clear_others(self, out: Tensor) -> Tensor:
+        """Sets the rows that are not streamed to 0."""
+        assert self.order is not None
+        others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, self.order, False)
+        return out.index_fill_(0, others.nonzero()[:, 0], 0)
+
 
 def row_sum(x: Tensor) -> Tensor:
-    """[n, columns] → [n]. A row's sum has the same bits whatever n: torch adds a lone row up in another order."""
+    """[n, columns] → [n]. The bits of a row's sum do not depend on n: torch sums a single row in another order."""
     return x.sum(1) if x.shape[0] != 1 else x.expand(2, -1).sum(1)[:1]
 
 
 _ROW_MULTIPLE = 32
-"""Elements; 128 bytes of fp32, a line of a GPU's cache. At least 16 bytes is what its matrix products want of every row."""
+"""Elements: 128 bytes of fp32, a GPU's cache line. GPU matrix products need rows aligned to at least 16 bytes."""
 
 
 def padded_width(columns: int) -> int:
-    """Columns of a chunk's buffer: those of the shard, at least one dummy column, and more of those up to a multiple of 32."""
+    """Columns of a chunk's buffer: the shard's, at least one dummy column, then padding to a multiple of 32."""
     return -(-(columns + 1) // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-class Scratch:
-    """Chunk-sized buffers, used again for every chunk, each followed by dummy columns: [rows, width].
+class Buffers:
+    """Chunk-sized buffers [rows, width], reused for every chunk. The shard's columns are followed by dummy columns.
 
-    Ids that another rank holds point to the first dummy column, `columns`, so that gathering from it yields the floor,
-    scattering to it harms nothing, and an empty shard is no special case.
+    Dummy columns hold the floor, so they add exactly 0 to a row's sums, as masked columns do. They serve two purposes:
 
-    The other dummy columns let every row begin at a multiple of 128 bytes, so that a GPU's matrix products read and
-    write `buffer[:, :columns]` in place. They are part of the buffer rather than a gap between its rows: torch
-    vectorises an elementwise CUDA kernel only if its tensors are contiguous. They stay at the floor, which adds exactly
-    0 to a row's sums, as a masked column does.
+    - Ids that another rank holds map to the first dummy column, `columns`. Gathering from it yields the floor, scattering
+      to it does no harm, and an empty shard is no special case.
+    - Every row starts at a multiple of 128 bytes, so that a GPU's matrix products can use `buffer[:, :columns]` in place.
+      The padding is part of the buffer instead of a gap between rows, because torch vectorises elementwise CUDA kernels
+      only over contiguous tensors.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
@@ -120,21 +130,22 @@ class Scratch:
         self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
         self.held: dict[str, tuple[slice, bool]] = {}
-        """which rows a buffer holds, and whether by their first centre, for those who would rather not fill it again"""
+        """Per buffer the rows that it holds and whether they use the first centre, for callers that would rather not
+        compute them again."""
 
     def buffer(self, name: str, rows: int) -> Tensor:
-        """[rows, width], contiguous, with whatever was left in it."""
+        """[rows, width], contiguous, with unspecified content."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
-        """Logits [n, columns] of these rows, centred and scaled, with the floor for −inf and in the dummy columns."""
+        """u = (z − c)/T of these rows' logits z [n, columns]; the floor where z is −inf and in the dummy columns."""
         buffer = self.buffer(name, logits.shape[0])
         return self.finish(buffer, logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
-        """What `load` does, for logits that may already lie in the buffer. They are widened on the way."""
+        """`load` for logits that may already be in the buffer. Narrow logits are widened on the way."""
         if first:
             centre.measure(rows, logits)
         torch.sub(logits, centre.of(rows, first=first)[:, None], out=buffer[:, : self.columns])
@@ -146,30 +157,33 @@ class Scratch:
 
 
 class Centre:
-    """What is subtracted from each row of logits before anything else: about their maximum.
+    """What is subtracted from each row of logits before anything else: about its maximum.
 
-    Nothing here depends on it but rounding: fp32 has seven digits, of which logits near 300, and a normaliser of their
-    size, would leave four for what they differ by. Each rank begins with the maximum of its own columns; `all_reduce_sums` then
-    moves all ranks to the largest of these.
+    The result does not depend on it, except for rounding: fp32 has seven digits, and logits near 300 (and a normaliser of
+    that size) would leave four of them for the differences. Each rank starts with the maximum of its own columns; after
+    the first pass `all_reduce_sums` moves all ranks to the largest.
     """
 
     NOTHING = -1e30
-    """of a row of which this rank has no column, or masked ones only"""
+    """The centre of a row of which this rank has no column, or only masked ones."""
 
     def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float):
-        """scale: factor on the centred logits, 1/T."""
+        """
+        Args:
+            scale: factor on the centred logits, 1/T.
+        """
         self.scale, self.split = scale, shard.group is not None
         self.local = like.new_empty(num_rows)
-        """[N], in units of the logits"""
+        """[N], this rank's centre, in units of the logits."""
         self.value = like.new_empty(num_rows) if self.split else self.local
-        """[N], the same on all ranks, once they have been combined"""
+        """[N], the common centre of all ranks."""
 
     def of(self, rows: slice, *, first: bool) -> Tensor:
-        """[n]; `first`: in the sweep that comes before the ranks agree."""
+        """[n]. `first`: during the first pass, before the ranks agree on a common centre."""
         return self.local[rows] if first else self.value[rows]
 
     def measure(self, rows: slice, logits: Tensor) -> None:
-        """logits: [n, Vl]"""
+        """Sets this rank's centre from logits [n, Vl]."""
         if not logits.shape[1]:
             self.local[rows] = self.NOTHING
             return
@@ -177,16 +191,16 @@ class Centre:
         self.local[rows] = largest.masked_fill_(largest == -torch.inf, self.NOTHING)
 
     def moved(self, rows: slice) -> Tensor:
-        """[n], what to add to scaled logits that were centred by `local`, so that they are centred by `value`."""
+        """[n], the difference u(value) − u(local) between logits centred in either way."""
         return (self.local[rows] - self.value[rows]) * self.scale
 
 
 class LogSums:
-    """Σ_v exp(power · (x_v − m)) · y_v per row of centred logits x, with m a maximum: first over this rank's columns, then
-    over all.
+    """Per row Σ_v exp(power · (x_v − m)) · y_v over centred logits x, first over this rank's columns, then over all.
 
-    One total per power, with y = 1: power 1 is the normaliser, power T that of logits divided by T at temperature 1.
-    With `weighted` there is one more, of power 1 (`weigh`); with `columns` many more of that kind for the caller to fill.
+    m is the maximum of x. There is one total with y = 1 per power: power 1 gives the normaliser at the temperature of x,
+    power T that at temperature 1. `weighted` adds one total of power 1 with another y; `columns` adds a table of further
+    totals of power 1 that the caller fills.
     """
 
     def __init__(
@@ -202,8 +216,8 @@ class LogSums:
     ):
         """
         Args:
-            whole: x has all columns of this rank, so that its maximum is the centre and m is 0.
-            against: where y is x less other logits, their centre; else y is x itself.
+            whole: x has all of this rank's columns, so its maximum is the centre and m = 0.
+            against: the centre of the logits w, if the weighted total has y = x − w. None: y = x.
         """
         like = centre.local
         self.powers, self.centre, self.against, self._whole = tuple(powers), centre, against, whole
@@ -213,38 +227,44 @@ class LogSums:
         self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
-        """Sums of exponentials of a chunk x; returns exp(x − m), which lies in `work`."""
+        """Computes the totals of a chunk x [n, width]. Returns exp(x − m), which is stored in `work`."""
         if not self._whole:
             self.max[rows] = x.amax(1)
             x = torch.sub(x, self.max[rows, None], out=work)
-        for power, total in sorted(zip(self.powers, self.totals), key=lambda each: each[0] == 1):  # power 1 is the last
+        for power, total in sorted(
+            zip(self.powers, self.totals), key=lambda entry: entry[0] == 1
+        ):  # power 1 comes last
             exponents = x if power == 1 else torch.mul(x, power)
             total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
     def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
-        """Takes the weighted sum of what `add` returned, which it overwrites."""
+        """Computes the weighted total from what `add` returned, which is overwritten."""
         assert self.weighted is not None
         self.weighted[rows] = row_sum(exponentials.mul_(y))
 
     def log(self, rows: slice, number: int = 0) -> Tensor:
-        """log Σ exp(power · x), not below the floor."""
+        """log Σ exp(power · x) of the total with this number, at least the floor."""
         total = self.max[rows] * self.powers[number] + self.totals[number][rows].log()
         return total.clamp_min(floor_of(total.dtype))
 
     def mean(self, rows: slice) -> Tensor:
-        """Σ exp(x) · y / Σ exp(x) of the weighted sum."""
+        """Σ exp(x) · y / Σ exp(x)."""
         assert self.weighted is not None
         return self.weighted[rows] / self.totals[0][rows]
 
     def parts(self) -> list[tuple[float, Tensor]]:
-        """Every sum with its power."""
+        """Every total with its power."""
         more = [(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]
         return [*zip(self.powers, self.totals), *more]
 
     def move(self, rows: slice, largest: Tensor) -> None:
-        """To the common centre, and to the common maximum `largest` [n], which is in units of uncentred logits."""
-        if self.weighted is not None:
+        """Rescales the totals to the common centre and to the common maximum.
+
+        Args:
+            largest: [n], the common maximum of the logits before centring, times 1/T.
+        """
+        if self.weighted is not None:  # y changes with the centres: Σ e·(y + d) = Σ e·y + d·Σ e
             moved = self.centre.moved(rows)
             moved = moved if self.against is None else moved - self.against.moved(rows)
             self.weighted[rows].addcmul_(moved, self.totals[0][rows])
@@ -257,83 +277,88 @@ class LogSums:
 
 
 Picked = tuple[Tensor, Tensor]
-"""Centred logits that were picked from columns, [N] or [N, k], 0 where another rank has the column; and which those were
-in the rows at hand, [n] or [n, k]: local columns, `VocabularyShard.size` for those of other ranks."""
+"""Centred logits gathered from single columns, [N] or [N, k], 0 where another rank holds the column; and those local
+columns of the rows at hand, [n] or [n, k], `VocabularyShard.size` where another rank holds it."""
 
 
 def all_reduce_sums(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked]) -> None:
-    """Turn this rank's sums of these rows into those over the whole vocabulary: one MAX and one SUM.
+    """Turns this rank's totals of these rows into totals over the whole vocabulary, with one MAX and one SUM.
 
     Args:
-        picked: of the logits that the first of the sums is of; added up over the ranks, in place.
+        picked: gathered from the logits of `sums[0]`; summed over the ranks in place.
     """
     if shard.group is None:
         return
+    # MAX: common centres, and the common maximum of each group of totals.
     centres = list(dict.fromkeys(group.centre for group in sums))
     common = [centre.local[rows].clone() for centre in centres]
     largest = [group.max[rows] + group.centre.local[rows] * group.centre.scale for group in sums]
     shard.max_(*common, *largest)
     for centre, value in zip(centres, common):
         centre.value[rows] = value
+    # Every rank rescales its totals to them.
     for group, value in zip(sums, largest):
         group.move(rows, value)
     moved = centres[0].moved(rows)
     for logits, columns in picked:
-        own, shift = columns < shard.size, moved if logits.ndim == 1 else moved[:, None]
-        logits[rows] = torch.where(own, logits[rows] + shift, 0)
+        held, shift = columns < shard.size, moved if logits.ndim == 1 else moved[:, None]
+        logits[rows] = torch.where(held, logits[rows] + shift, 0)
+    # SUM.
     totals = [total[rows] for group in sums for _, total in group.parts()]
     shard.sum_(*totals, *[logits[rows] for logits, _ in picked])
 
 
-Pass = tuple[Callable[[slice, Tensor, Scratch], None], Callable[[slice], None]]
-"""Collect the sums of a chunk; then, over any range of rows, combine them over the ranks."""
+Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]
+"""One pass over the logits: collect a chunk's sums; then complete any range of rows over the ranks."""
 
 
 class RowFunction(ABC):
-    """Numbers per row of logits, and their derivative. A plain object: autograd is the business of the caller.
+    """Values per row of logits, and their derivative. It knows nothing of autograd, which is the caller's business.
 
-    u stands for a loaded chunk, [n, width] (see `Scratch`). Collecting leaves it as it was, `gradient` may overwrite it.
+    u is a loaded chunk [n, width] (`Buffers.load`). Passes leave it unchanged; `gradient` may overwrite it.
     """
 
     centre: Centre
-    """Of the student's logits, with the factor 1/T."""
+    """Of the student's logits."""
 
     @property
     @abstractmethod
     def passes(self) -> list[Pass]:
-        """One after the other; a later one needs what an earlier one combined."""
+        """In order. A later pass needs what an earlier one completed."""
 
     @abstractmethod
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The [N] values, differentiable and not. The object lets go of them: they will refer to it."""
+        """The [N] values: differentiable ones and constants. The object drops its references to them, because autograd
+        makes them refer to it."""
 
     @abstractmethod
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        """Derivative with respect to the unscaled logits of Σ grads · differentiable values, [n, width]."""
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width]."""
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """The caller's tensors that `gradient` reads, which the object lets go of until `restore`.
+        """The caller's tensors that `gradient` reads. The object drops them until `restore`.
 
-        Autograd keeps them in between: it notices when somebody has written to them, and frees them after backward.
+        Autograd keeps them in between (`save_for_backward`): it detects writes to them, frees them after backward, and lets
+        saved-tensor hooks move them elsewhere.
         """
         return ()
 
-    def restore(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have lent nothing
-        """What `to_save` returned, in the same order; others in their place if hooks have moved them."""
+    def restore(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have saved nothing
+        """Takes what `to_save` returned, in the same order."""
 
 
 class LearningFunction(RowFunction):
-    """One that has parameters of its own."""
+    """A row function with parameters of its own."""
 
     @abstractmethod
     def parameter_gradients(self) -> tuple[Tensor, ...]:
-        """Added up over the calls of `gradient`, and forgotten."""
+        """The parameters' gradients, summed over the calls of `gradient`. Resets the sums."""
 
 
 class StreamingLoss(torch.autograd.Function):
-    """A row function of logits that exist: [N, Vl] → its values.
+    """A row function of existing logits: [N, Vl] → its values.
 
-    One of the two autograd functions of this package that see logits; the other is `linear.FusedRows`.
+    One of the two autograd functions here that see logits. The other one, `linear.FusedRows`, also computes them.
     """
 
     @staticmethod
@@ -341,12 +366,16 @@ class StreamingLoss(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """parameters: tensors that the function knows already, a `LearningFunction` then; named to be given gradients."""
-        scratch = _scratch_for(logits, plan)
-        for number, (collect, complete) in enumerate(function.passes):
+        """
+        Args:
+            inplace: write the gradient over the logits.
+            parameters: of a `LearningFunction`, which already holds them. Passed so that autograd asks for their gradients.
+        """
+        buffers = _buffers_for(logits, plan)
+        for i, (collect, complete) in enumerate(function.passes):
             for rows in plan.pieces:
-                u = scratch.load("student", plan.take(logits, rows), function.centre, rows, first=number == 0)
-                collect(rows, u, scratch)
+                u = buffers.load("student", plan.take(logits, rows), function.centre, rows, first=i == 0)
+                collect(rows, u, buffers)
             complete(slice(0, plan.length))
         ctx.save_for_backward(logits, *function.to_save())
         ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
@@ -362,8 +391,8 @@ class StreamingLoss(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):
         if ctx.spent:
             raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
-        logits, *lent = ctx.saved_tensors
-        ctx.function.restore(lent)
+        logits, *saved = ctx.saved_tensors
+        ctx.function.restore(saved)
         ctx.spent = ctx.inplace
         plan: RowPlan = ctx.plan
         whole = plan.length == logits.shape[0]
@@ -371,20 +400,20 @@ class StreamingLoss(torch.autograd.Function):
             out = logits.detach() if whole else plan.clear_others(logits.detach())
         else:
             out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
-        scratch = _scratch_for(logits, plan)
+        buffers = _buffers_for(logits, plan)
         for rows in plan.pieces:
-            u = scratch.load("student", plan.take(logits, rows), ctx.function.centre, rows)
-            gradient = ctx.function.gradient(rows, u, [part(g, rows) for g in grads[: ctx.num_values]], scratch)
-            plan.put(out, rows, gradient[:, : scratch.columns])
+            u = buffers.load("student", plan.take(logits, rows), ctx.function.centre, rows)
+            gradient = ctx.function.gradient(rows, u, [part(grad, rows) for grad in grads[: ctx.num_values]], buffers)
+            plan.put(out, rows, gradient[:, : buffers.columns])
         ctx.function.to_save()
-        parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()  # those of a LearningFunction
+        parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()
         return out, None, None, None, *parameters
 
 
-def _scratch_for(logits: Tensor, plan: RowPlan) -> Scratch:
-    return Scratch(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
+def _buffers_for(logits: Tensor, plan: RowPlan) -> Buffers:
+    return Buffers(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
 
 
 def part(grad: Tensor | None, rows: slice) -> Tensor | None:
-    """Rows of a gradient that may be missing."""
+    """A chunk's part of a gradient that may be missing."""
     return None if grad is None else grad[rows]

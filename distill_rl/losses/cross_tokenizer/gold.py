@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import given
-from distill_rl.losses.core.streaming import Pass, Scratch
+from distill_rl.losses.core.streaming import Buffers, Pass
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
 from distill_rl.losses.cross_tokenizer.sorted_l1 import SortedL1
@@ -105,11 +105,11 @@ class DistributionRows(LabelLogprobRows):
                 self.labelled.of_student_side(self.values[1])
             ).clamp_max(0)
 
-    def _collect_chunks(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
+    def _collect_chunks(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         if group is None:
             return
-        log_q, share, _ = self._student(rows, group, u, scratch.buffer("work", u.shape[0]))
+        log_q, share, _ = self._student(rows, group, u, buffers.buffer("work", u.shape[0]))
         log_p = self._teacher(group)
         own, shared, counted = self.comparison.value(log_q, log_p)
         self.divergence[group], self.shared_part[group] = own, shared
@@ -157,12 +157,12 @@ class DistributionRows(LabelLogprobRows):
             return values
         return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=stop - start)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         grad = given(grads, 2)
         if group is None or grad is None:
-            return super().gradient(rows, u, grads, scratch)
-        label = self.label_gradient(rows, u, grads, scratch)
+            return super().gradient(rows, u, grads, buffers)
+        label = self.label_gradient(rows, u, grads, buffers)
         log_mean, share, log_q = self._student(rows, group, u, u)
         slope = self._by_row(self.comparison.slope(log_mean, self._teacher(group), self.counted[rows.start]), group)
         weight = self._by_row(grad[self.starts[group] - rows.start], group).to(u.dtype) * self.task.temperature

@@ -149,7 +149,7 @@ class VocabularyProjection:
 class ColumnProduct:
     """Products with this rank's rows of W and some of its columns; the other columns are summed into one, the rest.
 
-    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`labelled.Scratch`).
+    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`labelled.Buffers`).
     """
 
     def __init__(self, bridge: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):

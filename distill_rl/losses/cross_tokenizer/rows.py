@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.core.streaming import Centre, LogSums, Pass, RowFunction, Scratch, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, floor_of
 from distill_rl.losses.cross_tokenizer.task import LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
 
@@ -58,18 +58,18 @@ class LabelLogprobRows(RowFunction):
         values, self.values = tuple(self.values), []
         return values, ()
 
-    def collect(self, rows: slice, u: Tensor, scratch: Scratch) -> Tensor:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
         """Returns exp(u − its maximum)."""
         self.label.collect(rows, u)
         if self.others is not None:
             columns = self.label.columns[rows, None]
             label = u.gather(1, columns)
-            self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), scratch.buffer("work", u.shape[0]))
+            self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
             u.scatter_(1, columns, label)
-        return self.sums.add(rows, u, scratch.buffer("work", u.shape[0]))
+        return self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        self.collect(rows, u, scratch)
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        self.collect(rows, u, buffers)
 
     def complete(self, rows: slice) -> None:
         all_reduce_sums(
@@ -80,11 +80,11 @@ class LabelLogprobRows(RowFunction):
         if self.others is not None:
             self.values[1][rows] = self.label.logprob(rows, self.others.log(rows))
 
-    def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> LabelGradient:
-        return LabelGradient(self.label, rows, u, given(grads, 0), scratch, given(grads, 1) if self.others else None)
+    def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> LabelGradient:
+        return LabelGradient(self.label, rows, u, given(grads, 0), buffers, given(grads, 1) if self.others else None)
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
-        label = self.label_gradient(rows, u, grads, scratch)
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        label = self.label_gradient(rows, u, grads, buffers)
         return label.add_to(u.sub_(self.lse[rows, None]).exp_().mul_(label.shared[:, None]))
 
 

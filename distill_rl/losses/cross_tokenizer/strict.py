@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from distill_rl.losses.core.labels import given
 from distill_rl.losses.core.sparse import TopKRows
-from distill_rl.losses.core.streaming import Pass, Scratch, chunks, floor_of
+from distill_rl.losses.core.streaming import Buffers, Pass, chunks, floor_of
 from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve
@@ -52,26 +52,26 @@ class StrictRows(LabelLogprobRows):
     def restore(self, tensors: Sequence[Tensor]) -> None:
         self.top.restore(tensors)
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        self.collect(rows, u, scratch)
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        self.collect(rows, u, buffers)
         if rows.start < self.num_first:
             ((collect, _),) = self.top.passes
-            collect(rows, self._masked(u, scratch), scratch)
+            collect(rows, self._masked(u, buffers), buffers)
 
     def complete(self, rows: slice) -> None:
         super().complete(rows)
         ((_, complete),) = self.top.passes
         complete(slice(0, self.num_first))
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         grad, gradient = given(grads, 2), None
         if grad is not None and rows.start < self.num_first:
-            gradient = self.top.gradient(rows, self._masked(u, scratch), [grad], scratch)
-        of_label = super().gradient(rows, u, grads, scratch)
+            gradient = self.top.gradient(rows, self._masked(u, buffers), [grad], buffers)
+        of_label = super().gradient(rows, u, grads, buffers)
         return of_label if gradient is None else of_label.add_(gradient)
 
-    def _masked(self, u: Tensor, scratch: Scratch) -> Tensor:
-        masked = scratch.buffer("masked", u.shape[0]).copy_(u)
+    def _masked(self, u: Tensor, buffers: Buffers) -> Tensor:
+        masked = buffers.buffer("masked", u.shape[0]).copy_(u)
         return masked.index_fill_(1, self.unshared, floor_of(u.dtype))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import given
-from distill_rl.losses.core.streaming import LearningFunction, Scratch, floor_of
+from distill_rl.losses.core.streaming import Buffers, LearningFunction, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, Terms
@@ -49,8 +49,8 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         values, constants = super().outputs()
         return (*values, self.projected.detach()), constants
 
-    def _collect(self, rows: slice, u: Tensor, scratch: Scratch) -> None:
-        exponentials = self.collect(rows, u, scratch)
+    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        exponentials = self.collect(rows, u, buffers)
         slots = self.slots[rows]
         if not len(slots):
             return
@@ -62,11 +62,11 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         super().complete(rows)
         self.projected /= self.sums.totals[0][:, None]
 
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], scratch: Scratch) -> Tensor:
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         slots, grad = self.slots[rows], given(grads, 2)
         if grad is None or not len(slots):
-            return super().gradient(rows, u, grads, scratch)
-        label = self.label_gradient(rows, u, grads, scratch)
+            return super().gradient(rows, u, grads, buffers)
+        label = self.label_gradient(rows, u, grads, buffers)
         q = u.sub_(self.lse[rows, None]).exp_()
         rest = grad[:, -1].contiguous()
         columns = rest[:, None].expand(-1, self.product.width).scatter(1, slots, grad[:, :-1])

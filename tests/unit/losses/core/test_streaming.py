@@ -8,7 +8,7 @@ import torch
 from distill_rl.losses import DenseLogits, TopKLogprobs, kd_loss
 from distill_rl.losses.core import streaming
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, Scratch, floor_of, padded_width
+from distill_rl.losses.core.streaming import Centre, Buffers, floor_of, padded_width
 from tests.helpers.losses import assert_close, batch
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("columns", "width"), [(0, 32), (1, 32), (31, 32), (32, 64), (128_256, 128_288)])
 def test_rows_are_as_wide_as_the_next_multiple_with_room_for_a_dummy(columns: int, width: int) -> None:
-    buffer = Scratch(3, columns, torch.float32, CPU).buffer("x", 2)
+    buffer = Buffers(3, columns, torch.float32, CPU).buffer("x", 2)
     assert padded_width(columns) == width
     assert buffer.shape == (2, width)
     assert buffer.is_contiguous()
@@ -25,7 +25,7 @@ def test_rows_are_as_wide_as_the_next_multiple_with_room_for_a_dummy(columns: in
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_what_was_left_in_a_buffer_never_shows_in_its_dummy_columns(scale: float) -> None:
-    scratch, logits = Scratch(4, 5, torch.float32, CPU), torch.randn(3, 5)
+    scratch, logits = Buffers(4, 5, torch.float32, CPU), torch.randn(3, 5)
     centre = Centre(3, logits, VocabularyShard(0, 5, 5), scale)
     for left in (torch.nan, torch.inf, -torch.inf):
         scratch.buffer("x", 4).fill_(left)
