@@ -1,5 +1,5 @@
-"""What all autograd functions of this package have in common: they are not compiled, they choose their dtypes themselves,
-and a derivative of their gradients is refused instead of silently taken for 0."""
+"""What all autograd functions of this package share: they are not traced by torch.compile, they choose their own dtypes,
+and second derivatives raise an error instead of silently being 0."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 def untraced(entry: Entry) -> Entry:
-    """For the entries of the package: a model that is compiled and calls one has a single graph break, there. What is
-    streamed a chunk at a time would be unrolled otherwise, chunk by chunk, or broken at every collective."""
+    """Decorator of the public functions: a compiled model that calls one has a single graph break there. Otherwise the
+    loop over chunks would be unrolled, or broken at every collective."""
     return cast(Entry, torch.compiler.disable(entry))
 
 
 def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `forward` of an autograd function: autocast would have its matrix products in bf16."""
+    """Decorator of an autograd function's `forward`: disables autocast, which would do its matrix products in bf16."""
 
     @wraps(forward)
     def wrapped(ctx: Any, tensor: Tensor, *arguments: Any) -> Any:
@@ -31,11 +31,11 @@ def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `backward` of an autograd function, which is done in the dtypes that it chooses. Where the graph of the
-    gradient is asked for (`create_graph=True`), the gradients refuse to be differentiated.
+    """Decorator of an autograd function's `backward`: disables autocast, and with `create_graph=True` returns gradients that
+    raise when they are differentiated.
 
-    torch's `once_differentiable` does so only where an incoming gradient requires one: the second derivative of a loss
-    that is the root of its graph would be 0 there, without a word.
+    torch's `once_differentiable` does this only if an incoming gradient requires a gradient. The second derivative of a
+    loss that is the root of its graph would silently be 0.
     """
 
     @wraps(backward)
@@ -45,7 +45,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
-        # Through what was saved the gradients stay connected with the inputs, so that a derivative reaches the refusal.
+        # The saved inputs keep the gradients connected to the graph, so that differentiating them reaches `_Refusing`.
         sources = [each for each in (*ctx.saved_tensors, *grads) if each is not None and each.requires_grad]
         alone = not isinstance(found, tuple)
         made = tuple(
@@ -58,14 +58,14 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_autocast(device: str) -> torch.autocast:
-    known = torch.amp.is_autocast_available(device)  # the meta device knows of none
+    known = torch.amp.is_autocast_available(device)  # not on the meta device
     return torch.autocast(device if known else "cpu", enabled=False)
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.clone()  # a view could not be written to by whoever is next
+        return gradient.clone()  # a view could not be modified in place downstream
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -76,7 +76,7 @@ class _Refusing(torch.autograd.Function):
 
 
 class Anchor(torch.autograd.Function):
-    """An empty tensor that autograd connects with another one, and that does not keep its memory alive."""
+    """An empty tensor connected to another one in the graph, without keeping its memory alive."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:

@@ -1,4 +1,21 @@
-"""KD against a teacher that is known over the whole vocabulary."""
+"""KD against a teacher whose whole distribution is known.
+
+Notation of docs/losses.md: p is the teacher, q the student, u = z/T the student's logits over the temperature, w the
+teacher's; D(p, q) = Σ_v f(p_v, q_v) with slope_v = ∂f/∂(log q_v) (`divergence.py`).
+
+    value      T²·D
+    gradient   ∂(T²·D)/∂z_v = T · (slope_v − q_v · H),   H = Σ_w slope_w
+
+The factor T² keeps the gradient's size independent of T (arXiv 1503.02531); one T cancels with ∂u/∂z = 1/T.
+
+The two plain KLs need a single pass, because log(p/q) is linear in the logits. With x the logits of the leading side
+(the teacher's for forward KL, the student's for reverse KL), y the other side's, and e_v = exp(x_v − m):
+
+    D = Σ_v softmax(x)_v · (x_v − lse_x − y_v + lse_y) = Σ_v e_v·(x_v − y_v) / Σ_v e_v − lse_x + lse_y
+
+and H is known: −1 for forward KL, D + 1 for reverse KL. All other divergences need both normalisers before they can
+compare, hence a second pass and a third collective.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +32,19 @@ from distill_rl.losses.divergence import Distribution, Divergence
 
 
 class TeacherChunks(Protocol):
-    """Where the teacher's logits come from, a chunk of rows at a time."""
+    """A source of the teacher's logits, a chunk of rows at a time."""
 
     def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
-        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `buffers`, not to be changed."""
+        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `buffers`. Read-only."""
 
     def select(self, kept: Tensor) -> TeacherChunks:
-        """Of the rows with these numbers only."""
+        """The same for the rows with these numbers only."""
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """As `RowFunction.to_save`."""
+        """See `RowFunction.to_save`."""
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """As `RowFunction.restore`."""
+        """See `RowFunction.restore`."""
 
 
 class LogitChunks:
@@ -52,11 +69,7 @@ class LogitChunks:
 
 
 class DenseRows(RowFunction):
-    """(T²·D, cross-entropy) per row; also the mass that either side has in the compared columns, 1.
-
-    The two KLs need one sweep: with m the leading side's maximum, D = Σ exp(x − m)·(x − y)/Z_x − lse_x + lse_y for
-    x the leading side's logits and y the other's. The other divergences need both normalisers before their second.
-    """
+    """Per row T²·D and, with labels, the cross-entropy; as constants the compared masses, which are 1 on both sides."""
 
     def __init__(
         self,
@@ -71,10 +84,9 @@ class DenseRows(RowFunction):
         self.teacher, self.shard, self.divergence, self.label = teacher, shard, divergence, label
         self.temperature = temperature
         self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
-        powers = (1.0,) if label is None else label.powers
         self.student_sums = LogSums(
             num_rows,
-            powers,
+            (1.0,) if label is None else label.powers,
             self.centre,
             whole=True,
             weighted=divergence.leads == "student",
@@ -88,13 +100,13 @@ class DenseRows(RowFunction):
             weighted=divergence.leads == "teacher",
             against=self.centre,
         )
-        self.student_lse, self.teacher_lse, self.slope = (like.new_empty(num_rows) for _ in range(3))
+        self.student_lse, self.teacher_lse, self.slope_sum = (like.new_empty(num_rows) for _ in range(3))
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
 
     @property
     def passes(self) -> list[Pass]:
         if self.divergence.leads:
-            return [(self._collect, self._complete_led)]
+            return [(self._collect, self._complete_kl)]
         return [(self._collect, self._complete), (self._collect_terms, self._complete_terms)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -109,62 +121,65 @@ class DenseRows(RowFunction):
         self.teacher.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Both sides' normalisers, and Σ e·(x − y) of a leading side."""
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         if self.label is not None:
             self.label.collect(rows, u)
         work = buffers.buffer("work", u.shape[0])
-        sides = [(self.student_sums, u, w), (self.teacher_sums, w, u)]
-        for sums, x, y in sides:
+        for sums, x, y in ((self.student_sums, u, w), (self.teacher_sums, w, u)):
             exponentials = sums.add(rows, x, work)
             if sums.weighted is not None:
                 sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
-        all_reduce_sums(
-            self.shard, rows, [self.student_sums, self.teacher_sums], [self.label.picked(rows)] if self.label else []
-        )
+        picked = [self.label.picked(rows)] if self.label else []
+        all_reduce_sums(self.shard, rows, [self.student_sums, self.teacher_sums], picked)
         self.student_lse[rows] = self.student_sums.log(rows)
         self.teacher_lse[rows] = self.teacher_sums.log(rows)
         if self.label is not None:
             self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, -1))
 
-    def _complete_led(self, rows: slice) -> None:
+    def _complete_kl(self, rows: slice) -> None:
+        """D and H of the plain KLs, in closed form."""
         self._complete(rows)
         difference = self.student_lse[rows] - self.teacher_lse[rows]
         if self.divergence.leads == "teacher":
             self._set_value(rows, self.teacher_sums.mean(rows) + difference)
-            self.slope[rows] = -1
+            self.slope_sum[rows] = -1
         else:
             value = self.student_sums.mean(rows) - difference
             self._set_value(rows, value)
-            self.slope[rows] = value + 1
+            self.slope_sum[rows] = value + 1
 
     def _collect_terms(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """This rank's part of D = Σ f(p, q) and of H."""
         p, q = self._distributions(rows, u, buffers, out=buffers.buffer("work", u.shape[0]))
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
-        self.slope[rows] = row_sum(self.divergence.slope(p, q))
+        self.slope_sum[rows] = row_sum(self.divergence.slope(p, q))
 
     def _complete_terms(self, rows: slice) -> None:
-        self.shard.sum_(self.values[0][rows], self.slope[rows])
-        self.slope[rows].masked_fill_(self.values[0][rows].isnan(), torch.nan)  # the sign in TVD's slope hides a NaN
+        self.shard.sum_(self.values[0][rows], self.slope_sum[rows])
+        # A NaN must reach the gradient, too: the sign in TVD's slope would hide it.
+        self.slope_sum[rows].masked_fill_(self.values[0][rows].isnan(), torch.nan)
         self._set_value(rows, self.values[0][rows])
 
     def _set_value(self, rows: slice, divergence: Tensor) -> None:
-        """Never negative: what is left below zero is rounding."""
+        """A divergence is never negative; what is left below zero is rounding."""
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
     def _distributions(
         self, rows: slice, u: Tensor, buffers: Buffers, out: Tensor
     ) -> tuple[Distribution, Distribution]:
-        """Teacher and student; `out` receives the student's log-probabilities and may be u."""
+        """p and q of a chunk, [n, width]. `out` receives log q and may be u."""
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         log_q = torch.sub(u, self.student_lse[rows, None], out=out)
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """T·g·(slope_v − q_v·H) with g = ∂loss/∂(T²·D), plus the cross-entropy's g'·(q_v − 1[v = label])."""
         label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
         kd = weight_of(grads, 0, u) * self.temperature
         p, q = self._distributions(rows, u, buffers, out=u)
         gradient = self.divergence.slope(p, q).mul_(kd[:, None])
-        gradient.addcmul_(q.prob, (label.shared - kd * self.slope[rows])[:, None])
+        gradient.addcmul_(q.prob, (label.shared - kd * self.slope_sum[rows])[:, None])
         return label.add_to(gradient)

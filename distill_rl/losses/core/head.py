@@ -1,4 +1,4 @@
-"""Output layers applied to a chunk of hidden states at a time, with logits accumulated in fp32."""
+"""An output layer applied to a chunk of hidden states at a time. Products are accumulated in fp32 and never rounded to bf16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from distill_rl.losses.core.streaming import Buffers, Centre, accumulator, chunks
 
 _TILE = 2**18
-"""Elements; a megabyte of fp32"""
+"""Elements of a tile of the weight: 1 MiB of fp32."""
 
 
 class Head:
@@ -38,10 +38,10 @@ class Head:
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
             if self.bias is not None:
-                out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap makes −softcap of a masked column
+                out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap has turned masked columns into −softcap
 
     def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, buffers: Buffers) -> Tensor | None:
-        """∂ logits/∂ (uncapped logits) from what `load` returned: 1 − tanh²; None without a softcap."""
+        """∂ logits/∂ (uncapped logits) = 1 − tanh², from what `load` returned; None without a softcap."""
         if self.softcap is None:
             return None
         slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=buffers.buffer("cap", loaded.shape[0]))
@@ -49,7 +49,7 @@ class Head:
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """∂/∂ hidden of this rank's columns, from that of the logits [n, Vl]; fp32 (fp64 for fp64)."""
+        """This rank's part of ∂/∂hidden [n, H], from that of the logits [n, Vl]. fp32 (fp64 for fp64)."""
         wide = accumulator(self.weight.dtype)
         if self.weight.is_cuda or self.weight.dtype == wide:
             return multiply(gradient, self.weight, self.weight.dtype)
@@ -61,7 +61,7 @@ class Head:
     def _product(self, hidden: Tensor, out: Tensor) -> None:
         if self.weight.dtype == out.dtype:
             torch.mm(hidden.to(out.dtype), self.weight.T, out=out)
-        elif self.weight.is_cuda:  # bf16 or fp16: summed in fp32 and written as that
+        elif self.weight.is_cuda:  # bf16 or fp16 inputs, fp32 accumulation and output
             torch.mm(hidden.to(self.weight.dtype), self.weight.T, out_dtype=out.dtype, out=out)
         else:
             hidden = hidden.to(out.dtype)
@@ -69,8 +69,8 @@ class Head:
                 torch.mm(hidden, tile.T, out=out[:, columns])
 
     def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of the weight, widened a few at a time: a CPU's products in bf16 are written in bf16, so it works in fp32,
-        on tiles that stay in its cache. A copy of the whole weight would be the largest tensor there is."""
+        """Rows of the weight in fp32, a cache-sized tile at a time. A CPU's bf16 products are rounded to bf16, so it
+        multiplies in fp32; an fp32 copy of the whole weight would be the largest tensor of all."""
         buffer = self.weight.new_empty(max(1, _TILE // max(self.weight.shape[1], 1)), self.weight.shape[1], dtype=dtype)
         for columns in chunks(self.weight.shape[0], buffer.shape[0]):
             tile = buffer[: columns.stop - columns.start]
@@ -78,7 +78,7 @@ class Head:
 
 
 def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
-    """a · b in fp32 (fp64 for fp64). A GPU multiplies in `narrow` and accumulates in fp32, a CPU works in fp32."""
+    """a · b as fp32 (fp64 for fp64). A GPU takes `narrow` inputs and accumulates in fp32; a CPU multiplies in fp32."""
     wide = accumulator(narrow)
     if a.is_cuda and narrow != wide:
         return torch.mm(a.to(narrow), b.to(narrow), out_dtype=wide)
@@ -86,7 +86,7 @@ def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
 
 
 class HiddenChunks:
-    """Teacher logits made from its hidden states [N, Ht] when a chunk of them is wanted."""
+    """Teacher logits computed from its hidden states [N, Ht], a chunk at a time."""
 
     def __init__(self, hidden: Tensor, head: Head):
         self.hidden, self.head = hidden, head

@@ -1,4 +1,5 @@
-"""The label's log-probability, alone or as the cross-entropy that comes out of a KD sweep."""
+"""The label's log-probability: alone (`LabelRows`), or as the cross-entropy that KD's pass over the logits yields as well
+(`LabelTerm` forward, `LabelGradient` backward)."""
 
 from __future__ import annotations
 
@@ -13,27 +14,32 @@ from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, Pic
 
 
 class LabelTerm:
-    """A label's logit and its normaliser, collected in a sweep over logits divided by T; the cross-entropy is at T = 1.
+    """The label's logit per row, collected in a pass over logits divided by T, and what follows from it.
 
-    A label that no rank holds counts as a logit of 0: finite, and for the caller to mask.
+    The cross-entropy is at T = 1. A label that no rank holds (an ignored row) counts as a logit of 0, which is finite; the
+    caller masks the row.
     """
 
     def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
-        """labels: [N] global ids. `temperature`: what the logits of the sweep have been divided by."""
+        """
+        Args:
+            labels: [N], global ids.
+            temperature: T, by which the logits of the pass are divided.
+        """
         self.ids, self.columns, self.size = labels, shard.columns(labels), shard.size
         self.temperature = temperature
         self.logit = like.new_empty(labels.shape[0])
         self.lse = like.new_empty(labels.shape[0])
         self.others = like.new_empty(labels.shape[0])
-        """[N], the other columns' probability at T, once the log-probability was asked for"""
+        """[N], probability at T of all other columns; set by `logprob`."""
 
     def picked(self, rows: slice) -> Picked:
-        """For `all_reduce_sums`."""
+        """See `all_reduce_sums`."""
         return self.logit, self.columns[rows]
 
     @property
     def powers(self) -> tuple[float, ...]:
-        """Of the sums that the sweep must take for both softmaxes; the last is that of T = 1."""
+        """Powers of the totals that both softmaxes need (`LogSums`). The last one is that of T = 1."""
         return (1.0,) if self.temperature == 1 else (1.0, self.temperature)
 
     def collect(self, rows: slice, u: Tensor) -> None:
@@ -41,32 +47,41 @@ class LabelTerm:
         self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
-        """Given the logsumexp of the undivided logits."""
+        """CE at T = 1, [n].
+
+        Args:
+            lse: [n], the logsumexp of the undivided logits.
+        """
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
 
     def logprob(self, rows: slice, others: Tensor) -> Tensor:
-        """The label's log-probability at the temperature of the sweep, given the logsumexp of all other columns.
+        """The label's log-probability at T, [n].
 
-        Taken from the others it keeps its digits where it is next to zero, and so does what is missing to one.
+        Computed from the other columns, because it keeps its digits where q(label) is close to 1, and so does 1 − q(label).
+
+        Args:
+            others: [n], the logsumexp of all other columns.
         """
         self.others[rows] = (others - self.logit[rows]).sigmoid()
         return logsigmoid(self.logit[rows] - others)
 
     def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
-        """gradient − weight at the label's column, in place."""
+        """Subtracts weight [n] from the label's column of the gradient, in place."""
         return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
 
 
 class LabelGradient:
-    """The label's part of a chunk's gradient: of the cross-entropy, ce · (softmax − 1[label]) at T = 1, and of the label's
-    log-probability at T, logprob_grad · (1[label] − softmax) / T.
+    """The label's part of a chunk's gradient.
 
-    What goes with the softmax that KD works with is the weight `shared` [n]. A cross-entropy at another temperature has a
-    softmax of its own, computed before the chunk is overwritten.
+        cross-entropy at T = 1           ce · (softmax(z) − 1[label])
+        label's log-probability at T     logprob_grad · (1[label] − softmax(z/T)) / T
 
-    A row whose label log-probability is asked for has no KD. That weight may be as large as 1/(1 − q), so in its label's
-    column 1 − q is not made of the softmax, which has lost it where q is next to one.
+    Terms with the softmax at T, which KD computes anyway, are added by the caller: their weight is `shared` [n]. A
+    cross-entropy at T ≠ 1 needs a softmax of its own, computed here before the chunk is overwritten.
+
+    `logprob_grad` may be as large as 1/(1 − q). Therefore 1 − q(label) is taken from `LabelTerm.others` instead of from the
+    softmax, where rounding has lost it when q is close to 1. Rows with a `logprob_grad` have no KD.
     """
 
     def __init__(
@@ -94,7 +109,7 @@ class LabelGradient:
             self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
-        """In place, what is not in `shared`."""
+        """Adds everything that is not covered by `shared`, in place."""
         if self.term is None:
             return gradient
         self.term.subtract(self.rows, gradient, self.shared)
@@ -109,24 +124,28 @@ class LabelGradient:
 
 
 def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
-    """The gradient of value `number`, None where nobody asked for it."""
+    """The gradient of value `number`, None if it was not asked for."""
     return grads[number] if number < len(grads) else None
 
 
 def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
-    """The gradient of value `number` for the rows of chunk u, [n]; zeros where nobody asked for it."""
+    """The gradient of value `number` for the rows of chunk u, [n]; zeros if it was not asked for."""
     grad = given(grads, number)
     return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
 
 
 class LabelRows(RowFunction):
-    """log q(target) and, if asked for, the entropy of q, for q at temperature T.
+    """log q(target) per row and, on request, the entropy of q, for q at temperature T.
 
-    ∂ log q_t/∂u_v = 1[v = t] − q_v and ∂ entropy/∂u_v = −q_v (log q_v + entropy).
+    ∂ log q(t)/∂u_v = 1[v = t] − q_v        ∂ entropy/∂u_v = −q_v·(log q_v + entropy)
     """
 
     def __init__(self, targets: Tensor, shard: VocabularyShard, like: Tensor, temperature: float, entropy: bool):
-        """targets: [N] global ids. `like`: any tensor of the device and the dtype of the arithmetic."""
+        """
+        Args:
+            targets: [N], global ids.
+            like: any tensor with the device and dtype of the arithmetic.
+        """
         num_rows = targets.shape[0]
         self.shard, self.temperature, self.with_entropy = shard, temperature, entropy
         self.centre = Centre(num_rows, like, shard, 1 / temperature)

@@ -1,4 +1,9 @@
-"""The autograd function of the fused losses: hidden states in, values per row out, gradients of all inputs back."""
+"""The autograd function of the fused losses: hidden states in, values per row out, gradients of all inputs back.
+
+Logits = hidden · Wᵀ exist a chunk of rows at a time (`head.Head`). With G = ∂loss/∂logits of a chunk [n, Vl]:
+
+    ∂loss/∂hidden = G · W   (summed over the tensor-parallel ranks)        ∂loss/∂W += Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,18 @@ from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.streaming import Buffers, RowFunction, accumulator, chunks, part
 
 _TILE = 2**12
-"""Rows of a gradient that are rounded at once: as a whole it need not exist in fp32 for that."""
+"""Rows of the weight's gradient that are rounded at a time, so that it never exists as a whole in fp32 for that."""
 
 
 class FusedRows(torch.autograd.Function):
-    """A row function of logits that are made on the way: hidden [n, H], weight [Vl, H], bias [Vl] → its values.
+    """A row function of logits that are computed on the way: hidden [N, H], weight [Vl, H], bias [Vl] → its values.
 
-    With `weights`, the derivative of the final number with respect to each value, the first output is Σ weights · values,
-    the only differentiable one, and gradients are made while the logits are at hand: 6·N·H·Vl operations. Without, every
-    value is differentiable and backward makes the logits again: 8·N·H·Vl.
+    Two modes:
+
+    - With `weights` (∂loss/∂value of every row, known in advance for "sum" and "mean"), the first output is the loss
+      Σ weights · values, the only differentiable one. Gradients are computed in forward while a chunk's logits exist:
+      6·N·H·Vl operations.
+    - Without them every value is differentiable, and backward computes the logits again: 8·N·H·Vl operations.
     """
 
     @staticmethod
@@ -38,7 +46,10 @@ class FusedRows(torch.autograd.Function):
         weights: Sequence[Tensor | None] | None,
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """anchors: of the inputs that require a gradient, so that a second derivative finds its way to its refusal."""
+        """
+        Args:
+            anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is refused.
+        """
         needs = ctx.needs_input_grad[:3]
         gradients = (
             _Gradients(hidden, weight, bias, needs, shard, chunk) if weights is not None and any(needs) else None
@@ -76,7 +87,7 @@ class FusedRows(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, rounded once; a part at a time where that is narrower than the product."""
+    """gradient · factor, rounded once. Computed in tiles if the gradient is narrower than the product."""
     if gradient.dtype == factor.dtype:
         return gradient * factor
     out = torch.empty_like(gradient)
@@ -85,7 +96,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return out
 
 
-# The chunks' buffers are gone when these return: the gradients are rounded afterwards, which needs memory, too.
+# Functions of their own, so that the chunks' buffers are freed before the gradients are rounded, which needs memory too.
 
 
 def _forward(
@@ -124,7 +135,7 @@ def _backward(
 
 
 class _Gradients:
-    """Sums of a chunk at a time, in fp32, of what the inputs need; the hidden states' is complete on every rank."""
+    """Gradients of the inputs that need one, accumulated over chunks in fp32. That of the hidden states is complete on every rank."""
 
     def __init__(
         self,
@@ -138,7 +149,7 @@ class _Gradients:
         self.inputs, self.shard = (hidden, weight, bias), shard
         wide = accumulator(weight.dtype)
         self.at_once = hidden.shape[0] <= chunk
-        """whether all rows come in one call of `add`: there is nothing to add up"""
+        """Whether there is a single chunk, so that nothing has to be accumulated in fp32."""
         self.hidden = torch.empty_like(hidden, dtype=wide if shard.group else hidden.dtype) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=weight.dtype if self.at_once else wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
@@ -160,7 +171,7 @@ class _Gradients:
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))
         if gradient.is_cuda and chunk.dtype == head.weight.dtype:
-            gradient = gradient.to(chunk.dtype)  # rounded once for both products
+            gradient = gradient.to(chunk.dtype)  # rounded once, used by both products
         if self.hidden is not None:
             self.hidden[rows] = head.hidden_gradient(gradient)
         if self.weight is not None:

@@ -1,4 +1,17 @@
-"""KD against a teacher that is known in k columns per row, with a bucket for the rest."""
+"""KD against a teacher that is known in k columns per row.
+
+Notation: S are the teacher's k columns of a row, R all others; p the teacher, q the student, u = z/T its logits.
+
+    D          Σ_{v∈S} f(p_v, q_v)  +  f(p_R, q_R) with `tail="bucket"`: R is one more outcome
+    gradient   ∂D/∂u_v = slope_v − q_v·H for v in S,   exp(u_v − lse_R)·(slope_R − q_R·H) for v in R,   H = Σ slopes
+
+q_R comes from a logsumexp over R, never from 1 − Σ_S q: at q_R = 1e-9 the latter is noise. With a bucket every term is
+balanced (`Divergence.balance`), so that log-probabilities that were rounded to 16 bits on their way cannot make D
+negative. `truncate` leaves R out; `renormalize` conditions both sides on S.
+
+The student's logits at S are summed over the ranks together with the normalisers (k + 1 numbers per row, two
+collectives). After that every rank holds the whole comparison, so every divergence costs one pass.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +28,15 @@ from distill_rl.losses.options import Tail
 from distill_rl.losses.targets import TopKLogprobs
 
 FULL_MASS = 1 - 1e-6
-"""Where the k columns hold this much and the rest did not travel, there is no telling what rounding left of it."""
+"""If the k columns hold more than this and `rest_logprob` is absent, the rest is taken to be 0: it cannot be told from rounding."""
 
 
 class TopKRows(RowFunction):
-    """(T²·D, cross-entropy, the label's log-probability at T) per row, the last two where there are labels, the last only on
-    request and of rows whose label is an entry; also the mass of teacher and student in the teacher's k columns.
+    """Per row T²·D; with labels the cross-entropy and, on request, the label's log-probability at T. As constants both sides'
+    mass in S.
 
-    An id of −1 is an absent entry: neither side has mass there.
-
-    S are the teacher's columns, R the others. log q_R is the logsumexp over R, never log(1 − q_S). What R's columns share:
-    ∂D/∂u_v = exp(u_v − lse_R)·(slope_R − q_R·H) for v in R.
-
-    The student's logits at the k columns are summed over the ranks with the normalisers (k + 1 numbers per row, two
-    collectives), after which every rank has the whole of the comparison and any divergence costs the same.
+    An id of −1 is an absent entry: neither side has mass there. The label's log-probability is that of rows whose label is
+    an entry of S.
     """
 
     def __init__(
@@ -43,7 +51,10 @@ class TopKRows(RowFunction):
         with_label_logprob: bool = False,
         centre: Centre | None = None,
     ):
-        """centre: where the student's logits are already centred by somebody else."""
+        """
+        Args:
+            centre: of the student's logits, if another row function loads and centres them.
+        """
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
         self.temperature = temperature
         self.balance = divergence.balance if tail == "bucket" else 0.0
@@ -51,8 +62,11 @@ class TopKRows(RowFunction):
         self.centre = centre or Centre(num_rows, like, shard, 1 / temperature)
         self.rest = LogSums(num_rows, (1.0,) if label is None else label.powers, self.centre, whole=False)
         self.top = like.new_empty(num_rows, k)
-        # Per row, for backward: log-normalisers over all columns, over R, and of q at S; the factor of R's columns; H.
-        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope = (like.new_empty(num_rows) for _ in range(5))
+        # Kept for backward, per row: the logsumexp over all columns, over R, and that q at S is normalised by;
+        # slope_R − q_R·H, the common factor of R's columns; and H.
+        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope_sum = (
+            like.new_empty(num_rows) for _ in range(5)
+        )
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + with_label_logprob))]
         self.masses = [like.new_empty(num_rows) for _ in range(2)]
 
@@ -88,7 +102,7 @@ class TopKRows(RowFunction):
         picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
         all_reduce_sums(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
         top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
-        # Where R is empty or masked everywhere its sums count columns at the floor.
+        # Where R is empty or masked, its sums are those of columns at the floor.
         rest_lse = torch.where(self.rest.max[rows] > floor_of(top.dtype), self.rest.log(rows), floor_of(top.dtype))
         lse = _logsumexp(top, rest_lse)
         self.lse[rows], self.rest_lse[rows] = lse, rest_lse
@@ -102,7 +116,12 @@ class TopKRows(RowFunction):
                 self.values[2][rows] = self.label.logprob(rows, others)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
-        """D, H and the factor of R's columns, from the student's logits at S [n, k] and its normalisers [n]."""
+        """D, H and the factor of R's columns.
+
+        Args:
+            top: [n, k], the student's logits at S.
+            lse, rest_lse: [n], their logsumexp over all columns and over R.
+        """
         log_p, log_q = self._teacher_logprobs(rows, top.dtype), top - lse[:, None]
         self.masses[0][rows], self.masses[1][rows] = log_p.exp().sum(1), log_q.exp().sum(1)
         self.base[rows] = lse
@@ -123,10 +142,10 @@ class TopKRows(RowFunction):
             rest_slope = torch.where(kept, rest_slope, 0)
             value, slope = value + torch.where(kept, rest_value, 0), slope + rest_slope
         if self.tail != "truncate":
-            value = value.clamp_min(0)  # what is left below zero is rounding
+            value = value.clamp_min(0)  # below zero there is only rounding
         self.values[0][rows] = self.temperature**2 * value
-        slope = slope.masked_fill(value.isnan(), torch.nan)  # the sign in TVD's slope hides a NaN
-        self.slope[rows] = slope
+        slope = slope.masked_fill(value.isnan(), torch.nan)  # TVD's sign would hide it
+        self.slope_sum[rows] = slope
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 
     def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
@@ -139,7 +158,7 @@ class TopKRows(RowFunction):
         return self.teacher.logprobs[rows].to(dtype).clamp_min(floor_of(dtype))
 
     def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:
-        """log p_R, the floor where it is 0."""
+        """log p_R [n], the floor where p_R is 0."""
         if self.teacher.rest_logprob is None:
             return rest_of(log_p)
         return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
@@ -161,12 +180,12 @@ class TopKRows(RowFunction):
             log_p = log_p - log_p.logsumexp(1, keepdim=True)
         q = Distribution(top - self.base[rows, None])
         _, slope = self._terms(Distribution(log_p), q)
-        gradient = (slope - q.prob * self.slope[rows, None]) * kd[:, None]
+        gradient = (slope - q.prob * self.slope_sum[rows, None]) * kd[:, None]
         return gradient.addcmul_((top - self.lse[rows, None]).exp(), ce[:, None])
 
 
 def rest_of(logprobs: Tensor) -> Tensor:
-    """[n, k] → [n], log of what is missing in a row, the floor where nothing is."""
+    """log(1 − Σ exp(logprobs)) per row, [n, k] → [n]; the floor where nothing is missing."""
     mass = logprobs.exp().sum(1)
     return torch.where(mass >= FULL_MASS, floor_of(mass.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
 

@@ -1,4 +1,4 @@
-"""Results that torch's tree functions look into, as they do into tuples and dicts."""
+"""Registers result dataclasses as pytrees, so that torch.compile, checkpointing and FSDP see the tensors inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def as_tree(cls: type[T]) -> type[T]:
-    """For a dataclass: makes its fields the leaves of a pytree (torch.compile, checkpointing, FSDP's hooks)."""
+    """Decorator of a dataclass: its fields become the leaves of a pytree."""
     names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
     pytree.register_pytree_node(
         cls,
