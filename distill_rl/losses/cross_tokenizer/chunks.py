@@ -32,15 +32,16 @@ class Chunks:
     def from_alignment(
         cls, *alignments: Any, student_length: int | None = None, teacher_length: int | None = None, stops: bool = True
     ) -> Chunks:
-        """Of aligned texts, one to a row, for logits [R, S, V] of either side that begin with the text's first token.
+        """Chunks of aligned texts, one text per row of a batch, for logits [R, S, V] that start at the text's first token.
 
-        The row of logits that predicts a token is that of the token before, so numbers move by one, and a chunk that
-        holds the first token of a side, which nobody predicts, is left out.
+        A token is predicted by the row of the token before it, so chunk numbers move one row up. A chunk that contains the
+        first token of either side is dropped, because no row predicts that token.
 
         Args:
-            alignments: as `TokenAligner` makes them (`distill_rl.align.Alignment`).
+            alignments: results of `TokenAligner` (`distill_rl.align.Alignment`).
             student_length, teacher_length: S of either side; None: the longest text.
-            stops: paired special tokens (`stop_pairs`) are chunks of one token each, or a student never learns to stop.
+            stops: whether paired special tokens (`stop_pairs`) become chunks of one token each. Without them a student
+                never learns to stop.
 
         Raises:
             ValueError: a text is longer than its rows.
@@ -69,18 +70,18 @@ class Chunks:
 @as_tree
 @dataclass(frozen=True, slots=True)
 class ChunkOutput:
-    """Two sums and what they are sums of; the caller weighs and divides them."""
+    """Two sums, which the caller weighs and divides, and what they are sums of."""
 
     kd: Tensor
-    """differentiable: T²·D summed over the chunks, or [count] with `reduction="none"`; 0 for a chunk the method skips"""
+    """T²·D summed over the chunks, or [count] with `reduction="none"`; 0 for chunks that the method skips. Differentiable."""
     ce: Tensor
-    """differentiable: cross-entropy at T = 1 summed over the labelled rows, or [N_s]"""
+    """Cross-entropy at T = 1 summed over the labelled rows, or [N_s]. Differentiable."""
     num_chunks: Tensor
-    """int64 scalar: chunks that the method compares"""
+    """int64 scalar: the number of chunks compared."""
     teacher_mass: Tensor
-    """detached, summed over the 1:1 chunks: the teacher's probability in the columns compared; 0 for uld and alm"""
+    """The teacher's probability in the compared columns, summed over the 1:1 chunks; 0 for uld and alm."""
     student_mass: Tensor
-    """detached: the student's there"""
+    """The student's probability there."""
 
 
 def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
@@ -96,16 +97,16 @@ def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive rows, `lengths` of them at a time. In a fixed order on every device, as `index_add` is not."""
+    """Sums over consecutive segments of rows. Unlike `index_add`, it sums in a fixed order on every device."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side's rows that belong to chunks: chunk by chunk, and in their order within each."""
+    """One side's rows of all chunks, chunk by chunk and in order within each chunk."""
 
     rows: Tensor
-    """int64 [n], row numbers"""
+    """int64 [n], row numbers."""
     chunk: Tensor
     """int64 [n]"""
     length: Tensor

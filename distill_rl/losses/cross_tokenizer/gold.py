@@ -1,4 +1,22 @@
-"""The methods `gold` and `uld`: whole distributions of a chunk, over both vocabularies."""
+"""The methods `gold`, `hkl` and `uld`: whole distributions of a chunk, over both vocabularies.
+
+With C the pairs (s, t) of the common vocabulary, Q and P the two sides' distributions of a chunk, and sorted L1 the
+distance Σ_i |Q_(i) − P_(i)| of probabilities sorted by size (`SortedL1`):
+
+    gold   D = Σ_C [f(P_t, Q_s) + κ (Q_s − P_t)] + sorted L1 over the columns outside C      κ = `Divergence.balance`
+    hkl    the same without κ: H-KL as NeMo-RL #2245 and TRL's GOLD publish it. It may be negative
+    uld    D = sorted L1 over all columns (arXiv 2402.12030)
+
+`mean`: Q is the arithmetic mean of the student's rows of the chunk, P the normalised geometric mean of the teacher's.
+`chain`: the first row of either side times the probability of the chunk's other tokens, and what is missing to one as one
+more outcome.
+
+Gradient: with s = ∂D/∂log Q, and ρ_n = q_n / (len · Q) the share of row n in the mean,
+
+    ∂D/∂u_nv = s_v ρ_nv − q_nv Σ_w s_w ρ_nw
+
+Only the sum over w is kept per row; backward computes everything else again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +37,7 @@ from distill_rl.losses.divergence import Distribution, Divergence
 
 
 class Comparison:
-    """D of one chunk: balanced terms over pairs of columns, and sorted L1 over other columns."""
+    """D of one chunk: terms over pairs of columns, and sorted L1 over the other columns."""
 
     def __init__(
         self,
@@ -31,13 +49,19 @@ class Comparison:
         *,
         balanced: bool = True,
     ):
-        """columns: this rank's columns of the student that have a counterpart; `others`: the teacher's that have none."""
+        """
+        Args:
+            columns, counterparts: this rank's columns of the student that have a counterpart, and that counterpart.
+            rest: the sorted L1 distance over the student's other columns.
+            others: the teacher's columns without a counterpart; None: all of its columns.
+            balanced: whether every term gets κ·(q − p).
+        """
         self.divergence, self.columns, self.counterparts = divergence, columns, counterparts
         self.rest, self.others, self.balanced = rest, others, balanced
         self._balance = divergence.balance if balanced else 0.0
 
     def value(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's part of D [n], the part that every rank has [n], and what `slope` needs later."""
+        """This rank's part of D [n], the part that is equal on all ranks [n], and what `slope` needs."""
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self._balance).sum(1)
         left = log_p if self.others is None else log_p[:, self.others]
@@ -54,11 +78,9 @@ class Comparison:
 
 
 class DistributionRows(LabelLogprobRows):
-    """(cross-entropy, label's log-probability, T²·D) per row; a chunk's D stands at its first row, 0 at the others.
+    """Per row the cross-entropy, the label's log-probability and T²·D: a chunk's D is at its first row, 0 at the others.
 
-    With Q = Σ_n q_n / len over the rows n of a chunk, ρ_n = q_n / (len·Q) and s = ∂D/∂log Q:
-    ∂D/∂u_nv = s_v ρ_nv − q_nv Σ_w s_w ρ_nw. The sum over w is kept per row; all else is made again in backward.
-    By chain, Q is the first row's times what the other rows hold, which is a constant here: ∂D/∂(its log) is an output.
+    With `chain`, the probability of the chunk's other tokens is a constant here, and ∂D/∂(its logarithm) is an output.
     """
 
     def __init__(self, labelled: LabelledRows, teacher: TeacherDistributions, comparison: Comparison):
@@ -131,7 +153,7 @@ class DistributionRows(LabelLogprobRows):
             self.divergence.clamp_min_(0)
 
     def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, which lies in `out`."""
+        """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, stored in `out`."""
         log_q = torch.sub(u, self.lse[rows, None], out=out)
         if self.task.options.chain:
             return log_q + self.continuation[group, None], None, log_q
@@ -172,18 +194,18 @@ class DistributionRows(LabelLogprobRows):
 
 
 def gold(task: ChunkTask) -> Terms:
-    """Balanced terms on the common vocabulary plus sorted L1 on the rest (after H-KL of NeMo-RL #2245 and TRL's GOLD)."""
+    """Balanced terms over the common vocabulary, and sorted L1 over the rest."""
     return _by_parts(task, balanced=True)
 
 
 def hkl(task: ChunkTask) -> Terms:
-    """H-KL as NeMo-RL #2245 publishes it: the plain sum of p·log(p/q) on the common vocabulary, which may be negative."""
+    """Plain terms over the common vocabulary, and sorted L1 over the rest."""
     return _by_parts(task, balanced=False)
 
 
 def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
-    student, teacher = task.bridge.matches(task.options.relaxed)
-    of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.bridge.num_teacher)
+    student, teacher = task.projection.matches(task.options.relaxed)
+    of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.projection.num_teacher)
     length = min(len(of_student), len(of_teacher), task.options.uncommon_top_k)
     mine = task.shard.columns(of_student)
     rest = SortedL1(task.shard, mine[mine < task.shard.size], len(of_student), length, filled=False)
@@ -194,8 +216,8 @@ def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
 
 
 def uld(task: ChunkTask) -> Terms:
-    """Sorted L1 of the whole distributions (arXiv 2402.12030)."""
-    length = min(max(task.shard.total, task.bridge.num_teacher), task.options.uncommon_top_k)
+    """Sorted L1 over all columns."""
+    length = min(max(task.shard.total, task.projection.num_teacher), task.options.uncommon_top_k)
     nothing = task.label_rows[:0]
     rest = SortedL1(task.shard, None, task.shard.total, length, filled=True)
     return _compared(task, Comparison(task.divergence, nothing, nothing, rest, None))
@@ -210,12 +232,12 @@ def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
     by_chunk = kd[function.starts]
     if task.options.chain:
         continuation = side.after_first(labelled.of_student_side(label_logprobs))
-        # adds nothing but the derivative
+        # Adds 0 to the value, and the derivative with respect to the continuation.
         by_chunk = by_chunk + task.temperature**2 * slope * (continuation - continuation.detach())
     paired = task.pairing.one_to_one
     return Terms(by_chunk, labelled.scatter(ce), task.pairing.count, *(mass[paired] for mass in masses))
 
 
 def _others(ids: Tensor, size: int) -> Tensor:
-    """int64, all ids but these, in order."""
+    """int64, all ids below `size` except these, in order."""
     return torch.ones(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False).nonzero()[:, 0]

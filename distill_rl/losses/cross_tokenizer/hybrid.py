@@ -1,4 +1,14 @@
-"""The methods `hybrid` and `alm`: what a teacher's top-k rows and its log-probabilities of its own tokens suffice for."""
+"""The methods `hybrid` and `alm`. They need no dense teacher: its top k columns and its label log-probabilities suffice.
+
+    alm      every chunk: T²·D(coin(Q^(1/τ)), coin(P^(1/τ))) with log Q = Σ log q(label) over the student's rows of the
+             chunk and log P the same for the teacher's. A coin of probability x has the outcomes x and 1 − x
+             (arXiv 2503.20083).
+    hybrid   chunks of one token on both sides: T²·D over S and one more outcome for all else, where S are the teacher's
+             top k tokens that have a counterpart in the common vocabulary. All other chunks: as alm.
+
+Both come out of one `TopKRows` over all labelled rows: rows of 1:1 chunks carry the teacher's top k, translated into the
+student's ids; all other rows carry their label as the only entry, because only its log-probability is needed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +28,7 @@ from distill_rl.losses.topk import vocab_parallel_topk
 
 
 def alm(task: ChunkTask) -> Terms:
-    """Every chunk: D between the probabilities that either side gives the chunk's text (arXiv 2503.20083)."""
+    """T²·D between the probabilities that the two sides give to each chunk's text."""
     labelled = task.labelled_rows()
     nothing = TopKLogprobs(labelled.labels[:0, None], task.like[:, None], task.like, task.temperature)
     _, ce, label_logprobs, *_ = labelled.run(_rows(task, labelled, nothing, labelled.labels[:0]))
@@ -26,7 +36,7 @@ def alm(task: ChunkTask) -> Terms:
 
 
 def hybrid(task: ChunkTask) -> Terms:
-    """Chunks of one token on both sides: D over the teacher's top k in the common vocabulary and the rest. Others: alm."""
+    """1:1 chunks: T²·D over the teacher's top k tokens of the common vocabulary and a bucket. Other chunks: as `alm`."""
     labelled, pairing = task.labelled_rows(), task.pairing
     paired = pairing.one_to_one
     teacher = common_top_k(task, pairing.teacher.first[paired])
@@ -45,7 +55,7 @@ def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places
 
 
 def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: Tensor) -> Tensor:
-    """[count], T²·D between the chunks' label_logprobs probabilities to the power 1/τ."""
+    """[count], T²·D between the probabilities of the chunks' text to the power 1/τ."""
     student = task.pairing.student.sum(labelled.of_student_side(label_logprobs)) / task.options.tau
     teacher = task.pairing.teacher.sum(task.teacher_label) / task.options.tau
     return task.temperature**2 * Bernoulli.apply(student, teacher, task.divergence)
@@ -53,13 +63,10 @@ def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: 
 
 @torch.no_grad()
 def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
-    """The teacher's top k of its rows with these numbers, in the student's ids.
-
-    An entry without a counterpart becomes −1, and its mass part of the rest.
-    """
+    """The teacher's top k of these rows, in the student's ids. The mass of entries without a counterpart joins the rest."""
     teacher, dtype = task.teacher, task.dtype
     top = _top_k_of(teacher, rows, task) if isinstance(teacher, DenseLogits) else teacher.select(rows)
-    return translated(top, task.bridge, dtype)
+    return translated(top, task.projection, dtype)
 
 
 def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
@@ -76,10 +83,10 @@ def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogpro
     return TopKLogprobs(ids, logprobs, rest, task.temperature)
 
 
-def translated(teacher: TopKLogprobs, bridge: VocabularyProjection, dtype: torch.dtype) -> TopKLogprobs:
-    """Ids of the teacher's vocabulary → of the student's, log-probabilities in `dtype`."""
+def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: torch.dtype) -> TopKLogprobs:
+    """Teacher ids → student ids (−1 without a counterpart, whose mass joins the rest), log-probabilities in `dtype`."""
     floor = floor_of(dtype)
-    ids = bridge.to_student[teacher.ids.long()]
+    ids = projection.to_student[teacher.ids.long()]
     logprobs = teacher.logprobs.to(dtype).clamp_min(floor)
     rest = rest_of(logprobs) if teacher.rest_logprob is None else teacher.rest_logprob.to(dtype).clamp_min(floor)
     absent = ids < 0
@@ -89,10 +96,10 @@ def translated(teacher: TopKLogprobs, bridge: VocabularyProjection, dtype: torch
 
 
 def _spread(teacher: TopKLogprobs, places: Tensor, labels: Tensor) -> TopKLogprobs:
-    """The rows at these places among [M]. The others have their label as the only entry: its log-probability is wanted."""
+    """[M] rows: `teacher`'s at `places`; all others have their label as the only entry, for its log-probability."""
     assert teacher.rest_logprob is not None
     rest = teacher.rest_logprob
-    half = -math.log(2)  # of either outcome, for nobody looks at it
+    half = -math.log(2)  # any value will do: these rows have no KD
     ids = teacher.ids.new_full((len(labels), teacher.ids.shape[1]), -1)
     logprobs = rest.new_full(ids.shape, floor_of(rest.dtype))
     ids[:, 0], logprobs[:, 0] = labels, half

@@ -1,4 +1,4 @@
-"""Knowledge distillation from a teacher with another tokenizer: one entry for all methods."""
+"""Knowledge distillation from a teacher with another tokenizer. One function for all methods; each has a file of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a student's vocabulary to a teacher's: the common part, and a sparse row-stochastic matrix for all of it."""
+"""From the student's vocabulary to the teacher's: the tokens in common, and a sparse row-stochastic matrix for all tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class VocabularyProjection:
-    """The matrix W [V_s, V_t] in CSR, and the common vocabulary. V_s and V_t are columns of logits, padding included.
+    """W [V_s, V_t] in CSR format, the common vocabulary, and both sides' stop tokens.
 
-    A row of W says into which teacher tokens a student token goes; it sums to 1, or is empty where there is nothing to
-    say (padding).
+    Row s of W distributes student token s over teacher tokens. It sums to 1, or is empty (padding). V_s and V_t count
+    columns of logits, padding included.
     """
 
     indptr: Tensor
@@ -152,19 +152,19 @@ class ColumnProduct:
     x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`labelled.Buffers`).
     """
 
-    def __init__(self, bridge: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
+    def __init__(self, projection: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
         """columns: int64 [m], distinct teacher ids."""
-        start, stop = bridge.once(
-            (shard.offset, shard.size), lambda: bridge.indptr[[shard.offset, shard.offset + shard.size]].tolist()
+        start, stop = projection.once(
+            (shard.offset, shard.size), lambda: projection.indptr[[shard.offset, shard.offset + shard.size]].tolist()
         )
-        self.shard, self._entries, self._count = shard, slice(start, stop), bridge.indices.shape[0]
-        self._rows = bridge.entry_rows[self._entries] - shard.offset
-        self.slots = torch.full((bridge.num_teacher,), -1, dtype=torch.int64, device=columns.device)
+        self.shard, self._entries, self._count = shard, slice(start, stop), projection.indices.shape[0]
+        self._rows = projection.entry_rows[self._entries] - shard.offset
+        self.slots = torch.full((projection.num_teacher,), -1, dtype=torch.int64, device=columns.device)
         """int64 [V_t], the place of a teacher id among the columns, −1 for the rest"""
         self.slots[columns] = torch.arange(columns.shape[0], device=columns.device)
-        self._slots = self.slots[bridge.indices[self._entries]]
+        self._slots = self.slots[projection.indices[self._entries]]
         self._kept = (self._slots >= 0).nonzero()[:, 0]
-        weights = bridge.values.detach()[self._entries].to(dtype)
+        weights = projection.values.detach()[self._entries].to(dtype)
         rows, slots, kept = self._rows[self._kept], self._slots[self._kept], weights[self._kept]
         self.width = columns.shape[0]
         student_width = padded_width(shard.size)
@@ -172,7 +172,7 @@ class ColumnProduct:
         self._matrix = _sparse(rows, slots, kept, size)
         order = slots.sort(stable=True).indices
         self._transposed = _sparse(slots[order], rows[order], kept[order], size[::-1])
-        lengths = bridge.indptr.diff()[shard.offset : shard.offset + shard.size]
+        lengths = projection.indptr.diff()[shard.offset : shard.offset + shard.size]
         outside = segment_sum(torch.where(self._slots < 0, weights, 0), lengths)
         self.rest = torch.cat([torch.where(lengths == 0, 1, outside), weights.new_zeros(student_width - shard.size)])
         """[width], the part of each row of W outside the columns; 1 where a row is empty"""
@@ -220,22 +220,22 @@ class LearnableProjection(nn.Module):
     tensor-parallel alike, is the gradient: one all-reduce a step, by whoever steps the optimiser.
     """
 
-    def __init__(self, bridge: VocabularyProjection):
+    def __init__(self, projection: VocabularyProjection):
         super().__init__()
-        self._bridge = bridge
-        self._width = int(bridge.indptr.diff().max()) if len(bridge.indices) else 1
-        self.logits = nn.Parameter(bridge.values.detach().float().clamp_min(torch.finfo(torch.float32).tiny).log())
+        self._projection = projection
+        self._width = int(projection.indptr.diff().max()) if len(projection.indices) else 1
+        self.logits = nn.Parameter(projection.values.detach().float().clamp_min(torch.finfo(torch.float32).tiny).log())
         """[nnz]"""
 
     def forward(self) -> VocabularyProjection:
         """The bridge with the present weights, differentiable."""
-        bridge = self._bridge
-        rows = bridge.entry_rows
-        places = torch.arange(len(rows), device=rows.device) - bridge.indptr[rows]
+        projection = self._projection
+        rows = projection.entry_rows
+        places = torch.arange(len(rows), device=rows.device) - projection.indptr[rows]
         # padded rows: a softmax of a few columns sums in one order on every device
         logits = _local(self.logits)
-        padded = logits.new_full((bridge.num_student, self._width), -1e30).index_put((rows, places), logits)
-        return bridge.with_values(padded.softmax(1)[rows, places])
+        padded = logits.new_full((projection.num_student, self._width), -1e30).index_put((rows, places), logits)
+        return projection.with_values(padded.softmax(1)[rows, places])
 
 
 def _local(logits: Tensor) -> Tensor:

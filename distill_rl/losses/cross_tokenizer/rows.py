@@ -1,4 +1,4 @@
-"""What the cross-tokenizer losses share: realised tokens' log-probabilities, and the comparison of a few outcomes."""
+"""What the cross-tokenizer methods share: label log-probabilities per row, and D of a few outcomes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from distill_rl.losses.cross_tokenizer.task import LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
 
 _CERTAIN = -1e-30
-"""The logarithm of a probability that counts as one."""
+"""A log-probability this close to 0 counts as certain."""
 
 
 class Terms(NamedTuple):
-    """What a method makes of the student's logits."""
+    """A method's result."""
 
     kd: Tensor
     """[count], T² included"""
     ce: Tensor
-    """[M], in the order of the sweep"""
+    """[N_s] cross-entropy."""
     num_chunks: int
     teacher_mass: Tensor | None = None
-    """[n], of the 1:1 chunks, or their sum"""
+    """The teacher's probability in the compared columns, [n] of the 1:1 chunks, or its sum."""
     student_mass: Tensor | None = None
 
 
 class LabelLogprobRows(RowFunction):
-    """(cross-entropy at T = 1, log-probability of the label at T) per row, the latter where it is asked for, else 0.
+    """Per row the cross-entropy at T = 1 and, if `with_label_logprob`, the label's log-probability at T (else 0).
 
-    The base of the row functions that compare whole distributions: they collect, complete and differentiate more.
+    Base of the row functions that compare whole distributions, which collect, complete and differentiate more.
     """
 
     def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
-        """columns: how many further sums of exponentials `sums.table` holds per row."""
+        """
+        Args:
+            columns: number of further totals per row in `sums.table`.
+        """
         task, labels, like = labelled.task, labelled.labels, labelled.task.like
         shard, temperature = task.shard, task.temperature
         self.shard, self.temperature = shard, temperature
@@ -59,7 +62,7 @@ class LabelLogprobRows(RowFunction):
         return values, ()
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
-        """Returns exp(u − its maximum)."""
+        """Collects the sums of a chunk. Returns exp(u − its maximum)."""
         self.label.collect(rows, u)
         if self.others is not None:
             columns = self.label.columns[rows, None]
@@ -89,9 +92,9 @@ class LabelLogprobRows(RowFunction):
 
 
 class Compared(torch.autograd.Function):
-    """D of a few outcomes per row, from log-probabilities of student and teacher [n, m] → [n].
+    """D of a few outcomes per row, from log-probabilities of student and teacher: [n, m] → [n].
 
-    Every term is balanced (see `Divergence.balance`), so it is never negative, whatever the outcomes sum to.
+    Balanced terms (`Divergence.balance`) make it non-negative even if the outcomes do not sum to one.
     """
 
     @staticmethod
@@ -112,10 +115,10 @@ class Compared(torch.autograd.Function):
 
 
 class Bernoulli(torch.autograd.Function):
-    """D between two coins that fall with the probabilities exp(x) and exp(y): x of the student, y of the teacher, [n] → [n].
+    """D between two coins with the probabilities exp(x) (student) and exp(y) (teacher): [n] → [n].
 
-    x must keep its digits next to zero. The slope grows as 1/(1 − exp(x)) there, and what it meets further down shrinks as
-    much. Nearer to zero than `_CERTAIN` nothing is told apart.
+    ∂D/∂x = slope(heads) − slope(tails) · exp(x)/(1 − exp(x)) grows as 1/(1 − exp(x)) near x = 0, and ∂x/∂logits shrinks as
+    much, so x must be precise near 0. Values closer to 0 than `_CERTAIN` are clamped.
     """
 
     @staticmethod

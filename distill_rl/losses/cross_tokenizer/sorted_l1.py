@@ -1,4 +1,4 @@
-"""Sorted L1: two sets of probabilities without names, compared by rank (arXiv 2402.12030), over a sharded vocabulary."""
+"""Sorted L1: two distributions compared by rank, whatever their tokens are (arXiv 2402.12030), over a sharded vocabulary."""
 
 from __future__ import annotations
 

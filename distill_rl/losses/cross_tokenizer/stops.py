@@ -1,10 +1,13 @@
-"""Ends of answers across tokenizers: at a paired stop token only one thing is compared, whether the text stops here.
+"""Stop tokens across tokenizers: where an answer ends, all methods compare only whether the text stops here.
 
-A model may stop by any of several tokens (eos, end of turn, others that its generation config names), and two models'
-lists have little to do with each other. Compared token by token, a teacher that stops by one would teach a student not
-to stop by another. Here, and only here, all stop tokens of the teacher are one outcome and everything else is the other;
-what the student compares with the first is its own token at this place. Its other stop tokens get nothing: added up with
-it they would learn as fast, and the student would end answers by a token that its template does not write.
+A model may have several stop tokens (eos, end of turn, others in its generation config), and two models' lists do not
+correspond. Compared token by token, a teacher that stops with one token would teach the student not to stop with another.
+So at a paired stop token, and only there,
+
+    D = D(coin(P), coin(Q))      P = Σ p over all stop tokens of the teacher,   Q = q(the student's own token here)
+
+The student's other stop tokens are not part of Q: they would be trained as much, and the student would end answers with a
+token that its template never writes (docs/decisions/0023).
 """
 
 from __future__ import annotations
@@ -26,8 +29,7 @@ from distill_rl.losses.targets import DenseLogits
 
 
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
-    """The method's terms of all chunks that are text, and those of the stop tokens: chunks of one token on both sides
-    whose label is one of the student's stops."""
+    """The method's terms for chunks of text, and coins for stop tokens: 1:1 chunks whose label is a stop token."""
     are_stops = _are_stops(task)
     count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
     if are_stops is None or not count:
@@ -49,16 +51,16 @@ def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Ter
 
 
 def _are_stops(task: ChunkTask) -> Tensor | None:
-    """bool [count]; None where a side has no stop tokens that are known."""
-    pairing, stops = task.pairing, task.bridge.student_stops
-    if not len(stops) or not len(task.bridge.teacher_stops):
+    """bool [count], chunks that are stop tokens; None if the stop tokens of a side are unknown."""
+    pairing, stops = task.pairing, task.projection.student_stops
+    if not len(stops) or not len(task.projection.teacher_stops):
         return None
     single = (pairing.student.length == 1) & (pairing.teacher.length == 1)
     return single & torch.isin(task.labels[pairing.student.first], stops)
 
 
 def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
-    """The chunks with the numbers `kept`, renumbered; `stops`: bool [count], the others, each of one row on either side."""
+    """The chunks `kept`, renumbered. `stops`: bool [count], the others, which have one row on either side."""
     number = kept.new_zeros(pairing.count)
     number[kept] = torch.arange(len(kept), device=kept.device)
     dropped = pairing.count - len(kept)
@@ -71,15 +73,15 @@ def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
 
 
 def _own_tokens(task: ChunkTask) -> Tensor:
-    """[n], log-probabilities at T of the labels; every row of the task has one."""
+    """[n], log-probabilities at T of the labels."""
     labelled = LabelledRows(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
     _, label_logprobs = labelled.run(LabelLogprobRows(labelled, with_label_logprob=True))
     return label_logprobs
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
-    """[n], D between the probabilities to stop, in the terms of the method: `strict` has its own divergence, `uld` is an
-    L1 distance (that of two coins is twice the total variation), and `alm` has τ."""
+    """[n], D between the two coins in the method's own terms: `strict` is reverse KL, `uld` is L1 (twice the total
+    variation of two coins), `alm` applies 1/τ."""
     if method == "strict":
         return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
     if method == "uld":
@@ -92,10 +94,10 @@ def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor
 def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
     """[n], log-probability at T that the teacher stops.
 
-    Of a teacher that is known in k columns: what these hold of its stop tokens, and not less than its own token has. What
-    is missed has less than the k-th column each.
+    A top-k teacher's is the sum over the stop tokens among its k columns, at least that of its own token. Each missing stop
+    token is less likely than the k-th column.
     """
-    teacher, ids, rows = task.teacher, task.bridge.teacher_stops, task.pairing.teacher.first[stops]
+    teacher, ids, rows = task.teacher, task.projection.teacher_stops, task.pairing.teacher.first[stops]
     floor = floor_of(task.dtype)
     if not isinstance(teacher, DenseLogits):
         assert teacher.label_logprob is not None, "checked on entry"
@@ -111,8 +113,8 @@ def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
 
 
 class RowsApart(torch.autograd.Function):
-    """Logits [N, Vl] as they are, and a copy of the rows with these numbers, whose gradient is added to that of the whole
-    in place: a second consumer would otherwise cost a second gradient of the size of the logits."""
+    """Returns the logits [N, Vl] unchanged and a copy of some rows. The copy's gradient is added in place: autograd would
+    otherwise allocate a second gradient of the logits' size."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,10 @@
-"""The method `strict`: 1:1 chunks only, within the shared vocabulary (arXiv 2610.08448)."""
+"""The method `strict`: reverse KL on 1:1 chunks only, within the shared vocabulary (arXiv 2610.08448).
+
+Both sides are conditioned on the shared vocabulary (all other columns are masked). S are the student's `TOP_K` most likely
+shared tokens:
+
+    D = Σ_{v∈S} q_v log(q_v/p_v) + q_R log(q_R/p_R)      with R the rest of the shared vocabulary
+"""
 
 from __future__ import annotations
 
@@ -18,17 +24,20 @@ from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.losses.topk import best_of_all, candidates
 
 TOP_K = 16
-"""The student's columns that are compared one by one."""
+"""How many of the student's columns are compared one by one."""
 
 
 class StrictRows(LabelLogprobRows):
-    """(cross-entropy, label's log-probability, T²·D) per row, and two masses; the first rows of the sweep have a D.
+    """Per row the cross-entropy, the label's log-probability (0) and T²·D; as constants both masses.
 
-    D is that of `TopKRows` on logits masked to the shared vocabulary.
+    D is that of `TopKRows` on masked logits. Only the first `num_first` rows have one.
     """
 
     def __init__(self, labelled: LabelledRows, teacher: TopKLogprobs, unshared: Tensor):
-        """unshared: local columns outside the shared vocabulary."""
+        """
+        Args:
+            unshared: local columns outside the shared vocabulary.
+        """
         task = labelled.task
         super().__init__(labelled)
         self.num_first, self.unshared = labelled.num_first, unshared
@@ -76,11 +85,11 @@ class StrictRows(LabelLogprobRows):
 
 
 def strict(task: ChunkTask) -> Terms:
-    """Reverse KL over the student's `TOP_K` columns of the shared vocabulary and the rest of it; other chunks are skipped."""
-    pairing, bridge = task.pairing, task.bridge
+    """Reverse KL over the student's top columns of the shared vocabulary and its rest. Other chunks are skipped."""
+    pairing, projection = task.pairing, task.projection
     paired = pairing.one_to_one
     rows = pairing.student.first[paired]
-    shared = task.shard.columns(bridge.student_common)
+    shared = task.shard.columns(projection.student_common)
     held = torch.zeros(task.shard.size + 1, dtype=torch.bool, device=shared.device).index_fill_(0, shared, True)
     unshared = (~held[:-1]).nonzero()[:, 0]
     labelled = task.labelled_rows(rows)
@@ -93,8 +102,8 @@ def strict(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
-    """[n, k], the student's most likely ids of the shared vocabulary."""
-    k = min(TOP_K, len(task.bridge.student_common))
+    """[n, k], the student's most likely shared ids."""
+    k = min(TOP_K, len(task.projection.student_common))
     parts = []
     for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
         masked = task.logits.index_select(0, rows[part]).index_fill_(1, unshared, -torch.inf)
@@ -105,15 +114,15 @@ def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
-    """The teacher's log-probabilities at the student's ids, conditioned on the shared vocabulary, and the rest of that."""
-    bridge, logits, floor = task.bridge, task.dense_teacher().logits, floor_of(task.dtype)
-    place = bridge.student_common.new_full((bridge.num_student,), -1)
-    place[bridge.student_common] = torch.arange(len(bridge.student_common), device=place.device)
+    """The teacher's log-probabilities of the student's ids and of the rest, conditioned on the shared vocabulary."""
+    projection, logits, floor = task.projection, task.dense_teacher().logits, floor_of(task.dtype)
+    place = projection.student_common.new_full((projection.num_student,), -1)
+    place[projection.student_common] = torch.arange(len(projection.student_common), device=place.device)
     absent = place[ids] < 0
-    columns = torch.where(absent, len(bridge.student_common), place[ids])  # one column more, at the floor
+    columns = torch.where(absent, len(projection.student_common), place[ids])  # one column more, at the floor
     logprobs, rest = task.like.new_empty(ids.shape), task.like.new_empty(len(ids))
     for part in chunks(len(rows), task.piece):
-        shared = logits.index_select(0, rows[part])[:, bridge.teacher_common].to(task.dtype)
+        shared = logits.index_select(0, rows[part])[:, projection.teacher_common].to(task.dtype)
         shared = pad(shared.mul_(1 / task.temperature).log_softmax(1), (0, 1), value=floor).clamp_min_(floor)
         logprobs[part] = shared.gather(1, columns[part])
         rest[part] = shared.scatter_(1, columns[part], floor).logsumexp(1).clamp_min(floor)

@@ -1,4 +1,4 @@
-"""The arguments of a cross-tokenizer loss, checked, and the rows that it sweeps."""
+"""The checked arguments of a cross-tokenizer loss, and the order in which its rows are streamed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """What every method works with; all checked."""
+    """One call, checked."""
 
     logits: Tensor
     """[N_s, Vl], this rank's columns"""
     shard: VocabularyShard
     labels: Tensor
-    """int64 [N_s], −1 where there is none"""
+    """int64 [N_s], −1 for ignored rows."""
     label_rows: Tensor
-    """int64, row numbers of those that have one"""
+    """int64 [M], the numbers of the rows that have a label."""
     pairing: Pairing
     teacher: TopKLogprobs | DenseLogits
-    bridge: VocabularyProjection
+    projection: VocabularyProjection
     options: CrossTokenizerOptions
     piece: int
     """Rows of logits, of the student's vocabulary or the teacher's, to work on at once."""
@@ -54,25 +54,25 @@ class ChunkTask:
 
     @property
     def like(self) -> Tensor:
-        """Empty, of the device and the dtype of the arithmetic."""
+        """An empty tensor with the device and dtype of the arithmetic."""
         return self.logits.new_empty(0, dtype=self.dtype)
 
     @cached_property
     def teacher_label(self) -> Tensor:
-        """[n] in the order of the teacher's side, log-probabilities of its own tokens at T."""
+        """[n], the teacher's log-probabilities of its own tokens at T, in the order of its side of the chunks."""
         given = self.teacher.label_logprob
         assert given is not None, "checked on entry"
         return given.reshape(-1)[self.pairing.teacher.rows].to(self.dtype)
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
-        """Where the rows of each chunk begin on either side, and last where they end. A GPU is waited for."""
+        """Where each chunk's rows begin on either side, and the total. Waits for a GPU."""
         sides = torch.stack([self.pairing.student.length, self.pairing.teacher.length]).cumsum(1).tolist()
         return [0, *sides[0]], [0, *sides[1]]
 
     @cached_property
     def groups(self) -> list[slice]:
-        """Consecutive chunks of at most `piece` rows on either side, or one chunk of more."""
+        """Consecutive chunks with at most `piece` rows on either side in all, or a single larger chunk."""
         count = self.pairing.count
         if self.options.chain:
             return list(chunks(count, self.piece))
@@ -85,12 +85,12 @@ class ChunkTask:
         return groups
 
     def bare(self) -> ChunkTask:
-        """Without the student's logits and the teacher, for what lives until backward."""
+        """A copy without logits and teacher, for objects that live until backward."""
         nothing = self.logits.new_empty(0, 0)
         bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
         bare.__dict__["groups"] = self.groups
         if not self.options.chain:
-            bare.__dict__["ends"] = self.ends  # a GPU is waited for once
+            bare.__dict__["ends"] = self.ends  # computed once: it waits for a GPU
         return bare
 
     def dense_teacher(self) -> DenseLogits:
@@ -98,10 +98,10 @@ class ChunkTask:
         return self.teacher
 
     def labelled_rows(self, first: Tensor | None = None, cuts: list[int] | None = None) -> LabelledRows:
-        """A sweep over all labelled rows; over those with the numbers `first` before the others.
+        """All labelled rows, with the rows `first` before the others.
 
         Args:
-            cuts: ends of the stretches of `first` that a piece may not split; otherwise pieces are of equal length.
+            cuts: where pieces within `first` end. None: pieces of equal length.
         """
         count = self.label_rows.shape[0]
         if first is None:
@@ -121,14 +121,14 @@ class ChunkTask:
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """The M labelled rows in the order in which they are swept."""
+    """The M labelled rows in the order in which they are streamed."""
 
     task: ChunkTask
     order: Tensor | None
     """int64 [M]; None: all rows as they stand"""
     pieces: tuple[slice, ...]
     num_first: int
-    """how many rows come before those that only have a label"""
+    """How many rows belong to compared chunks. They come before those that only have a cross-entropy."""
 
     @cached_property
     def labels(self) -> Tensor:
@@ -137,25 +137,25 @@ class LabelledRows:
 
     @cached_property
     def _place(self) -> Tensor:
-        """int64 [N_s], where in the sweep a row stands."""
+        """int64 [N_s], a row's position in the order."""
         assert self.order is not None
         numbers = torch.arange(self.order.shape[0], device=self.order.device)
         return torch.zeros_like(self.task.labels).index_copy_(0, self.order, numbers)
 
     def place(self, rows: Tensor) -> Tensor:
-        """Where in the sweep these rows stand."""
+        """The positions of these rows in the order."""
         return rows if self.order is None else self._place[rows]
 
     def run(self, function: RowFunction, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """The function's values of the rows in the order of the sweep."""
+        """Streams the rows through a row function. Returns its values in the order."""
         return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
 
     def of_student_side(self, values: Tensor) -> Tensor:
-        """The part of [M] that belongs to the student's side of the chunks, in its order."""
+        """[M] → [n], the values of the student's rows of all chunks, chunk by chunk."""
         return values[self.place(self.task.pairing.student.rows)]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[M] → [N_s], 0 elsewhere."""
+        """[M] → [N_s], 0 for ignored rows."""
         if self.order is None:
             return values
         whole = values.new_zeros(self.task.labels.shape[0]).index_copy(0, self.order, values)
@@ -207,7 +207,7 @@ def make_task(
         label_rows=valid.nonzero()[:, 0],
         pairing=pairing,
         teacher=teacher,
-        bridge=projection,
+        projection=projection,
         options=options,
         piece=options.chunk_size or _default_piece(shard, teacher, logits.device),
     )

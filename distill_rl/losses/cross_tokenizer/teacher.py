@@ -1,4 +1,4 @@
-"""The teacher's distribution over its own vocabulary for each chunk, some chunks at a time."""
+"""The teacher's distribution over its own vocabulary for each chunk, a group of chunks at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distill_rl.losses.cross_tokenizer.task import ChunkTask
 
 
 class TeacherDistributions:
-    """By mean: the geometric mean of a chunk's rows, normalised. By chain: its first row; what the others hold is `continuation`."""
+    """`mean`: the normalised geometric mean of a chunk's rows. `chain`: its first row, with the other tokens in `continuation`."""
 
     def __init__(self, task: ChunkTask):
         self._logits = task.dense_teacher().logits
@@ -25,20 +25,20 @@ class TeacherDistributions:
             if task.options.chain
             else task.like.new_zeros(task.pairing.count)
         )
-        """[count], log-probability of a chunk's tokens after the first; 0 by mean"""
+        """[count], log-probability of a chunk's tokens after the first; 0 with `mean`."""
         self._task = task.bare()
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """As `RowFunction.to_save`."""
+        """See `RowFunction.to_save`."""
         logits, self._logits = self._logits, self._logits.new_empty(0)
         return (logits,)
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """As `RowFunction.restore`."""
+        """See `RowFunction.restore`."""
         (self._logits,) = tensors
 
     def of(self, group: slice) -> Tensor:
-        """Log-probabilities [n, V_t] of the chunks with these numbers, not below the floor."""
+        """Log-probabilities [n, V_t] of a group of chunks, at least the floor."""
         floor = floor_of(self._task.dtype)
         if self._task.options.chain:
             return self._rows(self._side.first[group]).clamp_min(floor)
@@ -59,11 +59,11 @@ class TeacherDistributions:
 
     @cached_property
     def complement(self) -> Tensor:
-        """[count], log of the probability that those tokens do not follow."""
+        """[count], log-probability that other tokens follow."""
         return complement(self.continuation)
 
 
 def complement(logprob: Tensor) -> Tensor:
-    """log(1 − exp(logprob)), the floor where that is 0."""
+    """log(1 − exp(logprob)), the floor where the result is log 0."""
     some = logprob < 0
     return torch.where(some, log1mexp(torch.where(some, logprob, -1)), floor_of(logprob.dtype))

@@ -1,4 +1,18 @@
-"""The method `xtoken`: the student's chunk in the teacher's vocabulary (P-KL of NeMo-RL #2245, arXiv 2605.21699)."""
+"""The method `xtoken`: the student's distribution projected into the teacher's vocabulary (P-KL of NeMo-RL #2245, arXiv
+2605.21699).
+
+With W [V_s, V_t] the row-stochastic projection, q a student row, and S the teacher's top k columns of a chunk:
+
+    Q_t = Σ_s q_s W_st for t in S            Q_rest = Σ_s q_s (1 − Σ_{t∈S} W_st)      (never 1 − Σ Q_t)
+    D   = Σ_{t∈S} f(P_t, Q_t) + f(P_rest, Q_rest)
+
+`mean` averages Q over the student's rows of the chunk, and P is the normalised geometric mean of the teacher's rows.
+`chain` takes the first row of either side times the probability of the chunk's other tokens; what is missing to one joins
+the rest.
+
+Gradient: with g_t = ∂loss/∂Q_t and back = W·g [V_s],   ∂loss/∂u_v = q_v (back_v − Σ_w q_w back_w),   Σ_w q_w back_w = Σ_t g_t Q_t.
+Only the columns in any chunk's S are multiplied (`ColumnProduct`); all others share the rest's gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +31,30 @@ from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
-"""Projected probabilities below it count as this much, and have no gradient."""
+"""Projected probabilities are clamped to at least this much; below it they have no gradient."""
 
 
 class Top(NamedTuple):
-    """The teacher's columns of each chunk, and what either side has there or in the rest."""
+    """The teacher's top k columns of each chunk."""
 
     ids: Tensor
     """int64 [count, k]"""
     logprobs: Tensor
     """[count, k]"""
     rest: Tensor
-    """[count], log of all other mass"""
+    """[count], log of the remaining mass."""
 
 
 class ProjectedRows(LabelLogprobRows, LearningFunction):
-    """(cross-entropy, label's log-probability, projected probabilities [M, k + 1]) per row.
-
-    The last are those of the teacher's columns that go with the row, and their rest: Σ_s q_s (1 − Σ_t W_st) over these
-    columns t, never 1 − Σ. Only the first rows of the sweep have any.
-    """
+    """Per row the cross-entropy, the label's log-probability and the projected probabilities [M, k + 1]: Q at the columns of
+    the row's chunk, then Q_rest. Only the first `num_first` rows belong to a chunk."""
 
     def __init__(self, labelled: LabelledRows, product: ColumnProduct, slots: Tensor, learn: bool):
-        """slots: int64 [num_first, k], each row's columns among those of the product."""
+        """
+        Args:
+            slots: int64 [num_first, k], where the row's columns are among those of the product.
+            learn: whether W gets a gradient, too.
+        """
         super().__init__(labelled, with_label_logprob=labelled.task.options.chain, columns=slots.shape[1] + 1)
         self.product, self.slots, self.learn = product, slots, learn
         assert self.sums.table is not None
@@ -82,14 +97,14 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
 
 
 def xtoken(task: ChunkTask) -> Terms:
-    """D between the teacher's chunk and the projected student's, over the teacher's top k columns and the rest."""
+    """T²·D between the teacher's chunk and the projected student's, over the teacher's top k columns and the rest."""
     student = task.pairing.student
     teacher = TeacherDistributions(task)
     top = _top_columns(task, teacher)
-    product = ColumnProduct(task.bridge, task.shard, top.ids.unique(), task.dtype)
+    product = ColumnProduct(task.projection, task.shard, top.ids.unique(), task.dtype)
     slots = product.slots[top.ids]
     labelled = task.labelled_rows(student.first if task.options.chain else student.rows)
-    weights = task.bridge.values
+    weights = task.projection.values
     learn = weights.requires_grad and torch.is_grad_enabled()
     function = ProjectedRows(labelled, product, slots if task.options.chain else slots[student.chunk], learn)
     ce, label_logprobs, projected = labelled.run(function, *([weights] if learn else []))
@@ -109,9 +124,9 @@ def xtoken(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
-    """Columns into which no student token goes are never among them: there the student could have no mass."""
-    unreachable = (~task.bridge.reachable).nonzero()[:, 0]
-    k = min(task.options.top_k, task.bridge.num_teacher - len(unreachable))
+    """Leaves out columns that no student token is projected into: the student can have no mass there."""
+    unreachable = (~task.projection.reachable).nonzero()[:, 0]
+    k = min(task.options.top_k, task.projection.num_teacher - len(unreachable))
     floor = floor_of(task.dtype)
     parts = []
     for group in task.groups:
@@ -128,7 +143,7 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
 
 
 def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
-    """[count], D from probabilities of the student [count, k + 1]."""
+    """[count], D from the student's probabilities q [count, k + 1]."""
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
     if task.options.tail != "bucket":
         log_p, log_q = top.logprobs, log_q[:, :-1]
@@ -136,7 +151,7 @@ def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
             log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
         return Compared.apply(log_q, log_p, task.divergence, task.options.tail == "renormalize")
     floor = floor_of(task.dtype)
-    apart = q[:, -1] <= 0  # no column is left over: there is no rest to compare
+    apart = q[:, -1] <= 0  # the top k are all columns: there is no rest
     if task.divergence.needs_support:
         apart = apart | (top.rest <= floor)
     rest_p, rest_q = (torch.where(apart, floor, rest) for rest in (top.rest, log_q[:, -1]))

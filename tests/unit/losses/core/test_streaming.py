@@ -8,7 +8,7 @@ import torch
 from distill_rl.losses import DenseLogits, TopKLogprobs, kd_loss
 from distill_rl.losses.core import streaming
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Centre, Buffers, floor_of, padded_width
+from distill_rl.losses.core.streaming import Buffers, Centre, floor_of, padded_width
 from tests.helpers.losses import assert_close, batch
 
 CPU = torch.device("cpu")
