@@ -1,7 +1,7 @@
 """The divergences, each as two lines.
 
 A divergence between a teacher p and a student q is a sum over the vocabulary (or over a few columns and a bucket for
-the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions say all there is to know of it:
+the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions define it:
 
     value   f(p, q)
     slope   ∂f/∂(log q) = q · ∂f/∂q
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Distribution:
-    """Log-probabilities of any shape, with the probabilities and a mixture once somebody asks for them."""
+    """Log-probabilities of any shape. Probabilities and mixtures are computed on first use."""
 
     def __init__(self, log: Tensor):
         self.log = log
@@ -35,17 +35,17 @@ class Distribution:
         """share · self + (1 − share) · other, for a share strictly between 0 and 1."""
         key = id(other), share
         if key not in self._mixtures:
-            # The smallest normal number keeps log finite where both underflow; it is below the rounding of all others.
+            # The smallest normal number keeps the log finite where both underflow. Elsewhere it is below rounding.
             prob = torch.add(self.prob * share, other.prob, alpha=1 - share).add_(torch.finfo(self.log.dtype).tiny)
             self._mixtures[key] = Distribution(prob.log_())
         return self._mixtures[key]
 
 
 class Divergence:
-    """Base of all; β, or the skew α, where there is one."""
+    """Base class. `beta` is β, or the skew α."""
 
     leads: Literal["teacher", "student"] | None = None
-    """Whose probabilities weigh log(p/q), for the two whose sum needs no normalised logits and so no second sweep."""
+    """The side whose probabilities weigh log(p/q), for the two KLs, which need a single pass (`core/dense.py`)."""
 
     def __init__(self, beta: float = 0.0):
         self.beta = beta
@@ -60,15 +60,15 @@ class Divergence:
     def balance(self) -> float:
         """The κ that makes value + κ·(q − p) never negative, term by term, and zero only where p = q.
 
-        A KL is a sum of terms of either sign that is positive only because both sides sum to one. Probabilities that
-        were rounded on their way do not; with −p + q beside each p·log(p/q) every term is a divergence by itself. κ is
-        −slope at p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD.
+        The terms of a KL have either sign; their sum is non-negative only because both sides sum to one. Probabilities
+        that were rounded in transit do not. With q − p added to each p·log(p/q), every term is a divergence by itself.
+        κ is −slope at p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD.
         """
         return -float(self.slope(_constant(0.0), _constant(0.0)))
 
     @cached_property
     def needs_support(self) -> bool:
-        """Whether it is infinite where the teacher has no mass and the student has some (reverse KL)."""
+        """Whether D is infinite where the teacher has no mass and the student has some (reverse KL)."""
         return bool(self.value(_constant(-math.inf), _constant(0.0)).isinf())
 
 
@@ -158,8 +158,8 @@ _AT_ZERO = {"skewed_forward_kl": "forward_kl", "skewed_reverse_kl": "reverse_kl"
 def resolve(name: str, beta: float) -> Divergence:
     """The divergence of that name with its β (the skew α of the skewed ones).
 
-    The ends of the range, where a formula degenerates, are what it tends to after scaling: JSD(0) is forward KL, JSD(1)
-    reverse KL, a skew of 0 the plain KL.
+    At the ends of the range, where the formula degenerates, its scaled limit is used: JSD(0) is forward KL, JSD(1) reverse
+    KL, and a skew of 0 the plain KL.
 
     Raises:
         ValueError: unknown name, β outside [0, 1], or a skew of 1, which compares a distribution with itself.

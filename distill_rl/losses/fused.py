@@ -1,4 +1,4 @@
-"""Losses of hidden states and an output layer: a chunk of logits exists at a time, and never the whole."""
+"""Losses of hidden states and an output layer. Logits exist a chunk of rows at a time, never as a whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from distill_rl.losses.options import KDOptions, Tail
 from distill_rl.losses.targets import Teacher
 
 _LEAST_CHUNK = 64
-"""rows, for a good matrix product"""
+"""Rows; fewer make a poor matrix product."""
 
 
 def default_chunk(hidden_size: int) -> int:
-    """Rows per chunk: half the hidden size, for then a chunk of logits is about as large as the weight's gradient, which
-    every chunk reads and writes."""
+    """Rows per chunk: half the hidden size. A chunk of fp32 logits is then as large as the weight's bf16 gradient, which every
+    chunk reads and writes."""
     return max(_LEAST_CHUNK, hidden_size // 2)
 
 
@@ -56,9 +56,9 @@ def fused_linear_kd_loss(
 ) -> KDOutput:
     """`kd_loss` of the logits softcap(student_hidden · lm_head_weightᵀ + bias), which never exist as a whole.
 
-    Ignored rows are left out before the output layer (reading their number waits for a GPU once). Logits are accumulated
-    in fp32 whatever the dtypes. Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a
-    chunk of logits, whatever N·V. For "sum" and "mean" the gradients are made during forward.
+    Ignored rows are dropped before the output layer (their count waits for a GPU once). Logits are accumulated in fp32
+    whatever the dtypes. Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a chunk of
+    logits, independent of N·V. For "sum" and "mean" the gradients are computed during forward.
 
     Args:
         student_hidden: [N, H] or [B, S, H], the same on every tensor-parallel rank (plain, or a DTensor Replicate); its
@@ -69,9 +69,9 @@ def fused_linear_kd_loss(
         teacher: TeacherHidden has its own output layer and hidden size, sharded as the student's.
         bias: [V], sharded as the weight.
         softcap: softcap · tanh(logits / softcap), before the temperature.
-        inplace_backward: without effect, there are no logits to overwrite.
+        inplace_backward: no effect, since there are no logits to overwrite.
 
-    The other arguments, and what is raised, are those of `kd_loss`.
+    All other arguments and errors are those of `kd_loss`.
     """
     options = KDOptions(
         divergence=divergence,
@@ -160,7 +160,7 @@ class Layer:
 def _inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tp_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard]:
-    """Local and checked."""
+    """The local parts of the inputs, checked."""
     if softcap is not None:
         checks.positive("softcap", softcap)
     checks.floating("hidden", hidden, (2, 3))
@@ -181,9 +181,9 @@ def _inputs(
 
 
 def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
-    """The ranks among which a DTensor weight is sharded must work on the same rows: said by the hidden states, which are
-    replicated over the same group, by the mesh, whose dimension is called "tp", or by the caller, who names the group.
-    FSDP's shards look just like these, and its ranks have other rows each."""
+    """Checks that the ranks that share a DTensor weight work on the same rows: hidden states replicated over the same group,
+    a mesh dimension called "tp", or a `tp_group` from the caller say so. FSDP shards a weight in the same way, but its ranks
+    have different rows."""
     if shard.group is None:
         return
     name = shard.group.group_name

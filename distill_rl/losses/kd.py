@@ -44,23 +44,22 @@ def kd_loss(
         student_logits: [N, V] or [B, S, V] in any float dtype, before temperature. Sharded over the vocabulary either as
             a DTensor Shard(-1) (group and offset are its own, shards may be uneven or empty) or as a plain shard with
             `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher.
-        teacher: its targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
-        labels: int [N] or [B, S], already shifted; rows of `ignore_index` contribute nothing. Without labels every row
+        teacher: the targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
+        labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every row
             counts.
         divergence: forward_kl, reverse_kl, jsd, skewed_forward_kl, skewed_reverse_kl or tvd.
         beta: of jsd; the skew α of the skewed KLs.
         temperature: of both sides' softmax; D is scaled by its square (arXiv 1503.02531). CE is always at 1.
-        tail: of TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: the plain sum over
-            the k columns, which may be negative; `renormalize`: both sides conditioned on the k columns.
-        kd_ratio: share of KD; below 1 labels are needed.
+        tail: for TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: a plain sum over the
+            k columns, which may be negative; `renormalize`: both sides conditioned on the k columns.
+        kd_ratio: share of KD. Below 1 labels are needed.
         token_weights: [N] or [B, S], constants, on KD and CE alike.
         reduction: sum, mean or none (one number per row).
-        num_items_in_batch: what a mean divides by instead of the valid rows: the count over the whole global batch.
-        chunk_size: rows worked on at once; the default suits the device's caches. It changes no bit of the gradient on a
-            CPU.
-        inplace_backward: write the gradient over the logits. Only where nobody reads them after the backward pass.
-        validate: look at ids and labels, and spend no time on ignored rows; None means on CPU tensors only, for it makes a
-            GPU wait.
+        num_items_in_batch: denominator of a mean instead of the valid rows: the count over the whole global batch.
+        chunk_size: rows processed at a time; the default suits the device's caches. On a CPU it changes no bit of the
+            gradient.
+        inplace_backward: write the gradient over the logits. Only if nothing reads them after the backward pass.
+        validate: check ids and labels, and skip ignored rows. None: on CPU tensors only, because it waits for a GPU.
 
     Raises:
         ValueError: naming the argument, the rule and the value.

@@ -1,4 +1,4 @@
-"""The loss as a module, for trainers that want one object."""
+"""`kd_loss` as a module."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class KDLoss(nn.Module):
     ) -> KDOutput:
         """
         Args:
-            student: logits, or hidden states where `lm_head_weight` is given.
-            teacher: a tensor is taken for logits over the whole vocabulary.
-            tp_group: instead of that of the settings.
+            student: logits, or hidden states if `lm_head_weight` is given.
+            teacher: targets, or a tensor of logits over the whole vocabulary.
+            tp_group: overrides that of the settings.
         """
         settings = self.settings if tp_group is None else self.settings | {"tp_group": tp_group}
         target = DenseLogits(teacher) if isinstance(teacher, Tensor) else teacher

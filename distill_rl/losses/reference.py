@@ -1,6 +1,6 @@
-"""The same losses written down plainly: whole vocabulary, fp64, autograd. The truth that the tests compare with.
+"""The same losses written plainly: whole vocabulary, fp64, autograd. The tests compare against it.
 
-Nothing here is shared with the fast path except the types, and nothing is fast.
+It shares nothing with the fast path except types, and nothing in it is fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKL
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """a·log(a/b) from logarithms, 0 where a is 0: probabilities too small for a double still have a logarithm."""
+    """a·log(a/b) from logarithms, 0 where a is 0. In log space, because probabilities may be too small for fp64."""
     nothing = log_a == -torch.inf
     safe = torch.where(nothing, 0, log_a)
     return torch.where(nothing, 0, safe.exp() * (safe - torch.where(nothing, 0, log_b)))
@@ -47,7 +47,7 @@ def _of_probabilities(terms: Callable[[Tensor, Tensor, float], Tensor]) -> Calla
 DIVERGENCES = {name: _of_probabilities(terms) for name, terms in LOG_DIVERGENCES.items()}
 """The same of probabilities."""
 
-# −a + b beside every a·log(a/b), so that probabilities that do not sum to one compare term by term.
+# κ·(q − p), which makes every term non-negative even if the probabilities do not sum to one.
 BALANCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "forward_kl": lambda p, q, _: q - p,
     "reverse_kl": lambda p, q, _: p - q,
@@ -73,7 +73,7 @@ def kd_loss(
     reduction: str = "mean",
     num_items_in_batch: int | float | Tensor | None = None,
 ) -> KDOutput:
-    """As `losses.kd_loss`, on unsharded tensors; every argument means the same."""
+    """`losses.kd_loss` on unsharded tensors, with the same arguments."""
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
     valid = (
         torch.ones(len(z), dtype=torch.bool, device=z.device) if labels is None else labels.reshape(-1) != ignore_index

@@ -1,6 +1,6 @@
-"""What a teacher says of N tokens. Those that travel consist of tensors of N rows, and are their own wire format.
+"""The teacher's targets for N tokens. Those that are sent between processes are plain tensors of N rows: their own wire format.
 
-N tokens, V vocabulary, Vl this rank's part of it, k entries per token, Ht the teacher's hidden size.
+Legend: N tokens, V vocabulary, Vl this rank's columns of it, k entries per token, Ht the teacher's hidden size.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TopKLogprobs:
     """[N], log-probability of the actual next token, at `temperature`"""
 
     def select(self, kept: Tensor) -> TopKLogprobs:
-        """Of the rows with these numbers only."""
+        """The targets of these rows only."""
 
         def of(field: Tensor | None) -> Tensor | None:
             return None if field is None else field[kept]
@@ -108,7 +108,7 @@ class TeacherHidden:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Last hidden states alone, as they travel: who reads them holds the output layer, and makes TeacherHidden of both."""
+    """Last hidden states alone, as they are sent. The reader holds the output layer and combines both to TeacherHidden."""
 
     hidden: Tensor
     """[N, Ht] in the teacher's dtype"""
@@ -125,11 +125,11 @@ class HiddenStates:
 
 Teacher = DenseLogits | TopKLogprobs | TeacherHidden
 Wire = DenseLogits | TopKLogprobs | HiddenStates
-"""What a teacher sends."""
+"""Targets in the form in which they are sent."""
 
 
 def target_of(tensors: Mapping[str, Tensor], temperature: float) -> Wire:
-    """The target that these tensors are the wire form of. They are kept, not copied, and never written to."""
+    """The target whose wire format these tensors are. They are kept without a copy and never written to."""
     if "hidden" in tensors:
         return HiddenStates(tensors["hidden"], tensors.get("label_logprob"))
     if "logits" in tensors:

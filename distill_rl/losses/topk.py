@@ -1,4 +1,4 @@
-"""The teacher's side: what to keep of logits sharded over the vocabulary."""
+"""The teacher's side: the top k of logits that are whole or sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vocab_parallel_topk(
     Args:
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`; columns at −inf get probability 0.
         k: entries per row.
-        labels: int [N] or [B, S]; the log-probability of a label outside the vocabulary (−100, say) means nothing.
+        labels: int [N] or [B, S]. The log-probability of a label outside the vocabulary (such as −100) is meaningless.
         temperature: of the softmax.
 
     Returns:
@@ -65,10 +65,10 @@ def vocab_parallel_topk(
 def candidates(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """This rank's best k (ids, logits/T), the logsumexp of its other columns, and the label's logit where it has it; and
-    what all these are centred by, in the same units.
+    """Of this rank's columns: the best k (ids and centred logits/T), the logsumexp of the others, the label's logit (the
+    floor if another rank has it), and the centre, in units of logits/T.
 
-    A shard with fewer than k columns fills up with the dummy column, at the floor.
+    A shard with fewer than k columns is filled up with its dummy column, at the floor.
     """
     num_rows, dtype = logits.shape[0], accumulator(logits.dtype)
     floor = floor_of(dtype)
@@ -95,7 +95,7 @@ def candidates(
 def best_of_all(
     shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor, centre: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best k of every rank's best k; candidates that lose join the rest. Two collectives."""
+    """The best k of all ranks' candidates. The others join the rest. Two collectives."""
     sizes = top.new_full((len(top), 1), shard.size)
     parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], centre[:, None], sizes], 1))
     if shard.assumed and len(top):
@@ -115,5 +115,5 @@ def best_of_all(
 
 
 def _log(values: Tensor) -> Tensor:
-    """With −inf where the floor stood for it; NaN stays what it is."""
+    """Replaces the floor by −inf. NaN is kept."""
     return torch.where(values <= floor_of(values.dtype) / 2, -torch.inf, values)

@@ -1,6 +1,6 @@
-"""Refusals of bad arguments: each names the argument, the rule and the value.
+"""Argument checks. Each error names the argument, the rule and the value.
 
-Shapes are always checked. Values are looked at on CPU tensors, and on a GPU only when asked, because it waits for it.
+Shapes are always checked. Values are checked on CPU tensors, and on a GPU only on request, because reading them waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def at_least_one(name: str, value: int) -> None:
 
 
 def count(name: str, value: int | float | Tensor | None) -> None:
-    """What a mean is divided by. A tensor of a GPU is not looked at."""
+    """A denominator. The value of a GPU tensor is not read."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype == torch.bool:
             raise ValueError(f"{name}: must be one number; got {value.dtype} {list(value.shape)}")
@@ -87,7 +87,7 @@ def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether its values can be read without waiting for a device: it is on the CPU, and no stand-in without values."""
+    """Whether its values can be read without waiting for a device: a CPU tensor that is not fake."""
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 

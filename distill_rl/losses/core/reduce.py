@@ -1,4 +1,4 @@
-"""From numbers per row to a loss: masks, weights, and the one division."""
+"""From values per row to a loss: mask, weights, and the only division."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REDUCTIONS: tuple[ReductionName, ...] = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Reduction:
-    """How [N] numbers become one. Rows that are not valid count as 0 whatever they hold.
+    """How [N] values become one. Invalid rows count as 0 whatever they hold.
 
-    A mean divides by rows, never by weights: by `num_items_in_batch`, the *global* count, where it is given, so that
-    micro-batches and data-parallel ranks may simply be added up; else by the valid rows here.
+    A mean divides by a number of rows, never by weights: by `num_items_in_batch` if given, the count over the *global*
+    batch, so that micro-batches and data-parallel ranks simply add up; otherwise by the valid rows here.
     """
 
     name: ReductionName
@@ -29,16 +29,16 @@ class Reduction:
 
     @property
     def num_tokens(self) -> Tensor:
-        """int64 scalar, the valid rows."""
+        """int64 scalar, the number of valid rows."""
         return self.valid.sum()
 
     def select(self, kept: Tensor) -> Reduction:
-        """Of the rows with these numbers, all of them valid."""
+        """The reduction of these rows only, all of them valid."""
         weights = None if self.weights is None else self.weights[kept]
         return replace(self, valid=self.valid[kept], weights=weights)
 
     def row_weights(self, dtype: torch.dtype) -> Tensor:
-        """[N], the factor with which each row enters a sum or mean."""
+        """[N], the factor of each row in a sum or mean."""
         weights = self.valid.to(dtype)
         if self.weights is not None:
             weights = weights * self.weights

@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary this rank holds, and the sums over the ranks that hold the others."""
+"""Which columns of the vocabulary this rank holds, and the collectives with the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _EQUAL: set[tuple[str, int] | None] = set()
-"""(group, size) that every rank has been seen to share"""
+"""(group, shard size) known to be equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Columns [offset, offset + size) of `total`; `group` holds the ranks of the other columns, None when there are none."""
+    """Columns [offset, offset + size) of `total`. `group`: the ranks that hold all columns together; None if this one does."""
 
     offset: int
     size: int
     total: int
     group: ProcessGroup | None = None
     assumed: str = ""
-    """where other ranks' sizes have been taken to be this one's: the argument's name, for the message if they are not"""
+    """The argument's name, for the error message, if all ranks' shards were assumed to have this size."""
 
     @property
     def rank(self) -> int:
-        """This rank's place in the order of `gather`."""
+        """This rank's position in the result of `gather`."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def columns(self, ids: Tensor) -> Tensor:
-        """Local columns of global ids, int64; ids held by another rank, or by none, become `size`, a dummy column."""
+        """Local columns (int64) of global ids. Ids that this rank does not hold become `size`, a dummy column."""
         local = ids.long() - self.offset
         return torch.where((local >= 0) & (local < self.size), local, self.size)
 
     def max_(self, *tensors: Tensor) -> None:
-        """Replace the tensors by their maximum over the group, in one collective.
+        """Replaces the tensors by their maximum over the group, in one collective.
 
         Raises:
-            ValueError: on all ranks alike, if sizes that were assumed to be equal are not.
+            ValueError: on all ranks alike, if shards were assumed to be equally wide and are not.
         """
         if not self.assumed or self.group is None:
             return self._all_reduce(tensors, dist.ReduceOp.MAX)
@@ -49,7 +49,11 @@ class VocabularyShard:
         self.require_equal(sizes)
 
     def require_equal(self, sizes: Tensor) -> None:
-        """Args: the largest size of any rank, and minus the smallest. A GPU is waited for once per group and size."""
+        """Checks that all shards are equally wide. Waits for a GPU once per group and size.
+
+        Args:
+            sizes: [2], the largest shard size of any rank, and minus the smallest.
+        """
         known = (self.group.group_name, self.size) if self.group is not None else None
         if sizes.device.type != "cpu" and known in _EQUAL:
             return
@@ -62,11 +66,11 @@ class VocabularyShard:
         _EQUAL.add(known)
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Replace the tensors by their sum over the group, in one collective."""
+        """Replaces the tensors by their sum over the group, in one collective."""
         self._all_reduce(tensors, dist.ReduceOp.SUM)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks of the group, in rank order; shapes must be equal."""
+        """The tensors of all ranks, in rank order. Shapes must be equal."""
         if self.group is None:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
@@ -83,7 +87,7 @@ class VocabularyShard:
 
 
 def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str) -> tuple[Tensor, VocabularyShard]:
-    """The local part of a tensor whose dimension `dim` is the vocabulary, and its place.
+    """The local part of a tensor whose dimension `dim` is the vocabulary, and which columns it holds.
 
     Args:
         tensor: a DTensor sharded over that dimension (the shards may be uneven or empty; the group is its mesh's), or a
@@ -109,10 +113,10 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
 
 
 class _OwnPart(torch.autograd.Function):
-    """This rank's part of a DTensor: `to_local` whose gradient is a DTensor of the very same placements and strides.
+    """`DTensor.to_local` with a gradient of the same placements and strides.
 
-    torch before 2.12 takes the strides of that gradient from shards of equal size. Where they are uneven a leaf then gets
-    a copy of its gradient, and the copy is replicated.
+    Before torch 2.12 that gradient's strides are computed as if all shards had equal sizes. With uneven shards a leaf then
+    receives a copy of its gradient, and the copy is replicated.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""The cross-tokenizer losses written down plainly: chunk by chunk, whole vocabularies, fp64, autograd.
+"""The cross-tokenizer losses written plainly: chunk by chunk, whole vocabularies, fp64, autograd.
 
-The truth that the tests compare with, and what `distill-rl align --verify` runs. Nothing here is shared with the fast path
-except the types, and nothing is fast.
+The tests and `distill-rl align --verify` compare against it. It shares nothing with the fast path except types, and nothing
+in it is fast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def chunk_kd_loss(
     ignore_index: int = -100,
     reduction: str = "sum",
 ) -> ChunkOutput:
-    """As `losses.chunk_kd_loss`, on unsharded tensors; every argument means the same. The masses are not computed (0)."""
+    """`losses.chunk_kd_loss` on unsharded tensors, with the same arguments. The masses are not computed (0)."""
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
     flat = labels.reshape(-1)
     valid = flat != ignore_index
