@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distill_rl.bench import cost_model as model
+from distill_rl.bench.gpu import cost_model as model
 from distill_rl.bench.gpu.cost_page import PAGE, page
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.bench import engine_throughput as bench
+from distill_rl.bench.gpu import engine_throughput as bench
 from distill_rl.bench.gpu.cost_model import PHASES, Step
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection, write_model
 from distill_rl.bench.gpu.phases import Clock, phase_seconds

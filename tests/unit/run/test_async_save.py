@@ -195,7 +195,7 @@ from pathlib import Path
 from distill_rl.run.checkpoints import CheckpointStore
 from distill_rl.errors import DistillError
 from distill_rl.run.async_save import Saver
-from tests.unit.test_saving import Ranks, state
+from tests.unit.run.test_async_save import Ranks, state
 
 folder, case = Path(sys.argv[1]), sys.argv[2]
 store = CheckpointStore(folder / "checkpoints", keep_last=2, keep_best=0)

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals import child as child_module
-from distill_rl.evals import grader as grader_module
+from distill_rl.evals.grading import child as child_module
+from distill_rl.evals.grading import grader as grader_module
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.suites.base import Item, Verdict
 from tests.helpers.command import until
