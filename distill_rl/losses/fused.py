@@ -40,13 +40,13 @@ def fused_linear_kd_loss(
     bias: Tensor | None = None,
     softcap: float | None = None,
     labels: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    ignore_index: int = -100,
     divergence: str = "forward_kl",
     beta: float = 0.5,
     temperature: float = 1.0,
     tail: Tail = "bucket",
     kd_ratio: float = 1.0,
-    token_weights: Tensor | None = None,
-    ignore_index: int = -100,
     reduction: ReductionName = "mean",
     num_items_in_batch: int | float | Tensor | None = None,
     tp_group: ProcessGroup | None = None,
@@ -73,18 +73,7 @@ def fused_linear_kd_loss(
 
     All other arguments and errors are those of `kd_loss`.
     """
-    options = KDOptions(
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        tail=tail,
-        kd_ratio=kd_ratio,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        chunk_size=chunk_size,
-        inplace_backward=inplace_backward,
-        validate=validate,
-    )
+    options = KDOptions.of(locals())
     batch = Batch(labels, token_weights, num_items_in_batch)
     hidden, weight, bias, shard = _inputs(student_hidden, lm_head_weight, bias, softcap, tp_group)
     task = make_task(options, batch, hidden.shape[:-1], shard, hidden.device)

@@ -65,18 +65,7 @@ def kd_loss(
         ValueError: naming the argument, the rule and the value.
         RuntimeError: a second backward with `inplace_backward`.
     """
-    options = KDOptions(
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        tail=tail,
-        kd_ratio=kd_ratio,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        chunk_size=chunk_size,
-        inplace_backward=inplace_backward,
-        validate=validate,
-    )
+    options = KDOptions.of(locals())
     batch = Batch(labels, token_weights, num_items_in_batch)
     checks.floating("student_logits", student_logits, (2, 3))
     logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +42,7 @@ class KDLoss(nn.Module):
                 f"KDLoss has no setting {', '.join(sorted(unknown))}; there are {', '.join(sorted(allowed))}"
             )
         defaults = {name: parameter.default for name, parameter in parameters.items()}
-        KDOptions(**{field.name: (defaults | settings)[field.name] for field in fields(KDOptions)})
+        KDOptions.of(defaults | settings)
         self.settings = settings
 
     @untraced

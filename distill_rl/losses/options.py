@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.reduce import REDUCTIONS, ReductionName
@@ -16,29 +17,25 @@ CHUNK_AVERAGES: tuple[ChunkAverage, ...] = ("mean", "chain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KDOptions:
-    """Settings of `kd_loss` and `fused_linear_kd_loss`, which document them.
-
-    Raises:
-        ValueError: a value outside its range, naming the setting, the rule and the value.
-    """
+class Options:
+    """What both kinds of options share."""
 
     divergence: str
     beta: float
     temperature: float
     tail: Tail
-    kd_ratio: float
     ignore_index: int
-    reduction: ReductionName
     chunk_size: int | None
-    inplace_backward: bool
     validate: bool | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Selects the settings from a function's arguments (`locals()`), by name."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
         checks.positive("temperature", self.temperature)
         checks.one_of("tail", self.tail, TAILS)
-        checks.one_of("reduction", self.reduction, REDUCTIONS)
-        checks.in_unit_interval("kd_ratio", self.kd_ratio)
         checks.chunk_size(self.chunk_size)
         self.resolved()
 
@@ -48,7 +45,25 @@ class KDOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossTokenizerOptions:
+class KDOptions(Options):
+    """Settings of `kd_loss` and `fused_linear_kd_loss`, which document them.
+
+    Raises:
+        ValueError: a value outside its range, naming the setting, the rule and the value.
+    """
+
+    kd_ratio: float
+    reduction: ReductionName
+    inplace_backward: bool
+
+    def __post_init__(self) -> None:
+        Options.__post_init__(self)
+        checks.one_of("reduction", self.reduction, REDUCTIONS)
+        checks.in_unit_interval("kd_ratio", self.kd_ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossTokenizerOptions(Options):
     """Settings of `chunk_kd_loss`, which documents them.
 
     Raises:
@@ -56,32 +71,18 @@ class CrossTokenizerOptions:
     """
 
     method: str
-    divergence: str
-    beta: float
-    temperature: float
-    tail: Tail
     top_k: int
     chunk_average: str
     uncommon_top_k: int
     relaxed: bool
     tau: float
-    ignore_index: int
-    chunk_size: int | None
-    validate: bool | None
 
     def __post_init__(self) -> None:
-        checks.one_of("tail", self.tail, TAILS)
+        Options.__post_init__(self)
         checks.one_of("chunk_average", self.chunk_average, CHUNK_AVERAGES)
-        checks.positive("temperature", self.temperature)
         checks.positive("tau", self.tau)
         checks.at_least_one("top_k", self.top_k)
         checks.at_least_one("uncommon_top_k", self.uncommon_top_k)
-        checks.chunk_size(self.chunk_size)
-        self.resolved()
-
-    def resolved(self) -> Divergence:
-        """The divergence with its β."""
-        return resolve(self.divergence, self.beta)
 
     @property
     def chain(self) -> bool:

@@ -91,21 +91,7 @@ def chunk_kd_loss(
     """
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
-    options = CrossTokenizerOptions(
-        method=method,
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        tail=tail,
-        top_k=top_k,
-        chunk_average=chunk_average,
-        uncommon_top_k=uncommon_top_k,
-        relaxed=relaxed,
-        tau=tau,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size,
-        validate=validate,
-    )
+    options = CrossTokenizerOptions.of(locals())
     task = make_task(options, _METHODS[method], student_logits, teacher, chunks, bridge, labels, tp_group)
     terms = with_stops(task, method, _METHODS[method].terms)
     zero = task.like.new_zeros(())

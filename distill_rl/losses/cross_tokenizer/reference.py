@@ -48,17 +48,17 @@ def chunk_kd_loss(
     *,
     method: str,
     labels: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    temperature: float = 1.0,
     divergence: str = "forward_kl",
     beta: float = 0.5,
-    temperature: float = 1.0,
     tail: str = "bucket",
     top_k: int = 64,
     chunk_average: str = "mean",
     uncommon_top_k: int = 8192,
     relaxed: bool = False,
     tau: float = 1.0,
-    ignore_index: int = -100,
-    reduction: str = "sum",
 ) -> ChunkOutput:
     """`losses.chunk_kd_loss` on unsharded tensors, with the same arguments. The masses are not computed (0)."""
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
