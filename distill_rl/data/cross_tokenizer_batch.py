@@ -1,12 +1,30 @@
-"""One global batch of documents → token rows for a student and for teachers of other tokenizers, with what they share."""
+"""One global batch of documents → rows for a student and for teachers with other tokenizers, and the chunks they share.
+
+`BatchBuilder.build` works in five steps:
+
+1. Tokenise: the same text with the student's tokenizer and with each teacher's.
+2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
+   the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
+   cut to the shortest of these results, and each teacher's side is cut again to match (`_pair_up`).
+3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
+   left is numbered from 0 in each document (`_pair_up`). A number still belongs to a *token*.
+4. Lay out: one document per row, so that row i of a teacher holds the same document as row i of the student.
+5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p
+   (`_teacher_rows`), just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the
+   workers and losses shift nothing.
+
+`losses.cross_tokenizer.Chunks.from_alignment` does steps 3 and 5 for callers of the losses who have alignments and no
+batch; it makes flat tensors, numbered over all texts, and has no label mask.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +32,17 @@ from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
 from distill_rl.data.collate import (
-    NOTHING,
+    NO_TOKENS,
     BatchPlan,
     Encoded,
     Tokenization,
     build_batch,
+    count_labels,
     describe,
     divide,
     lay_out,
     pad_id,
-    starting_in,
+    starts_within,
 )
 from distill_rl.errors import DataError
 from distill_rl.types import (
@@ -37,21 +56,16 @@ from distill_rl.types import (
     TokenRows,
 )
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-Tokens = tuple[Tokenized, Encoded, list[Tokenized | None]]
-"""One document not cut yet: the student's side, with what is learnt of it, and every teacher's."""
-Parts = tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]
-
 
 @dataclass(frozen=True, slots=True)
 class CrossTokenizerTeacher:
-    """A teacher of another tokenizer, as the aligner sees it."""
+    """A teacher with its own tokenizer, and the aligner between the student and it."""
 
     name: str
     tokenizer: Any
     aligner: TokenAligner
     dp_engine: str
+    """The backend of the dynamic programme, for the report."""
 
     @classmethod
     def of(
@@ -64,7 +78,7 @@ class CrossTokenizerTeacher:
         student_stops: Sequence[int] = (),
         stops: Sequence[int] = (),
     ) -> CrossTokenizerTeacher:
-        """student_stops, stops: of the student and of this teacher, as `TokenAligner` takes them."""
+        """`student_stops` and `stops` are the student's and this teacher's stop tokens, as `TokenAligner` takes them."""
         aligner = TokenAligner(
             student_tokenizer,
             tokenizer,
@@ -79,8 +93,19 @@ class CrossTokenizerTeacher:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizedDocument:
+    """One document after step 1: all its tokens on every side."""
+
+    student: Tokenized
+    encoded: Encoded
+    """The student's tokens again, with the mask of those that are trained on."""
+    teachers: dict[int, Tokenized]
+    """By index of the teacher; only teachers with their own tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlignedDocument:
-    """One document as the student and one teacher read it; a chunk number per token, -1 where nothing is compared."""
+    """One document as the student and one teacher read it, after step 3: a chunk number per token, -1 for no chunk."""
 
     teacher_ids: np.ndarray
     """int32 [m]"""
@@ -90,155 +115,183 @@ class AlignedDocument:
     """int32 [m]"""
     num_chunks: int
     num_one_to_one: int
+    """Chunks of one token on each side."""
     exact: bool
     method: str
 
 
-_NO_TOKENS = np.zeros(0, dtype=np.int32)
-NO_PAIR = AlignedDocument(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, 0, 0, exact=False, method="none")
-"""of a row that is left out"""
+_EMPTY = np.zeros(0, dtype=np.int32)
+LEFT_OUT = AlignedDocument(_EMPTY, _EMPTY, _EMPTY, 0, 0, exact=False, method="none")
+"""Stands for a document that is left out of the batch; its row stays, empty."""
 
 
 class BatchBuilder:
-    """Documents → parts for every rank.
+    """Builds every rank's part of a batch.
 
     Args:
         tokenization: the student's.
-        plan: how rows are laid out and divided; without packing where there is a teacher.
-        teachers: one per running teacher, None for one that reads the student's rows.
+        plan: how rows are laid out and divided; without packing if any teacher has its own tokenizer.
+        teachers: one per running teacher; None for a teacher that reads the student's rows.
     """
 
     def __init__(
         self, tokenization: Tokenization, plan: BatchPlan, teachers: Sequence[CrossTokenizerTeacher | None] = ()
     ):
-        self._tokenization, self._plan, self._teachers = tokenization, plan, tuple(teachers)
-        self._others = [teacher for teacher in teachers if teacher is not None]
+        self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
 
-    def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> Parts:
-        """As `collate.build_batch`; the student's parts carry the chunks, a teacher's parts are rows of its own.
+    def build(
+        self, batch: DocumentBatch, skip: Collection[int] = ()
+    ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
+        """Like `collate.build_batch`, but the student's parts carry the chunks, and teachers have their own rows.
+
+        A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
 
         Args:
-            skip: rows of the data to leave empty.
+            skip: row numbers of documents to leave out.
 
         Raises:
-            DataError: a document that cannot be tokenised, by its row.
+            DataError: a document that the user has to fix; names its row.
         """
-        if not self._others:
+        if not self._teachers:
             return build_batch(batch, self._tokenization, self._plan, skip)
         began = time.perf_counter()
-        bad: list[BadRow] = []
-        kept = [document for document in batch.documents if document["row"] not in skip]
-        read = {document["row"]: _or_none(self._tokenize, document, document, bad) for document in kept}
-        self._solve_ahead([each for each in read.values() if each is not None])
-        nothing = NOTHING, [None if teacher is None else NO_PAIR for teacher in self._teachers]
-        documents_of = [
-            (_or_none(self._pair, tokens, document, bad) if (tokens := read.get(document["row"])) else None) or nothing
-            for document in batch.documents
-        ]
-        encoded = [student for student, _ in documents_of]
+        bad_rows: list[BadRow] = []
+        tokenized: list[TokenizedDocument | None] = []
+        for document in batch.documents:
+            tokens = None
+            if document["row"] not in skip:
+                with _recording_failure(document, bad_rows):
+                    tokens = self._tokenize(document)
+            tokenized.append(tokens)
+        self._solve_ahead([tokens for tokens in tokenized if tokens is not None])
+
+        encoded: list[Encoded] = []
+        aligned: dict[int, list[AlignedDocument]] = {i: [] for i in self._teachers}
+        for document, tokens in zip(batch.documents, tokenized):
+            student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
+            if tokens is not None:
+                with _recording_failure(document, bad_rows):
+                    student, pairs = self._align(tokens)
+            encoded.append(student)
+            for i, pair in pairs.items():
+                aligned[i].append(pair)
+
         rows = lay_out(encoded, self._plan)
-        num_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-        chunks: list[ChunkRows | None] = []
+        num_labels = count_labels(rows)
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers
         infos: list[AlignmentInfo] = []
-        teachers: list[list[RankBatch]] = []
-        for number, (teacher, share) in enumerate(zip(self._teachers, self._plan.teachers)):
-            if teacher is None:
-                chunks.append(None)
-                teachers.append(divide(rows, share, self._plan, batch.index, num_labels))
-                continue
-            paired = [pairs[number] for _, pairs in documents_of]
-            theirs, shared = self._teacher_rows(teacher, paired, rows)
-            chunks.append(shared)
-            infos.append(_describe(teacher.name, paired, shared))
-            supervised = int(np.count_nonzero(theirs.labels != IGNORE_INDEX))
-            teachers.append(divide(theirs, share, self._plan, batch.index, supervised))
-        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad))
-        return info, divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks), teachers
+        teacher_parts: list[list[RankBatch]] = []
+        for i, sharding in enumerate(self._plan.teachers):
+            teacher_rows, teacher_labels = rows, num_labels
+            if i in self._teachers:
+                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
+                teacher_labels = count_labels(teacher_rows)
+                chunks[i] = chunk_rows
+                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
+        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad_rows))
+        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
+        return info, student_parts, teacher_parts
 
-    def _solve_ahead(self, documents: Sequence[Tokens]) -> None:
-        for number, teacher in enumerate(self._teachers):
-            if teacher is not None:
-                pairs = ((student, theirs[number]) for student, _, theirs in documents)
-                teacher.aligner.solve_ahead((student, other) for student, other in pairs if other is not None)
-
-    def _pair(self, tokens: Tokens) -> tuple[Encoded, list[AlignedDocument | None]]:
-        """The student's tokens up to the last boundary that it shares with every teacher, and each teacher's."""
-        student, encoded, theirs = tokens
-        limits = dict.fromkeys(("max_student_tokens", "max_teacher_tokens"), self._tokenization.max_length)
-        alignments = [
-            None if teacher is None or other is None else teacher.aligner.pair(student, other, **limits)
-            for teacher, other in zip(self._teachers, theirs)
-        ]
-        encoded = encoded.cut(min(len(found.student_ids) for found in alignments if found is not None))
-        return encoded, [
-            None if teacher is None or found is None else _pair_up(found, encoded.label_mask, teacher)
-            for teacher, found in zip(self._teachers, alignments)
-        ]
-
-    def _tokenize(self, document: Mapping[str, Any]) -> Tokens:
-        """Both sides of one document, not cut yet; the same text, normalised once for all."""
+    def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        """Step 1. All sides read the same text, so it is normalised for every aligner first."""
         if "messages" in document:
             return self._tokenize_chat(document)
-        self._tokenization.require_text_is_learnt(document)
+        self._tokenization.require_text_allowed(document)
         text = document["text"]
-        for teacher in self._others:
+        for teacher in self._teachers.values():
             text = teacher.aligner.normalize(text)
-        student = self._others[0].aligner.tokenize_student(text, end=True)
+        student = self._any_aligner.tokenize_student(text, end=True)
         encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), truncated=False)
-        theirs = [
-            None if teacher is None else teacher.aligner.tokenize_teacher(text, end=True) for teacher in self._teachers
-        ]
-        return student, encoded, theirs
+        teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
+        return TokenizedDocument(student, encoded, teachers)
 
-    def _tokenize_chat(self, document: Mapping[str, Any]) -> Tokens:
+    def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
         messages = [dict(message) for message in document["messages"]]
-        for teacher in self._others:
+        for teacher in self._teachers.values():
             for message in messages:
                 message["content"] = teacher.aligner.normalize(message["content"])
         row = document["row"]
         tokenizer, assistant_only = self._tokenization.tokenizer, self._tokenization.assistant_only
         text, spans = render_document(tokenizer, messages, row, find_assistant=assistant_only)
-        aligner = self._others[0].aligner
+        aligner = self._any_aligner
         student = aligner.tokenize_messages(messages, "student", rendered=text)
         assert student.offsets is not None
         mask = np.ones(len(student.ids), dtype=bool)
         if assistant_only:
-            if student.text != text:  # the template's own words were composed, too
+            if student.text != text:
+                # The aligner also normalised what the template itself writes, so the spans have moved.
                 spans = [
                     (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
                 ]
-            mask = starting_in(spans, student.offsets[:, 0])
-        theirs = [None if teacher is None else _tokenize_for(teacher, messages, row) for teacher in self._teachers]
-        return student, Encoded(student.ids, mask, truncated=False), theirs
+            mask = starts_within(spans, student.offsets[:, 0])
+        teachers = {i: _tokenize_for(teacher, messages, row) for i, teacher in self._teachers.items()}
+        return TokenizedDocument(student, Encoded(student.ids, mask, truncated=False), teachers)
+
+    @property
+    def _any_aligner(self) -> TokenAligner:
+        """For the student's side, which is the same in all aligners."""
+        return next(iter(self._teachers.values())).aligner
+
+    def _solve_ahead(self, documents: Sequence[TokenizedDocument]) -> None:
+        """Let a GPU aligner work on all documents at once; changes no result."""
+        for i, teacher in self._teachers.items():
+            teacher.aligner.solve_ahead((document.student, document.teachers[i]) for document in documents)
+
+    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, AlignedDocument]]:
+        """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""
+        max_length = self._tokenization.max_length
+        alignments = {
+            i: teacher.aligner.pair(
+                document.student,
+                document.teachers[i],
+                max_student_tokens=max_length,
+                max_teacher_tokens=max_length,
+            )
+            for i, teacher in self._teachers.items()
+        }
+        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
+        return encoded, {
+            i: _pair_up(alignment, encoded.label_mask, self._teachers[i]) for i, alignment in alignments.items()
+        }
 
     def _teacher_rows(
-        self, teacher: CrossTokenizerTeacher, paired: Sequence[AlignedDocument | None], rows: TokenRows
+        self, teacher: CrossTokenizerTeacher, documents: Sequence[AlignedDocument], student_rows: TokenRows
     ) -> tuple[TokenRows, ChunkRows]:
-        """A teacher's rows, one document to each as the student's, and the chunks that both have."""
-        found = [each for each in paired if each is not None]
-        encoded = [Encoded(each.teacher_ids, each.teacher_chunk >= 0, truncated=False) for each in found]
+        """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
+
+        Only tokens in chunks are labelled: a teacher computes nothing for the others.
+        """
+        encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0, truncated=False) for document in documents]
         teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
-        ours, theirs = (np.full(each.shape, -1, dtype=np.int32) for each in (rows, teacher_rows))
-        for row, each in enumerate(found):
-            # The prediction of token p is made at p - 1.
-            ours[row, : max(len(each.student_chunk) - 1, 0)] = each.student_chunk[1:]
-            theirs[row, : max(len(each.teacher_chunk) - 1, 0)] = each.teacher_chunk[1:]
-        covered = int(np.count_nonzero((ours >= 0) & (rows.labels != IGNORE_INDEX)))
-        chunks, one_to_one = (sum(getattr(each, name) for each in found) for name in ("num_chunks", "num_one_to_one"))
-        return teacher_rows, ChunkRows(ours, theirs, chunks, one_to_one, covered)
+        student_chunks = np.full(student_rows.shape, -1, dtype=np.int32)
+        teacher_chunks = np.full(teacher_rows.shape, -1, dtype=np.int32)
+        for row, document in enumerate(documents):
+            # The shift: token p is predicted at position p - 1, so that is where its chunk number goes.
+            for row_chunks, token_chunks in (
+                (student_chunks[row], document.student_chunk),
+                (teacher_chunks[row], document.teacher_chunk),
+            ):
+                row_chunks[: max(len(token_chunks) - 1, 0)] = token_chunks[1:]
+        return teacher_rows, ChunkRows(
+            student=student_chunks,
+            teacher=teacher_chunks,
+            num_chunks=sum(document.num_chunks for document in documents),
+            num_one_to_one=sum(document.num_one_to_one for document in documents),
+            num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
+        )
 
 
-def _or_none(
-    function: Callable[[Given], Made], given: Given, document: Mapping[str, Any], bad: list[BadRow]
-) -> Made | None:
-    """What an alignment stumbles over is left out and reported; what the user has to mend is raised."""
+@contextmanager
+def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
+    """Record a document that fails in the body and go on without it. Raise DataErrors: the user has to fix those."""
     try:
-        return function(given)
+        yield
     except DataError:
         raise
     except Exception as error:
-        bad.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
-        return None
+        bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
 
 
 def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
@@ -248,41 +301,51 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
 
 
 def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokenizerTeacher) -> AlignedDocument:
-    """Keeps the chunks from which something is learnt, and adds the paired stop tokens as chunks of one token each.
+    """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
 
-    A chunk counts if all its tokens of the student are to be learnt and its first token has a predecessor, on both
-    sides, that predicts it.
+    Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
+    kept if
+    - every student token in it is to be trained on, and
+    - it does not contain the first token of either side, which no position predicts.
 
     Args:
-        label_mask: of the student's row, which may end before this alignment does.
+        label_mask: of the student's row, which may be shorter than this alignment if another teacher's was cut earlier.
     """
     alignment = alignment.cut(len(label_mask))
-    ours, theirs = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
+    student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
     count = alignment.num_chunks
-    for i, j in alignment.stop_pairs:
-        ours[i] = theirs[j] = count
+    for student_position, teacher_position in alignment.stop_pairs:
+        student_chunk[student_position] = teacher_chunk[teacher_position] = count
         count += 1
-    # The last entry is what a -1 reads.
+    # One flag per chunk, and a last one, always False, that the index -1 of tokens outside any chunk picks.
     kept = np.ones(count + 1, dtype=bool)
     kept[-1] = False
-    kept[ours[~label_mask[: len(ours)]]] = False
-    kept[ours[:1]] = kept[theirs[:1]] = False
-    numbers = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
-    ours, theirs = numbers[ours], numbers[theirs]
-    total = int(kept.sum())
-    lengths = [np.bincount(side[side >= 0], minlength=total) for side in (ours, theirs)]
-    one_to_one = int(np.count_nonzero((lengths[0] == 1) & (lengths[1] == 1)))
-    method = f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method
-    return AlignedDocument(alignment.teacher_ids, ours, theirs, total, one_to_one, alignment.exact, method)
+    kept[student_chunk[~label_mask[: len(student_chunk)]]] = False
+    kept[student_chunk[:1]] = kept[teacher_chunk[:1]] = False
+    # Old number → new number, -1 if the chunk is dropped.
+    renumbered = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
+    student_chunk, teacher_chunk = renumbered[student_chunk], renumbered[teacher_chunk]
+    num_chunks = int(kept.sum())
+    student_lengths = np.bincount(student_chunk[student_chunk >= 0], minlength=num_chunks)
+    teacher_lengths = np.bincount(teacher_chunk[teacher_chunk >= 0], minlength=num_chunks)
+    return AlignedDocument(
+        teacher_ids=alignment.teacher_ids,
+        student_chunk=student_chunk,
+        teacher_chunk=teacher_chunk,
+        num_chunks=num_chunks,
+        num_one_to_one=int(np.count_nonzero((student_lengths == 1) & (teacher_lengths == 1))),
+        exact=alignment.exact,
+        method=f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method,
+    )
 
 
-def _describe(name: str, paired: Sequence[AlignedDocument | None], shared: ChunkRows) -> AlignmentInfo:
-    found = [each for each in paired if each is not None and each is not NO_PAIR]
+def _describe(name: str, documents: Sequence[AlignedDocument], chunks: ChunkRows) -> AlignmentInfo:
+    present = [document for document in documents if document is not LEFT_OUT]
     return AlignmentInfo(
         teacher=name,
-        num_chunks=shared.num_chunks,
-        num_one_to_one=shared.num_one_to_one,
-        num_covered=shared.num_covered,
-        num_exact=sum(each.exact for each in found),
-        methods=dict(Counter(each.method for each in found)),
+        num_chunks=chunks.num_chunks,
+        num_one_to_one=chunks.num_one_to_one,
+        num_covered=chunks.num_covered,
+        num_exact=sum(document.exact for document in present),
+        methods=dict(Counter(document.method for document in present)),
     )

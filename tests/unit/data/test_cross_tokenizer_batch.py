@@ -251,7 +251,7 @@ def test_a_row_that_is_skipped_or_cannot_be_aligned_teaches_nothing_and_is_named
     nothing, _, _ = build.build(batch, skip=range(4))
     assert (nothing.alignments[0].num_exact, nothing.alignments[0].methods) == (0, {})
 
-    aligner = build._others[0].aligner
+    aligner = build._teachers[0].aligner
     pair = aligner.pair
 
     def stumble(ours, theirs, **limits):
