@@ -263,7 +263,9 @@ class BatchBuilder:
 
         Only tokens in chunks are labelled: a teacher computes nothing for the others.
         """
-        encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0, truncated=False) for document in documents]
+        encoded = [
+            Encoded(document.teacher_ids, document.teacher_chunk >= 0, truncated=False) for document in documents
+        ]
         teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
         student_chunks = np.full(student_rows.shape, -1, dtype=np.int32)
         teacher_chunks = np.full(teacher_rows.shape, -1, dtype=np.int32)
