@@ -37,7 +37,7 @@ def model_card(
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("distill_rl.observe", "."),
+        loader=PackageLoader("distill_rl.observe.report", "."),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

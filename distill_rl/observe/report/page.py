@@ -13,7 +13,7 @@ def write_page(path: Path, template: str, **values: Any) -> None:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("distill_rl.observe", "."),
+        loader=PackageLoader("distill_rl.observe.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

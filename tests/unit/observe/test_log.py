@@ -50,7 +50,7 @@ def test_the_file_gets_what_the_console_does_not_show(tmp_path: Path, monkeypatc
         log.get("driver").debug("too much")
     log.get("driver").warning("after the run")
     (line,) = path.read_text().splitlines()
-    assert line.endswith("INFO distill_rl.run.driver: step 1 of 10")
+    assert line.endswith("INFO distill_rl.driver: step 1 of 10")
 
 
 def test_a_traceback_is_in_the_file_with_its_lines_indented(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from distill_rl.config.load import save_config
 from distill_rl.observe.report.report import write_report
 from tests.helpers import results
 from tests.helpers.chromium import PROGRAM, Browser, View, chromium
-from tests.unit.observe.test_report import make_config, make_run, training
+from tests.unit.observe.report.test_report import make_config, make_run, training
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium on this machine")
 
