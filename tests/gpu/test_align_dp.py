@@ -21,7 +21,7 @@ def tables() -> CanonicalTables:
 
 
 @pytest.mark.parametrize("band", [1, 8, 64])
-def test_a_thousand_windows_are_aligned_as_by_numpy(tables: CanonicalTables, band: int) -> None:
+def test_many_windows_match_numpy(tables: CanonicalTables, band: int) -> None:
     windows = random_windows(band, 1000, 120)
     found, wanted = (align_windows(windows, tables, backend=name, band=band) for name in ("cuda", "numpy"))
     assert same(found, wanted)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("average", ["mean", "chain"])
 @pytest.mark.parametrize("method", METHODS)
-def test_values_and_gradients_are_the_oracles_and_repeat_to_the_bit(method, average):
+def test_values_and_gradients_match_the_oracle_and_repeat(method, average):
     data = documents(((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * 8, student=2003, teacher=3001)
     keywords = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
     expected, gradient = oracle(data, data.target("dense"), **keywords)

@@ -53,13 +53,13 @@ class TestCudaIpc(Every, Acknowledged, Apart):
     pass
 
 
-def test_views_lie_in_the_writers_memory_and_nothing_is_copied(stage):
+def test_views_share_the_writers_memory(stage):
     writer, reader = stage.pair(Ring(2, 64 << 20))
     handle = writer.publish(Slot(0, 2), {"x": torch.ones(16 << 20)}, Layout(0, 1, 16 << 20))
     assert reader.side.tell("device_memory_of_fetch", reader.number, handle) == 0
 
 
-def test_a_write_waits_for_kernels_that_still_read(pair):
+def test_a_write_waits_for_running_readers(pair):
     """The reader's block ends on the CPU long before its kernels do; the next content must not reach them."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
@@ -69,7 +69,7 @@ def test_a_write_waits_for_kernels_that_still_read(pair):
     assert reader.side.tell("means") == [float(generation) for generation in range(2, 42, 2)]
 
 
-def test_a_read_waits_for_a_write_that_the_gpu_has_not_done(pair):
+def test_a_read_waits_for_a_pending_write(pair):
     """The handle is there long before the content; kernels on it may run on a stream that is not the reader's own."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
@@ -79,7 +79,7 @@ def test_a_read_waits_for_a_write_that_the_gpu_has_not_done(pair):
         assert reader.values_in_pieces(handle) == [float(generation)]
 
 
-def test_a_ring_lies_alone_though_the_allocator_has_room_beside_other_memory(stage):
+def test_a_ring_gets_its_own_allocation(stage):
     """6 MiB are cut from 20, and a small ring would fit into the rest; made there, it would be refused."""
     stage.sides[0].tell("hold_gpu_memory", 6 << 20)
     writer, reader = stage.pair(Ring(1, ROOM))
@@ -88,14 +88,14 @@ def test_a_ring_lies_alone_though_the_allocator_has_room_beside_other_memory(sta
     assert_same(reader.read(handle), targets())
 
 
-def test_a_ring_is_refused_inside_the_process_that_wrote_it(stage):
+def test_a_ring_cannot_be_opened_by_its_writer(stage):
     writer = stage.writer(Ring(1, ROOM))
     reader = stage.reader(side=writer.side)
     with pytest.raises(TransportError, match="use transport local"):
         reader.open(writer.offer(0))
 
 
-def test_many_small_rings_and_a_big_one_live_side_by_side(stage):
+def test_many_small_rings_beside_a_big_one(stage):
     reader = stage.reader()
     handles = []
     for number, room in enumerate((4096, 64 << 20, 4096, 4096)):
@@ -106,13 +106,13 @@ def test_many_small_rings_and_a_big_one_live_side_by_side(stage):
         assert_same(reader.read(handle), targets(seed=number))
 
 
-def test_auto_takes_it_between_two_processes_on_one_gpu(stage):
+def test_auto_selects_cuda_ipc_on_one_gpu(stage):
     writer, reader = (side.tell("place", "cuda", "node") for side in stage.sides[:2])
     assert writer.device == reader.device
     assert choose("auto", writer, [reader]).name == "cuda_ipc"
 
 
-def test_expandable_segments_are_refused_and_the_variable_is_named(monkeypatch):
+def test_expandable_segments_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from distill_rl.transport.cuda_ipc import CudaIpcTransport
 

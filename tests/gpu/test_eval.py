@@ -45,7 +45,7 @@ def letters(outputs: Sequence[Output]) -> list[str]:
 
 
 @pytest.mark.parametrize("shots", [5, 0])
-def test_the_same_letters_as_on_cpus(trained: Path, shots: int) -> None:
+def test_completions_match_the_cpu(trained: Path, shots: int) -> None:
     questions = items(200, shots=shots, space=True)
     cpu = choose(Generator(trained, Settings(dtype="fp32", device="cpu")), questions)
     generator = Generator(trained, Settings(dtype="fp32"))
@@ -59,13 +59,13 @@ def test_the_same_letters_as_on_cpus(trained: Path, shots: int) -> None:
     assert len(set(short)) == 4
 
 
-def test_the_dtype_of_the_files_is_taken(tmp_path: Path) -> None:
+def test_model_uses_the_dtype_of_its_files(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         folder = write_tiny_model(tmp_path / str(dtype), dtype=str(dtype).removeprefix("torch."))
         assert Generator(folder).model.dtype == dtype
 
 
-def test_a_model_takes_no_more_than_its_share_of_the_memory(trained: Path, whole_gpu: None) -> None:
+def test_a_model_stays_within_its_memory_fraction(trained: Path, whole_gpu: None) -> None:
     generator = Generator(trained, Settings(gpu_share=0.05))
     total = torch.cuda.get_device_properties(0).total_memory
     assert len(choose(generator, items(8, shots=1, space=True))) == 8
@@ -75,7 +75,7 @@ def test_a_model_takes_no_more_than_its_share_of_the_memory(trained: Path, whole
     torch.empty(int(0.06 * total), dtype=torch.uint8, device=generator.device)
 
 
-def test_two_shards_of_one_gpu_give_what_one_gives(tmp_path: Path) -> None:
+def test_two_shards_on_one_gpu_match_one(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", hidden=64, seed=1)
     suite = write_suite(tmp_path, count=80)
     rows = []
@@ -90,7 +90,7 @@ def test_two_shards_of_one_gpu_give_what_one_gives(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_evaluation_on_the_gpu_of_a_training_changes_no_bit_of_it(tmp_path: Path) -> None:
+def test_evaluation_beside_training_changes_no_bit(tmp_path: Path) -> None:
     for name, seed in (("teacher", 1), ("student", 2)):
         write_tiny_model(tmp_path / name, hidden=64, seed=seed)
     write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)
@@ -107,7 +107,7 @@ def test_evaluation_on_the_gpu_of_a_training_changes_no_bit_of_it(tmp_path: Path
     assert json.loads((run / "evals" / "step-2" / "own.json").read_text())["device"].startswith("cuda")
 
 
-def test_two_engines_of_vllm_on_one_gpu_give_what_hf_gives(trained: Path, tmp_path: Path) -> None:
+def test_two_vllm_engines_on_one_gpu_match_hf(trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vllm is not installed here")
     suite = write_suite(tmp_path, count=80)
     completions = {}

@@ -27,7 +27,7 @@ VOCABULARY, WIDTH, DEVICE = 320, 24, "cuda"
 
 # fp32: two orders of summation. bf16: the logits export rounds every logit to 2^-9 of itself, the other rounds nothing.
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-def test_hidden_states_teach_what_logits_teach(tmp_path, dtype: str, bound: float):
+def test_hidden_states_give_the_same_targets_as_logits(tmp_path, dtype: str, bound: float):
     student = write_tiny_model(tmp_path / "student", "llama", vocab_size=507, seed=1)
     teacher = write_tiny_model(tmp_path / "teacher", "qwen2", hidden=64, tie=True, vocab_size=352, seed=2)
     world = open_world(rank=0, dp=1, tp=1, device=DEVICE)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("part", [losses, dp])
-def test_a_part_of_the_kit_finds_nothing_wrong(part) -> None:
+def test_a_part_of_the_gpu_check_passes(part) -> None:
     try:
         assert part.check(torch.device("cuda"), tiny=False)
     except unittest.SkipTest as reason:

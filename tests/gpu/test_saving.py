@@ -32,7 +32,7 @@ def on_host(engine):
     return {name: (each.to_local() if hasattr(each, "to_local") else each).cpu() for name, each in tensors.items()}
 
 
-def test_what_is_copied_from_the_gpu_is_what_is_saved_and_training_does_not_notice(world, tmp_path):
+def test_asynchronous_save_matches_the_gpu_state(world, tmp_path):
     student = write_tiny_model(tmp_path / "student", "llama", seed=61, tie=True)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, train__deterministic=True)
 
@@ -59,7 +59,7 @@ def test_what_is_copied_from_the_gpu_is_what_is_saved_and_training_does_not_noti
         assert all(torch.equal(found[name], tensor) for name, tensor in states[step].items())
 
 
-def test_a_copy_holds_no_memory_of_the_gpu(world, tmp_path):
+def test_a_copy_holds_no_gpu_memory(world, tmp_path):
     student = write_tiny_model(tmp_path / "student", "llama", seed=61)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)

@@ -8,7 +8,7 @@ from distill_rl.gpu_check.checks import step
 pytestmark = pytest.mark.gpu
 
 
-def test_a_step_on_a_gpu_is_the_step_on_a_cpu_and_waits_for_nothing_else():
+def test_a_gpu_step_matches_the_cpu_and_its_host_waits():
     figures = step.check(torch.device("cuda", 0), tiny=True)
     assert figures["copies that differ"] == 0
     assert figures["host waits per micro-batch"] <= step.WAITS_PER_MICRO_BATCH

@@ -26,7 +26,7 @@ def material(tmp_path_factory) -> Material:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_deterministic_run_repeats_itself_at_any_depth(material, tmp_path, dtype):
+def test_deterministic_runs_repeat_at_any_depth(material, tmp_path, dtype):
     curves = []
     for depth in (0, 2):
         folder = tmp_path / str(depth)
@@ -58,7 +58,7 @@ def test_the_transport_changes_no_bit(material, tmp_path, export):
 
 
 @pytest.mark.parametrize("worker", ["TeacherWorker", "StudentWorker"])
-def test_a_killed_worker_leaves_no_counters_of_shared_gpu_memory(material, tmp_path, worker):
+def test_a_killed_worker_leaves_no_ipc_counters(material, tmp_path, worker):
     """Torch counts a buffer's readers in a file of the process that has it, which a kill -9 leaves to the run."""
     log, run = tmp_path / "log", tmp_path / "runs" / "tiny"
     config = material.config(tmp_path)
@@ -76,7 +76,7 @@ def counters(pids):
     return [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
-def test_an_aligner_with_a_share_of_the_gpu_runs_the_dynamic_programme_there(material, tmp_path):
+def test_an_aligner_on_the_gpu_runs_the_dynamic_programme(material, tmp_path):
     runs = []
     for backend in ("numba", "cuda"):
         ended = distill_rl(

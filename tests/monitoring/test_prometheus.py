@@ -109,7 +109,7 @@ def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proces
 
 
 @needs_prometheus
-def test_every_panel_of_the_dashboard_has_samples(watch: ProcessMonitor) -> None:
+def test_every_dashboard_panel_has_samples(watch: ProcessMonitor) -> None:
     missing = set(expressions())
     assert len(missing) >= 30
 
@@ -127,7 +127,7 @@ def test_every_panel_of_the_dashboard_has_samples(watch: ProcessMonitor) -> None
 
 
 @needs_prometheus
-def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) -> None:
+def test_every_actor_and_the_driver_export_metrics(watch: ProcessMonitor) -> None:
     def actors(metric: str) -> set[str]:
         return {sample["metric"]["actor"] for sample in watch.ask(f'ray_distill_rl_{metric}{{run="{RUN}"}}')}
 
@@ -151,7 +151,7 @@ def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) 
 
 
 @needs_prometheus
-def test_what_prometheus_knows_is_what_the_run_says(watch: ProcessMonitor) -> None:
+def test_prometheus_values_match_the_run(watch: ProcessMonitor) -> None:
     written = {
         round(record["train/kl_loss"], 6)
         for line in (watch.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
@@ -164,7 +164,7 @@ def test_what_prometheus_knows_is_what_the_run_says(watch: ProcessMonitor) -> No
 
 
 @needs_prometheus
-def test_prometheus_listens_on_this_machine_only(watch: ProcessMonitor) -> None:
+def test_prometheus_listens_on_localhost_only(watch: ProcessMonitor) -> None:
     addresses = {
         each.laddr.ip
         for each in psutil.net_connections("tcp")

@@ -82,7 +82,7 @@ def log_steps(observer: Observer, steps: range) -> None:
 
 
 def is_reached(caplog: pytest.LogCaptureFixture, name: str, times: int = 1) -> Callable[[], bool]:
-    return lambda: caplog.text.count(f"{name} is reached") >= times
+    return lambda: caplog.text.count(f"{name}: connected") >= times
 
 
 def twice(run: Path, tracker: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,9 +95,7 @@ def twice(run: Path, tracker: str, caplog: pytest.LogCaptureFixture) -> None:
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_wandb_offline_has_every_step_of_one_run_that_was_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wandb_offline_has_every_step_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     twice(tmp_path, "wandb", caplog)
     rows = wandb_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6]
@@ -110,7 +108,7 @@ def test_wandb_offline_has_every_step_of_one_run_that_was_resumed(
     assert b"secret" not in stored, "but for its secrets"
 
 
-def test_mlflow_in_files_has_every_step_of_one_run_that_was_resumed(
+def test_mlflow_files_have_every_step_of_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -167,7 +165,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield number
 
 
-def test_trackers_that_are_down_do_not_touch_a_run(
+def test_unreachable_trackers_do_not_affect_a_run(
     material,
     tmp_path: Path,
     port: int,
@@ -188,7 +186,7 @@ def test_trackers_that_are_down_do_not_touch_a_run(
     assert tracked == plain
     log = (runs[1] / "logs" / "latest" / "driver.log").read_text()
     for name in ("wandb", "mlflow"):
-        assert re.search(rf"{name} did not get (\d+) of \1 records; metrics.jsonl has them all", log)
+        assert re.search(rf"{name} did not receive (\d+) of \1 records; metrics.jsonl has all of them", log)
     left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
     commands = [" ".join(process.info["cmdline"] or ()) for process in left]
     assert not [command for command in commands if "wandb-core" in command or "tracker_process" in command]

@@ -45,7 +45,7 @@ def test_the_first_line_is_the_verdict():
     assert render(said).splitlines()[0] == headline(said)
 
 
-def test_the_machine_is_told_once_for_gpus_that_are_alike():
+def test_equal_gpus_are_listed_once():
     lines = render(content()).splitlines()
     assert (
         "GPU         2 × NVIDIA H200, 139.8 GiB (139.1 free), 132 multiprocessors, compute capability 9.0, L2 60 MiB"
@@ -57,14 +57,14 @@ def test_the_machine_is_told_once_for_gpus_that_are_alike():
     assert "called      device cuda, ray, budget 570 s; 2026-01-02T03:04:05+00:00" in lines
 
 
-def test_a_part_that_is_not_well_says_why_instead_of_what_it_is():
+def test_failed_parts_show_their_reason():
     page = render(content({"name": "a"}, {"name": "b", "status": "failed", "reason": "off by 1"}))
     rows = {line.split()[0]: line for line in page.splitlines() if line[:2] in ("a ", "b ")}
     assert rows["a"].split(maxsplit=3)[2:] == ["1.2", "what a shows"]
     assert rows["b"].endswith("off by 1")
 
 
-def test_tables_keep_their_columns_and_say_what_is_missing():
+def test_tables_keep_columns_with_missing_values():
     rows = [{"kernel": "first", "ms": 1.5, "of bound": 0.25}, {"kernel": "second", "ms": "out of memory", "none": None}]
     lines = render(content({"name": "a", "figures": {"copy, GB/s": 4312.7, "kernels": rows}})).splitlines()
     at = lines.index("a: what a shows")
@@ -76,7 +76,7 @@ def test_tables_keep_their_columns_and_say_what_is_missing():
     ]
 
 
-def test_many_figures_stand_in_columns_and_none_is_lost():
+def test_many_figures_are_set_in_columns():
     figures = {f"error {i}": i / 1e7 for i in range(1, 31)}
     page = render(content({"name": "a", "figures": figures}))
     assert max(map(len, page.splitlines())) <= WIDTH
@@ -84,6 +84,6 @@ def test_many_figures_stand_in_columns_and_none_is_lost():
     assert sum("error" in line for line in page.splitlines()) < 10
 
 
-def test_a_part_s_own_text_takes_the_place_of_its_figures():
+def test_text_of_a_part_replaces_its_figures():
     page = render(content({"name": "a", "text": "two\nlines", "figures": {"x": 1}}))
     assert page.endswith("a: what a shows\n  two\n  lines\n")

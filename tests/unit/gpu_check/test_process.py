@@ -29,7 +29,7 @@ def run(call: Call, function: str, limit_s: float = LIMIT_S, *, takes_budget: bo
     return run_part(part, call, limit_s)
 
 
-def test_figures_come_back_as_plain_numbers_in_order(call):
+def test_figures_are_returned_as_plain_numbers_in_order(call):
     outcome = run(call, "well")
     assert (outcome.status, outcome.reason) == (OK, "")
     assert list(outcome.figures) == ["error", "count", "rows"]
@@ -38,7 +38,7 @@ def test_figures_come_back_as_plain_numbers_in_order(call):
     assert "printed by a part" in call.log.read_text()
 
 
-def test_a_part_with_a_budget_is_told_less_than_its_limit(call):
+def test_the_budget_of_a_part_is_less_than_its_limit(call):
     assert 0 < run(call, "budgeted", takes_budget=True).figures["budget"] < LIMIT_S
 
 
@@ -51,26 +51,26 @@ def test_a_part_with_a_budget_is_told_less_than_its_limit(call):
         ("missing", FAILED, "AttributeError: module 'tests.helpers.kit_parts' has no attribute 'missing'"),
     ],
 )
-def test_what_a_part_raises_is_one_line(call, function, status, reason):
+def test_exceptions_are_reported_in_one_line(call, function, status, reason):
     outcome = run(call, function)
     assert (outcome.status, outcome.reason) == (status, reason)
     assert ("Traceback" in call.log.read_text()) == (status == FAILED)
 
 
-def test_a_crash_is_named_by_its_signal_and_leaves_stacks(call):
+def test_a_crash_reports_its_signal_and_stacks(call):
     outcome = run(call, "crashes")
     assert outcome.status == FAILED
     assert outcome.reason.startswith("killed by SIGSEGV")
     assert "kit_parts.py" in call.log.read_text()
 
 
-def test_a_part_that_exits_by_itself_has_failed(call):
+def test_a_part_that_exits_early_fails(call):
     outcome = run(call, "leaves")
     assert outcome.status == FAILED
     assert outcome.reason.startswith("exit code 7")
 
 
-def test_a_part_that_hangs_is_killed_with_all_it_started(call):
+def test_a_hanging_part_is_killed_with_its_children(call):
     outcome = run(call, "hangs", limit_s=12.0)
     assert outcome.status == TIMED_OUT
     log = call.log.read_text()
@@ -86,20 +86,20 @@ def alive(pid: int) -> bool:
     return False
 
 
-def test_a_command_that_hangs_is_asked_to_end_before_it_is_killed(call):
+def test_a_hanging_command_gets_sigterm_before_sigkill(call):
     program = "import signal, sys; signal.signal(15, lambda *_: sys.exit(print('ended well'))); print('waits', flush=True); signal.pause()"
     outcome = run_part(Part("command", "", command=(sys.executable, "-c", program)), call, 5.0)
     assert (outcome.status, outcome.reason) == (TIMED_OUT, "not done after 5 s")
     assert "waits\nended well" in call.log.read_text()
 
 
-def test_no_folder_is_left_in_the_place_for_temporary_files(call, tmp_path, monkeypatch):
+def test_no_temporary_folder_is_left(call, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", os.fspath(tmp_path))
     run(call, "leaves")
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_command_is_judged_by_its_exit_code_and_last_line(call):
+def test_a_command_reports_exit_code_and_last_line(call):
     def of(program: str, **more) -> Outcome:
         return run_part(Part("command", "", command=(sys.executable, "-c", program), **more), call, LIMIT_S)
 

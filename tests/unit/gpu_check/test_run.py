@@ -27,7 +27,7 @@ def run(out: Path, *parts: Part, budget_s: float = 300.0, began: float | None = 
     return json.loads((out / JSON).read_text())
 
 
-def test_the_others_run_whatever_becomes_of_one(tmp_path, capsys):
+def test_later_parts_run_after_a_failed_one(tmp_path, capsys):
     said = run(tmp_path, part("wrong"), part("crashes"), part("hangs", limit_s=10), part("skips"), part("well"))
     assert [each["status"] for each in said["parts"]] == ["failed", "failed", "timed out", "skipped", "ok"]
     assert said["failures"] == ["wrong", "crashes", "hangs"]
@@ -38,7 +38,7 @@ def test_the_others_run_whatever_becomes_of_one(tmp_path, capsys):
     assert "the gradient is off by 3.0e-01" in page
 
 
-def test_a_part_gets_what_the_budget_leaves_beside_what_is_reserved(tmp_path):
+def test_a_part_gets_the_budget_less_the_reserve(tmp_path):
     said = run(
         tmp_path, part("well"), part("budgeted", takes_budget=True, limit_s=290, reserve_s=60),
         began=monotonic() - 235, budget_s=300,
@@ -71,7 +71,7 @@ def _statuses(out: Path) -> list[str] | None:
         (["--out", "/proc/nobody/can"], "--out /proc/nobody/can: must be a folder that can be written to; "),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
+def test_bad_input_exits_2_with_one_line(arguments, line, capsys):
     assert kit.main(arguments) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("gpu_check: error: ")
@@ -79,26 +79,26 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--novelty"], ["--budget-s", "long"]])
-def test_options_that_do_not_exist_are_refused(arguments, capsys):
+def test_unknown_options_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         kit.main(arguments)
     assert ended.value.code == 2
 
 
-def test_parts_are_chosen_by_name_in_the_order_of_the_kit():
+def test_selected_parts_keep_the_order_of_the_table():
     chosen = named(["kernels", "student"], PARTS)
     assert [each.name for each in chosen] == ["student", "kernels"]
 
 
-def test_every_part_has_a_name_of_its_own():
+def test_part_names_are_unique():
     parts = (*PARTS, *RAY_PARTS)
     assert len({each.name for each in parts}) == len(parts)
 
 
-def test_no_part_of_the_table_is_missing():
+def test_every_part_of_the_table_exists():
     assert [each.name for each in PARTS if find_spec(each.module) is None] == []
 
 
-def test_what_is_reserved_leaves_time_for_the_other_parts():
+def test_the_reserve_leaves_time_for_other_parts():
     assert sum(each.reserve_s for each in PARTS) < kit.BUDGET_S / 2
     assert all(each.reserve_s <= each.limit_s for each in PARTS)
