@@ -25,7 +25,7 @@ def call(tmp_path: Path) -> Call:
 
 
 def run(call: Call, function: str, limit_s: float = LIMIT_S, *, takes_budget: bool = False) -> Outcome:
-    part = Part(function, "", "tests.helpers.kit_parts", function, takes_budget=takes_budget)
+    part = Part(function, "", "tests.helpers.gpu_check_parts", function, takes_budget=takes_budget)
     return run_part(part, call, limit_s)
 
 
@@ -48,7 +48,7 @@ def test_the_budget_of_a_part_is_less_than_its_limit(call):
         ("wrong", FAILED, "the gradient is off by 3.0e-01"),
         ("raises", FAILED, "KeyError: 'a setting'"),
         ("skips", SKIPPED, "needs two GPUs"),
-        ("missing", FAILED, "AttributeError: module 'tests.helpers.kit_parts' has no attribute 'missing'"),
+        ("missing", FAILED, "AttributeError: module 'tests.helpers.gpu_check_parts' has no attribute 'missing'"),
     ],
 )
 def test_exceptions_are_reported_in_one_line(call, function, status, reason):
@@ -61,7 +61,7 @@ def test_a_crash_reports_its_signal_and_stacks(call):
     outcome = run(call, "crashes")
     assert outcome.status == FAILED
     assert outcome.reason.startswith("killed by SIGSEGV")
-    assert "kit_parts.py" in call.log.read_text()
+    assert "gpu_check_parts.py" in call.log.read_text()
 
 
 def test_a_part_that_exits_early_fails(call):
@@ -74,7 +74,7 @@ def test_a_hanging_part_is_killed_with_its_children(call):
     outcome = run(call, "hangs", limit_s=12.0)
     assert outcome.status == TIMED_OUT
     log = call.log.read_text()
-    assert "kit_parts.py" in log, "the log says where it hung"
+    assert "gpu_check_parts.py" in log, "the log says where it hung"
     child = int(re.search("child ([0-9]+)", log)[1])
     until(lambda: not alive(child), "the end of the part's child")
 

@@ -16,7 +16,7 @@ from distill_rl.gpu_check.record import JSON, TEXT, Record
 
 
 def part(name: str, **more) -> Part:
-    return Part(name, f"what {name} shows", "tests.helpers.kit_parts", name, **more)
+    return Part(name, f"what {name} shows", "tests.helpers.gpu_check_parts", name, **more)
 
 
 def run(out: Path, *parts: Part, budget_s: float = 300.0, began: float | None = None) -> dict:
