@@ -1,4 +1,4 @@
-"""One training step on the device: the fused optimizer, gradient accumulation, evaluations, copies, and host waits."""
+"""A training step on the device: gradient accumulation, evaluations, the fused optimizer, copies and host waits."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
 VOCABULARY, TOP_K, ROWS, WIDTH = 320, 16, 8, 64
 GRADIENT_BOUND = 1e-5
-"""fp32: the same products, added up in another order"""
+"""fp32: the same products, summed in another order."""
 WEIGHTS_BOUND = 1e-4
-"""of what three steps change: AdamW divides a gradient by its own size, so a small gradient's roundings count more"""
+"""Relative to the change over three steps. AdamW divides a gradient by its size, which amplifies the rounding of small
+gradients."""
 ADAMW_BOUND = 1e-6
-"""two fp32 kernels of one formula"""
+"""Two fp32 kernels for the same formula."""
 LIGER_BOUND = 0.06
-"""two gradients in bf16 that round by 4e-3 at other places, each up to 0.03 from fp32 on such a model"""
+"""Two bf16 gradients that round by 4e-3 in different places; on such a model each is up to 0.03 from fp32."""
 WAITS_PER_MICRO_BATCH = 1
-"""transformers asks whether positions restart; see docs/architecture.md"""
+"""transformers checks whether positions restart; see docs/architecture.md."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """What can be wrong with a step on a GPU and right on a CPU; relative errors, and host waits per micro-batch.
+    """Check what may fail on a GPU but not on a CPU; relative errors, and host waits per micro-batch.
 
-    `tiny` changes nothing: all models here are small.
+    `tiny` changes nothing, because all models here are small.
 
     Raises:
-        AssertionError: an error above its bound, a wait that is not documented, or a copy that differs.
+        AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
     """
     world = open_world(rank=0, dp=1, tp=1, device=device)
     try:
@@ -62,9 +63,9 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _micro_batches(world: World, student: Path) -> float:
-    """The gradient of one batch in two calls of four micro-batches against one micro-batch."""
+    """The gradient of a batch computed in two calls of four micro-batches, against a single micro-batch."""
     engine, batch = _engine(world, student), _batch(0)
-    found = []
+    gradients = []
     for size in (ROWS, 1):
         engine.config.train.micro_batch_size = size
         half = ROWS // 2 if size == 1 else ROWS
@@ -73,45 +74,45 @@ def _micro_batches(world: World, student: Path) -> float:
             engine.forward_backward(part, _targets(0), last=first + half == ROWS)
             if first + half < ROWS:
                 engine.evaluate(batch, _targets(0))
-        found.append(_gradients(engine))
+        gradients.append(_gradients(engine))
         engine.optimizer.zero_grad()
-    return _at_most(_relative(found[1], found[0]), GRADIENT_BOUND, "micro-batches must not change the gradient")
+    return _at_most(_relative(gradients[1], gradients[0]), GRADIENT_BOUND, "micro-batches must not change the gradient")
 
 
 def _evaluations(world: World, student: Path) -> float:
-    """Weights after three steps with evaluations between them against weights without, relative to what has changed."""
-    start, ended = _weights(_engine(world, student)), []
-    for evaluated in (False, True):
+    """Weights after three steps with evaluations in between against weights without, relative to their change."""
+    start, changes = _weights(_engine(world, student)), []
+    for with_evaluations in (False, True):
         engine = _engine(world, student)
         for step in range(3):
-            if evaluated:
+            if with_evaluations:
                 engine.evaluate(_batch(step), _targets(step))
             engine.train_step(_batch(step), _targets(step))
-        ended.append(_weights(engine) - start)
-    return _at_most(_relative(ended[1], ended[0]), WEIGHTS_BOUND, "evaluations must not change training")
+        changes.append(_weights(engine) - start)
+    return _at_most(_relative(changes[1], changes[0]), WEIGHTS_BOUND, "evaluations must not change training")
 
 
 def _adamw(device: torch.device) -> float:
-    """Three clipped steps of AdamW as the device takes them against foreach on the CPU."""
-    config, ended = OptimizerConfig(lr=1e-2, weight_decay=0.1), []
-    for place in (torch.device("cpu"), device):
+    """Three clipped AdamW steps of the device's implementation against foreach on the CPU."""
+    config, results = OptimizerConfig(lr=1e-2, weight_decay=0.1), []
+    for optimizer_device in (torch.device("cpu"), device):
         draw = torch.Generator().manual_seed(3)
         model = nn.Sequential(nn.Linear(65, 33), nn.Linear(33, 7))
         for parameter in model.parameters():
             parameter.data = torch.randn(parameter.shape, generator=draw)
-        model.to(place)
-        optimizer = build_optimizer(model, config, fused=place.type == "cuda")
+        model.to(optimizer_device)
+        optimizer = build_optimizer(model, config, fused=optimizer_device.type == "cuda")
         for _ in range(3):
             for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=draw).to(place)
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to(optimizer_device)
             clip_gradients(list(model.parameters()), 1.0)
             optimizer.step()
-        ended.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
-    return _at_most(_relative(ended[1], ended[0]), ADAMW_BOUND, "the fused AdamW must be AdamW")
+        results.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
+    return _at_most(_relative(results[1], results[0]), ADAMW_BOUND, "the fused AdamW must compute AdamW")
 
 
 def _copies(device: torch.device) -> float:
-    """How many of some tensors differ from their copies, while the device goes on to overwrite them."""
+    """The number of tensors that differ from their copies, although the device overwrites them right afterwards."""
     draw = torch.Generator().manual_seed(5)
     sizes = [(), (3,), (1000, 7), (0, 2), (4097,)]
     sources = {str(size): torch.randn(size, generator=draw) for size in sizes}
@@ -122,11 +123,11 @@ def _copies(device: torch.device) -> float:
     for tensor in tensors.values():
         tensor.zero_()
     wrong = sum(not torch.equal(copies[name], source + 1) for name, source in sources.items())
-    return _at_most(wrong, 0, "a copy must hold what was queued before it, and nothing that was queued after")
+    return _at_most(wrong, 0, "a copy must include work queued before it, and none queued after it")
 
 
 def _waits(world: World, student: Path) -> float:
-    """Synchronising CUDA calls that torch warns of, per micro-batch; 0 on a CPU, which has none."""
+    """Synchronising CUDA calls per micro-batch, counted by torch's warnings; 0 on a CPU."""
     if world.device.type != "cuda":
         return 0.0
     engine, counts = _engine(world, student), []
@@ -141,24 +142,24 @@ def _waits(world: World, student: Path) -> float:
                 engine.forward_backward(_batch(0), _targets(0))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchroniz" in str(each.message) for each in caught))
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
         engine.optim_step()
     waits = (counts[1] - counts[0]) / (ROWS - 1)
     return _at_most(waits, WAITS_PER_MICRO_BATCH, "a micro-batch must not make the host wait")
 
 
 def _liger(world: World, student: Path) -> float:
-    found = []
+    gradients = []
     for kernels in ("torch", "liger"):
         engine = _engine(world, student, dtype="bf16", kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
-        found.append(_gradients(engine))
-    return _at_most(_relative(found[1], found[0]), LIGER_BOUND, "liger must compute what torch does")
+        gradients.append(_gradients(engine))
+    return _at_most(_relative(gradients[1], gradients[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
 def _engine(world: World, student: Path, **settings: Any) -> StudentEngine:
     config = Config(student=StudentConfig(model=str(student), **({"dtype": "fp32"} | settings)))
-    config.teachers = [TeacherConfig(name="teacher", model="targets are made up")]
+    config.teachers = [TeacherConfig(name="teacher", model="unused: the targets are random")]
     config.loss.top_k, config.loss.ce_weight, config.train.micro_batch_size = TOP_K, 0.5, 2
     config.optimizer.lr, config.optimizer.eps = 1e-3, 1e-5
     return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=8)
@@ -178,7 +179,7 @@ def _write_model(folder: Path) -> Path:
 
 
 def _batch(seed: int) -> RankBatch:
-    """Rows of one document each, all of it learnt."""
+    """Rows of one document each, with all tokens trained on."""
     ids = np.random.default_rng(seed).integers(5, VOCABULARY, (ROWS, WIDTH)).astype(np.int32)
     labels = np.roll(ids, -1, 1)
     labels[:, -1] = IGNORE_INDEX
@@ -187,7 +188,7 @@ def _batch(seed: int) -> RankBatch:
 
 
 def _targets(seed: int) -> Any:
-    """Random top-k targets in host memory, as the object store brings them."""
+    """Random top-k targets in host memory, as they arrive from the object store."""
     draw = torch.Generator().manual_seed(100 + seed)
     logprobs = torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw).mul_(2).log_softmax(1)
     top, ids = logprobs.topk(TOP_K, 1)
@@ -214,8 +215,8 @@ def _flat(tensor: Any) -> Tensor:
     return tensor.full_tensor().flatten().double().cpu()
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+def _relative(values: Tensor, truth: Tensor) -> float:
+    return float((values.double() - truth.double()).norm() / truth.double().norm())
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:

@@ -1,4 +1,4 @@
-"""The page says first how it went, and shows every figure."""
+"""The page starts with the verdict and shows every figure."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def content(*parts: dict[str, Any], state: str = "done") -> dict[str, Any]:
 
 
 def test_the_first_line_is_the_verdict():
-    said = content(
+    failed = content(
         {"name": "a"}, {"name": "b", "status": "failed", "reason": "off"}, {"name": "c", "status": "skipped"}
     )
-    assert headline(said) == "GPU check: 1 of 3 parts ok, 1 not ok (b), 1 skipped; 13 s"
+    assert headline(failed) == "GPU check: 1 of 3 parts ok, 1 not ok (b), 1 skipped; 13 s"
     stopped = content({"name": "a"}, {"name": "b", "status": "waiting"}, state="stopped by SIGTERM")
     assert headline(stopped) == "GPU check: 1 of 2 parts ok, 1 not done; 13 s; stopped by SIGTERM"
-    assert render(said).splitlines()[0] == headline(said)
+    assert render(failed).splitlines()[0] == headline(failed)
 
 
 def test_equal_gpus_are_listed_once():
@@ -67,8 +67,8 @@ def test_failed_parts_show_their_reason():
 def test_tables_keep_columns_with_missing_values():
     rows = [{"kernel": "first", "ms": 1.5, "of bound": 0.25}, {"kernel": "second", "ms": "out of memory", "none": None}]
     lines = render(content({"name": "a", "figures": {"copy, GB/s": 4312.7, "kernels": rows}})).splitlines()
-    at = lines.index("a: what a shows")
-    assert lines[at + 1 : at + 5] == [
+    start = lines.index("a: what a shows")
+    assert lines[start + 1 : start + 5] == [
         "  copy, GB/s  4,313",
         "  kernel  ms             of bound",
         "  first   1.5                0.25",

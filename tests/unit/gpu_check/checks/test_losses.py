@@ -1,4 +1,4 @@
-"""The kit's check of the losses: on a CPU here; it must see an error."""
+"""The check of the losses, on a CPU; it must detect an error."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ CPU = torch.device("cpu")
 
 
 def test_every_loss_is_within_its_bound_on_a_cpu() -> None:
-    found = losses.check(CPU, tiny=True)
-    assert set(found) == {f"{kind}_gradient_error" for kind in losses.BOUNDS}
-    assert all(error > 0 for error in found.values())
+    errors = losses.check(CPU, tiny=True)
+    assert set(errors) == {f"{kind}_gradient_error" for kind in losses.BOUNDS}
+    assert all(error > 0 for error in errors.values())
 
 
 def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
