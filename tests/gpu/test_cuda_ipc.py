@@ -1,4 +1,4 @@
-"""The transport contract between processes on one GPU, and what holds for CUDA IPC alone."""
+"""The transport contract between processes on one GPU, and rules of CUDA IPC alone."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def processes():
-    """Kept from test to test; one that a test has killed is made anew."""
+    """Shared by all tests of this module; `stage` replaces those that a test has killed."""
     sides = []
     yield sides
     for side in sides:
@@ -27,9 +27,9 @@ def processes():
 @pytest.fixture
 def stage(processes):
     processes[:] = [side if side.alive else Process() for side in processes] or [Process() for _ in range(3)]
-    made = Stage("cuda_ipc", processes, device="cuda")
-    yield made
-    made.close()
+    stage = Stage("cuda_ipc", processes, device="cuda")
+    yield stage
+    stage.close()
 
 
 PEER = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device"))
@@ -38,15 +38,15 @@ PEER = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count()
 @pytest.fixture(params=["cuda:0", PEER])
 def pair(stage, request):
     """A writer on the first GPU and its only reader, on the same GPU or on a peer."""
-    elsewhere = Stage("cuda_ipc", stage.sides, device=request.param)
+    reader_stage = Stage("cuda_ipc", stage.sides, device=request.param)
 
-    def made(ring):
-        writer, reader = stage.writer(ring), elsewhere.reader()
+    def connect(ring):
+        writer, reader = stage.writer(ring), reader_stage.reader()
         stage.connect(writer, reader)
         return writer, reader
 
-    yield made
-    elsewhere.close()
+    yield connect
+    reader_stage.close()
 
 
 class TestCudaIpc(Every, Acknowledged, Apart):
@@ -60,7 +60,7 @@ def test_views_share_the_writers_memory(stage):
 
 
 def test_a_write_waits_for_running_readers(pair):
-    """The reader's block ends on the CPU long before its kernels do; the next content must not reach them."""
+    """The reader's block ends on the CPU long before its kernels finish, which must not see the next content."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
     for generation in range(2, 42, 2):
@@ -70,7 +70,7 @@ def test_a_write_waits_for_running_readers(pair):
 
 
 def test_a_read_waits_for_a_pending_write(pair):
-    """The handle is there long before the content; kernels on it may run on a stream that is not the reader's own."""
+    """The handle arrives long before the content, and kernels that read it may run on any of the reader's streams."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
     for generation in range(2, 12, 2):
@@ -80,7 +80,7 @@ def test_a_read_waits_for_a_pending_write(pair):
 
 
 def test_a_ring_gets_its_own_allocation(stage):
-    """6 MiB are cut from 20, and a small ring would fit into the rest; made there, it would be refused."""
+    """After 6 MiB, the allocator's 20 MiB block has room for a small ring, but a ring inside that block is refused."""
     stage.sides[0].tell("hold_gpu_memory", 6 << 20)
     writer, reader = stage.pair(Ring(1, ROOM))
     stage.sides[0].tell("hold_gpu_memory", 1 << 20)
@@ -98,12 +98,12 @@ def test_a_ring_cannot_be_opened_by_its_writer(stage):
 def test_many_small_rings_beside_a_big_one(stage):
     reader = stage.reader()
     handles = []
-    for number, room in enumerate((4096, 64 << 20, 4096, 4096)):
-        writer = stage.writer(Ring(2, room), source=f"teacher-{number}/dp0-tp0")
+    for i, room in enumerate((4096, 64 << 20, 4096, 4096)):
+        writer = stage.writer(Ring(2, room), source=f"teacher-{i}/dp0-tp0")
         stage.connect(writer, reader)
-        handles.append(writer.publish(Slot(1, 2), targets(seed=number), LAYOUT))
-    for number, handle in enumerate(handles):
-        assert_same(reader.read(handle), targets(seed=number))
+        handles.append(writer.publish(Slot(1, 2), targets(seed=i), LAYOUT))
+    for i, handle in enumerate(handles):
+        assert_same(reader.read(handle), targets(seed=i))
 
 
 def test_auto_selects_cuda_ipc_on_one_gpu(stage):

@@ -1,4 +1,4 @@
-"""Evaluation on a GPU: beside the same on CPUs, spread over actors, and next to a training."""
+"""Evaluation on a GPU: against the CPU, spread over actors, and beside training."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def whole_gpu() -> Iterator[None]:
-    """Gives later tests the whole GPU again."""
+    """Give later tests the whole GPU again."""
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def choose(generator: Generator, questions: Sequence[Item]) -> list[Output]:
-    found = dict(generator.choose(questions))
-    return [found[index] for index in range(len(questions))]
+    outputs = dict(generator.choose(questions))
+    return [outputs[i] for i in range(len(questions))]
 
 
 def letters(outputs: Sequence[Output]) -> list[str]:
@@ -53,10 +53,10 @@ def test_completions_match_the_cpu(trained: Path, shots: int) -> None:
     gpu = choose(generator, questions)
     for left, right in zip(cpu, gpu):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
-    assert letters(gpu) == letters(cpu), "no two choices of this model are that close"
-    short = letters(choose(Generator(trained, Settings(dtype="bf16")), questions))
-    assert sum(ours == theirs for ours, theirs in zip(letters(cpu), short)) >= 0.95 * 200
-    assert len(set(short)) == 4
+    assert letters(gpu) == letters(cpu), "no two choices of this model are this close"
+    bf16 = letters(choose(Generator(trained, Settings(dtype="bf16")), questions))
+    assert sum(left == right for left, right in zip(letters(cpu), bf16)) >= 0.95 * 200
+    assert len(set(bf16)) == 4
 
 
 def test_model_uses_the_dtype_of_its_files(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_two_shards_on_one_gpu_match_one(tmp_path: Path) -> None:
     rows = []
     for shards in (1, 2):
         out = tmp_path / str(shards)
-        given = ("--model", model, "--suites", suite, "--data", tmp_path, "--dtype", "fp32", "--batch-size", "8")
-        ended = distill_rl("eval", *given, "--shards", str(shards), "--out", out)
-        assert ended.code == 0, ended.err
+        options = ("--model", model, "--suites", suite, "--data", tmp_path, "--dtype", "fp32", "--batch-size", "8")
+        result = distill_rl("eval", *options, "--shards", str(shards), "--out", out)
+        assert result.code == 0, result.err
         assert json.loads((out / "own.json").read_text())["device"].startswith("cuda")
         rows.append([json.loads(line) for line in (out / "own.items.jsonl").read_text().splitlines()])
     assert len(rows[0]) == 80
@@ -99,8 +99,8 @@ def test_evaluation_beside_training_changes_no_bit(tmp_path: Path) -> None:
     for name, settings in (("alone", ()), ("evaluated", inline)):
         config = tmp_path / f"{name}.yaml"
         config.write_text(CONFIG.format(root=tmp_path, runs=tmp_path / "runs", teacher="teacher"))
-        ended = distill_rl("train", "-c", config, "train.deterministic=true", *settings)
-        assert ended.code == 0, ended.err
+        result = distill_rl("train", "-c", config, "train.deterministic=true", *settings)
+        assert result.code == 0, result.err
     assert_equal_runs(tmp_path / "runs" / "alone", tmp_path / "runs" / "evaluated")
     run = tmp_path / "runs" / "evaluated"
     assert [step for step, _ in series(run, "eval/own")] == [2, 4, 6, 8]
@@ -113,10 +113,10 @@ def test_two_vllm_engines_on_one_gpu_match_hf(trained: Path, tmp_path: Path) -> 
     completions = {}
     for backend in ("hf", "vllm"):
         out = tmp_path / backend
-        given = ("--model", trained, "--suites", suite, "--data", tmp_path, "--dtype", "bf16", "--out", out)
-        ended = distill_rl("eval", *given, "--backend", backend, "--shards", "2")
-        assert ended.code == 0, ended.err
+        options = ("--model", trained, "--suites", suite, "--data", tmp_path, "--dtype", "bf16", "--out", out)
+        result = distill_rl("eval", *options, "--backend", backend, "--shards", "2")
+        assert result.code == 0, result.err
         rows = [json.loads(line) for line in (out / "own.items.jsonl").read_text().splitlines()]
         completions[backend] = [row["completion"] for row in rows]
-    same = sum(ours == theirs for ours, theirs in zip(completions["hf"], completions["vllm"], strict=True))
+    same = sum(left == right for left, right in zip(completions["hf"], completions["vllm"], strict=True))
     assert same >= 0.8 * 80, "bf16 has ties"

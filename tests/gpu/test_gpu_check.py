@@ -1,4 +1,4 @@
-"""The correctness parts of the GPU check at full size, each in a process of its own as the kit runs them."""
+"""The correctness parts of the GPU check at full size, each in its own process."""
 
 from __future__ import annotations
 

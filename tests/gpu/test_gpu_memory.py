@@ -1,4 +1,4 @@
-"""CUDA out of memory as PyTorch itself tells it; what follows from the text: tests/unit/system/test_gpu_memory.py."""
+"""PyTorch's own out-of-memory errors; tests/unit/system/test_gpu_memory.py covers how their text is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step on a GPU: `distill_rl.gpu_check.checks.step`, the part that the GPU kit runs as well."""
+"""A training step on a GPU: the same check as the part `step` of the GPU check."""
 
 import pytest
 import torch
