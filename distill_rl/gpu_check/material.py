@@ -20,6 +20,7 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
+from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 VOCABULARY = 320
@@ -38,6 +39,25 @@ class Shape:
     kv_heads: int = 2
     columns: int = 352
     """Rows of the embedding table."""
+
+
+_TINY = (Shape("llama"), Shape("qwen3"))
+_MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
+
+
+def shapes(tiny: bool) -> tuple[Shape, ...]:
+    """The models that the engines are checked with."""
+    return _TINY if tiny else _TINY + _MIDDLE
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[World]:
+    """A world of one rank on the device."""
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    try:
+        yield world
+    finally:
+        close_world(world)
 
 
 def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:

@@ -16,12 +16,13 @@ from distill_rl.gpu_check.material import (
     batch_of,
     differing,
     documents,
+    one_rank,
     settings,
     targets_from,
     weights,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 
@@ -36,9 +37,8 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     Raises:
         AssertionError: a loss or a weight differs in any bit, or a checkpoint was not written.
     """
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     compared: dict[str, float] = {"runs": 0, "tensors": 0}
-    try:
+    with one_rank(device) as world:
         for dtype in ("fp32", "bf16"):
             with tempfile.TemporaryDirectory() as folder:
                 runs = _runs(Path(folder), dtype, world, tiny)
@@ -47,8 +47,6 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
                 _same(f"{dtype}, {what}", run, first)
                 compared["runs"] += 1
                 compared["tensors"] += len(run[1])
-    finally:
-        close_world(world)
     return compared
 
 

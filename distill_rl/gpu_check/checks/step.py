@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distill_rl.config.schema import Config, OptimizerConfig, StudentConfig, TeacherConfig
+from distill_rl.gpu_check.material import gradients, one_rank, relative_error, weights
 from distill_rl.losses.targets import target_of
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer, clip_gradients
 from distill_rl.student.staging import Staging
@@ -44,28 +45,24 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     Raises:
         AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
     """
-    world = open_world(rank=0, dp=1, tp=1, device=device)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            student = _write_model(Path(folder, "student"))
-            figures = {
-                "micro-batches, gradient": _micro_batches(world, student),
-                "evaluations between steps, weights": _evaluations(world, student),
-                "fused AdamW against the CPU": _adamw(world.device),
-                "copies that differ": _copies(world.device),
-                "host waits per micro-batch": _waits(world, student),
-            }
-            if device.type == "cuda" and find_spec("liger_kernel") is not None:
-                figures["liger's kernels, gradient in bf16"] = _liger(world, student)
-    finally:
-        close_world(world)
+    with one_rank(device) as world, tempfile.TemporaryDirectory() as folder:
+        student = _write_model(Path(folder, "student"))
+        figures = {
+            "micro-batches, gradient": _micro_batches(world, student),
+            "evaluations between steps, weights": _evaluations(world, student),
+            "fused AdamW against the CPU": _adamw(world.device),
+            "copies that differ": _copies(world.device),
+            "host waits per micro-batch": _waits(world, student),
+        }
+        if device.type == "cuda" and find_spec("liger_kernel") is not None:
+            figures["liger's kernels, gradient in bf16"] = _liger(world, student)
     return figures
 
 
 def _micro_batches(world: World, student: Path) -> float:
     """The gradient of a batch computed in two calls of four micro-batches, against a single micro-batch."""
     engine, batch = _engine(world, student), _batch(0)
-    gradients = []
+    results = []
     for size in (ROWS, 1):
         engine.config.train.micro_batch_size = size
         half = ROWS // 2 if size == 1 else ROWS
@@ -74,22 +71,23 @@ def _micro_batches(world: World, student: Path) -> float:
             engine.forward_backward(part, _targets(0), last=first + half == ROWS)
             if first + half < ROWS:
                 engine.evaluate(batch, _targets(0))
-        gradients.append(_gradients(engine))
+        results.append(gradients(engine.model))
         engine.optimizer.zero_grad()
-    return _at_most(_relative(gradients[1], gradients[0]), GRADIENT_BOUND, "micro-batches must not change the gradient")
+    error = relative_error(results[1], results[0])
+    return _at_most(error, GRADIENT_BOUND, "micro-batches must not change the gradient")
 
 
 def _evaluations(world: World, student: Path) -> float:
     """Weights after three steps with evaluations in between against weights without, relative to their change."""
-    start, changes = _weights(_engine(world, student)), []
+    start, changes = weights(_engine(world, student).model), []
     for with_evaluations in (False, True):
         engine = _engine(world, student)
         for step in range(3):
             if with_evaluations:
                 engine.evaluate(_batch(step), _targets(step))
             engine.train_step(_batch(step), _targets(step))
-        changes.append(_weights(engine) - start)
-    return _at_most(_relative(changes[1], changes[0]), WEIGHTS_BOUND, "evaluations must not change training")
+        changes.append({name: tensor.double() - start[name] for name, tensor in weights(engine.model).items()})
+    return _at_most(relative_error(changes[1], changes[0]), WEIGHTS_BOUND, "evaluations must not change training")
 
 
 def _adamw(device: torch.device) -> float:
@@ -107,8 +105,8 @@ def _adamw(device: torch.device) -> float:
                 parameter.grad = torch.randn(parameter.shape, generator=draw).to(optimizer_device)
             clip_gradients(list(model.parameters()), 1.0)
             optimizer.step()
-        results.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
-    return _at_most(_relative(results[1], results[0]), ADAMW_BOUND, "the fused AdamW must compute AdamW")
+        results.append(weights(model))
+    return _at_most(relative_error(results[1], results[0]), ADAMW_BOUND, "the fused AdamW must compute AdamW")
 
 
 def _copies(device: torch.device) -> float:
@@ -149,12 +147,12 @@ def _waits(world: World, student: Path) -> float:
 
 
 def _liger(world: World, student: Path) -> float:
-    gradients = []
+    results = []
     for kernels in ("torch", "liger"):
         engine = _engine(world, student, dtype="bf16", kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
-        gradients.append(_gradients(engine))
-    return _at_most(_relative(gradients[1], gradients[0]), LIGER_BOUND, "liger must compute the same as torch")
+        results.append(gradients(engine.model))
+    return _at_most(relative_error(results[1], results[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
 def _engine(world: World, student: Path, **settings: Any) -> StudentEngine:
@@ -201,22 +199,6 @@ def _targets(seed: int) -> Any:
         yield [target_of({name: tensor[rows] for name, tensor in tensors.items()}, 1.0)]
 
     return source
-
-
-def _gradients(engine: StudentEngine) -> Tensor:
-    return torch.cat([_flat(parameter.grad) for parameter in engine.parameters])
-
-
-def _weights(engine: StudentEngine) -> Tensor:
-    return torch.cat([_flat(parameter.detach()) for parameter in engine.parameters])
-
-
-def _flat(tensor: Any) -> Tensor:
-    return tensor.full_tensor().flatten().double().cpu()
-
-
-def _relative(values: Tensor, truth: Tensor) -> float:
-    return float((values.double() - truth.double()).norm() / truth.double().norm())
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:

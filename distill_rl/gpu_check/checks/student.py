@@ -18,22 +18,21 @@ from distill_rl.gpu_check.material import (
     batch_of,
     documents,
     gradients,
+    one_rank,
     plain_model,
     plain_topk,
     relative_error,
     settings,
+    shapes,
     targets_from,
     weights,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 
 STEPS = 4
-TINY = (Shape("llama"), Shape("qwen3"))
-MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
-
 LOSS_BOUND = 1e-5
 GRADIENT_BOUND = 2e-5
 """fp32 rounds by 6e-8, and a gradient goes through a few hundred roundings in sums that partly cancel: CPUs reach 1e-6.
@@ -52,15 +51,12 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         AssertionError: an error above its bound; TF32 is on.
     """
     assert not torch.backends.cuda.matmul.allow_tf32, "TF32 must be off, but allow_tf32 is set"
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     figures: dict[str, float] = {}
-    try:
-        for shape in TINY if tiny else TINY + MIDDLE:
+    with one_rank(device) as world:
+        for shape in shapes(tiny):
             with tempfile.TemporaryDirectory() as folder:
                 for name, value in _compare(Path(folder), shape, world).items():
                     figures[name] = max(value, figures.get(name, 0.0))
-    finally:
-        close_world(world)
     return figures
 
 

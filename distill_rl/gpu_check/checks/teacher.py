@@ -16,13 +16,15 @@ from distill_rl.gpu_check.material import (
     batch_of,
     documents,
     on_host,
+    one_rank,
     plain_labels,
     plain_logits,
     plain_model,
     settings,
+    shapes,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
@@ -40,20 +42,14 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     Raises:
         AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
     """
-    shapes = [Shape("llama"), Shape("qwen3")]
-    if not tiny:
-        shapes += [Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2)]
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     figures: dict[str, float] = {}
-    try:
-        for shape in shapes:
+    with one_rank(device) as world:
+        for shape in shapes(tiny):
             with tempfile.TemporaryDirectory() as folder:
                 for name, error, bound in _errors(Path(folder), shape, world):
                     what = f"{shape.family}, hidden size {shape.hidden}: {name}"
                     assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
                     figures[name] = max(error, figures.get(name, 0.0))
-    finally:
-        close_world(world)
     return figures
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,10 +88,10 @@ class Observer:
 
     def close(self) -> None:
         """Flush, then close every sink even if one of them fails."""
-        try:
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks + self._live):
+                stack.callback(sink.close)
             self.flush()
-        finally:
-            _close_all(self._sinks + self._live)
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
@@ -103,14 +104,6 @@ def _per_second(metrics: Metrics) -> dict[str, Metric]:
         for name, source in _PER_SECOND.items()
         if source in metrics
     }
-
-
-def _close_all(sinks: Sequence[Sink]) -> None:
-    if sinks:
-        try:
-            sinks[0].close()
-        finally:
-            _close_all(sinks[1:])
 
 
 class JsonlSink:
