@@ -36,7 +36,7 @@ class Encoded:
     """int32 [n]"""
     label_mask: np.ndarray
     """bool [n]; True if token j is trained on, as the label of position j - 1"""
-    truncated: bool
+    truncated: bool = False
     """Whether tokens were cut off at the end."""
 
     def cut(self, length: int) -> Encoded:
@@ -126,7 +126,7 @@ def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.nd
 def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
     if mask is None:
         mask = np.ones(len(ids), dtype=bool)
-    return Encoded(np.asarray(ids, dtype=np.int32), mask, truncated=False)
+    return Encoded(np.asarray(ids, dtype=np.int32), mask)
 
 
 NO_TOKENS = _encoded([])

@@ -203,7 +203,7 @@ class BatchBuilder:
         for teacher in self._teachers.values():
             text = teacher.aligner.normalize(text)
         student = self._any_aligner.tokenize_student(text, end=True)
-        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), truncated=False)
+        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool))
         teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
         return TokenizedDocument(student, encoded, teachers)
 
@@ -227,7 +227,7 @@ class BatchBuilder:
                 ]
             mask = starts_within(spans, student.offsets[:, 0])
         teachers = {i: _tokenize_for(teacher, messages, row) for i, teacher in self._teachers.items()}
-        return TokenizedDocument(student, Encoded(student.ids, mask, truncated=False), teachers)
+        return TokenizedDocument(student, Encoded(student.ids, mask), teachers)
 
     @property
     def _any_aligner(self) -> TokenAligner:
@@ -263,9 +263,7 @@ class BatchBuilder:
 
         Only tokens in chunks are labelled: a teacher computes nothing for the others.
         """
-        encoded = [
-            Encoded(document.teacher_ids, document.teacher_chunk >= 0, truncated=False) for document in documents
-        ]
+        encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0) for document in documents]
         teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
         student_chunks = np.full(student_rows.shape, -1, dtype=np.int32)
         teacher_chunks = np.full(teacher_rows.shape, -1, dtype=np.int32)
@@ -306,12 +304,11 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokeniz
     """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
 
     Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
-    kept if
-    - every student token in it is to be trained on, and
-    - it does not contain the first token of either side, which no position predicts.
+    kept if all its student tokens are trained on, and if it does not hold the first token of either side, which no
+    position predicts. So after the shift every chunk has a prediction on both sides.
 
     Args:
-        label_mask: of the student's row, which may be shorter than this alignment if another teacher's was cut earlier.
+        label_mask: bool [n] of the student's row, which another teacher may have cut shorter than this alignment.
     """
     alignment = alignment.cut(len(label_mask))
     student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()

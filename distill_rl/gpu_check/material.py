@@ -102,10 +102,7 @@ def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
     """Documents of random ids, a quarter of `longest` to `longest` tokens each, with all tokens trained on."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(longest // 4, longest + 1, count)
-    return [
-        Encoded(draw.integers(2, VOCABULARY, size).astype(np.int32), np.ones(size, bool), truncated=False)
-        for size in lengths
-    ]
+    return [Encoded(draw.integers(2, VOCABULARY, size).astype(np.int32), np.ones(size, bool)) for size in lengths]
 
 
 def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index: int = 0) -> RankBatch:
