@@ -107,5 +107,7 @@ def test_a_student_taught_across_tokenizers_learns_to_stop(world, folders, metho
 def test_without_the_paired_stop_tokens_it_would_not(world, folders, monkeypatch):
     """What the test above hangs on."""
     whole = cross_tokenizer_batch._pair_up
-    monkeypatch.setattr(cross_tokenizer_batch, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest))
+    monkeypatch.setattr(
+        cross_tokenizer_batch, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest)
+    )
     assert chance_to_stop(world, folders, "hybrid")[0] < 0.3
