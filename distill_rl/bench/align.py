@@ -1,10 +1,10 @@
-"""Time of alignment on one core, beside what is commonly used, with two real tokenizers and a text of one's own.
+"""The time of alignment on one core beside common alternatives, with two real tokenizers and a text that you supply.
 
     bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt] [--lossy TEACHERS]
 
-Every row has 2,048 tokens on the student's side unless it says otherwise. Times are medians of rounds in which the
-contenders take turns. TRL's walk is given byte offsets that are already computed: it is timed for the walk alone. Beside
-a lossy teacher, whose ids need the dynamic programme, the first row of a process is timed as well as the later ones.
+Rows have 2,048 tokens on the student's side unless their name says otherwise. Times are medians over rounds in which the
+contenders take turns. TRL's walk gets precomputed byte offsets, so only the walk is timed. With a lossy teacher, whose
+ids need the dynamic programme, the first row of a process is timed separately from later ones.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = record.parser("Time of alignment beside other implementations")
+    parser = record.parser("The time of alignment beside other implementations")
     parser.add_argument(
-        "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="two tokenizers' folders"
+        "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="folders of two tokenizers"
     )
     parser.add_argument("--text", type=Path, help="an English text in UTF-8, 400 KB or more")
     parser.add_argument("--chinese", type=Path, help="a Chinese text in UTF-8, 30 KB or more")
     parser.add_argument(
-        "--lossy", nargs="+", type=Path, default=[], help="folders of teachers' tokenizers that change texts"
+        "--lossy", nargs="+", type=Path, default=[], help="tokenizer folders of teachers whose tokenizers are lossy"
     )
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--no-projection", action="store_true", help="leave the vocabulary projection out")
+    parser.add_argument("--no-projection", action="store_true", help="do not measure the vocabulary projection")
     given = parser.parse_args(arguments)
     missing = _missing(given)
     if missing:
@@ -119,7 +119,7 @@ def _missing(given: argparse.Namespace) -> str | None:
 
 
 def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
-    """Language by language, then repeats, a padded row, a long one."""
+    """One row per language, then a repetitive row, a padded row and a long row."""
     for name, text in texts.items():
         yield row(aligner, name, text, TOKENS)
     yield row(aligner, "repeats", REPEATED * 3000, TOKENS)
@@ -140,7 +140,7 @@ def _pad(vocabulary: Any) -> int:
 
 
 def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
-    """The beginning of a text that has about so many tokens on the student's side."""
+    """The beginning of a text, about `tokens` tokens long on the student's side."""
     size = min(len(text), 12 * tokens)
     found = aligner.align(text[:size], max_student_tokens=tokens)
     ids = found.student_ids[found.student_chunk >= 0]
@@ -151,7 +151,7 @@ def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
 
 
 def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
-    """Milliseconds by contender, and what kind of row it was."""
+    """Milliseconds by contender, and the properties of the row."""
     found = aligner.align_ids(row.student, row.teacher, **row.masks)
     ends = [
         np.unique(vocabulary.lengths[ids].cumsum())
@@ -186,10 +186,10 @@ def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: in
 
 
 def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Milliseconds; contenders take turns of ten runs, so that a slow moment hits all. Slow ones have shorter turns."""
+    """Milliseconds by contender. They take turns of up to ten runs, so that a slow moment of the machine affects all."""
     times: dict[str, list[float]] = {}
     for name, run in runs.items():
-        run()  # a warm-up, which for the dynamic programme compiles it
+        run()  # warm-up; compiles the dynamic programme
         times[name] = [_seconds(run)]
     turns = {name: max(1, min(10, int(5e-3 / seconds[0]))) for name, seconds in times.items()}
     for _ in range(max(1, rounds // 10)):
@@ -205,12 +205,12 @@ def _seconds(run: Run) -> float:
 
 
 def walk() -> tuple[Callable[..., Any] | None, str]:
-    """TRL's walk, and its version or why there is none."""
+    """TRL's walk and TRL's version, or None and the reason why it cannot be used."""
     if importlib.util.find_spec("trl") is None:
         return None, "not installed"
     try:
         module = importlib.import_module("trl.experimental.gold.gold_trainer")
-    except Exception as error:  # its own dependencies must not cost the other figures
+    except Exception as error:  # a problem of TRL must not cost the other figures
         return None, f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
     owner = next((part for part in vars(module).values() if hasattr(part, "_align_by_byte_offsets")), None)
     if owner is None:
@@ -240,8 +240,8 @@ print(json.dumps(made | {"first_seconds": round(times[0], 3), "milliseconds": ro
 
 
 def lossy(student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, Any]:
-    """`align_ids` beside a lossy teacher, in processes of its own: the first row, with Numba's cache on disk empty and
-    full, and the later rows.
+    """Time `align_ids` with a lossy teacher in separate processes: the first row with an empty and with a filled Numba
+    cache, and later rows.
     """
     runs = []
     command = [sys.executable, "-c", _LOSSY, *map(str, (student, teacher, text, TOKENS, rounds))]
@@ -274,7 +274,7 @@ print(seconds, before, peak, len(made.indptr) - 1, made.num_teacher, len(made.in
 
 
 def projection(folders: list[Path]) -> dict[str, Any]:
-    """Time and memory of W, in a process of its own, so that the peak is its own."""
+    """Time and peak memory of building W, in a separate process so that the peak includes nothing else."""
     command = [sys.executable, "-c", _PROJECTION, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
     if done.returncode:

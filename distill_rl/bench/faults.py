@@ -1,7 +1,7 @@
-"""How long a run takes to get over the death of a worker, and whether it notices: losses against those without the fault.
+"""How long a run takes to recover from the death of a worker, and whether its losses are those of an undisturbed run.
 
-The real command line trains on random models with tokenizers of their own. Workers are found among the driver's children
-by the title that Ray gives them, and killed (SIGKILL) or stopped (SIGSTOP) in the middle of the run.
+The real command line trains random models with different tokenizers. Workers are found among the driver's children by
+their Ray process title, and killed (SIGKILL) or stopped (SIGSTOP) in the middle of the run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from distill_rl.bench import record
 from distill_rl.bench.prefetch import write_material
 
 PROMISE_S = 30.0
-"""from a teacher's death to the next step; from a student's to the end of the run"""
+"""Most seconds from a teacher's death to the next step, or from a student's death to the end of the run."""
 STRIKE_AFTER = 10
-"""steps before the fault"""
+"""Steps before the fault."""
 _DEADLINE_S = 600.0
 CONFIG = """\
 run: {{name: {name}, dir: {root}/runs}}
@@ -48,7 +48,7 @@ observe: {{tensorboard: false}}
 @dataclass(frozen=True)
 class Fault:
     worker: str
-    """class of the actor"""
+    """Class of the actor."""
     number: signal.Signals
     ends_the_run: bool = False
 
@@ -63,7 +63,7 @@ FAULTS = {
 
 
 def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict[str, Any]:
-    """One run, with a fault after its first steps; seconds that the fault cost, and the losses."""
+    """Run once, with a fault after the first steps; return the seconds that the fault cost and the losses."""
     config = root / f"{name}.yaml"
     config.write_text(CONFIG.format(root=root, name=name, steps=steps), "utf-8")
     metrics = root / "runs" / name / "metrics.jsonl"
@@ -85,18 +85,18 @@ def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict
 
 
 def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> float:
-    """Sends the signal once the run has got going; when."""
+    """Send the signal after STRIKE_AFTER steps; return the time."""
     deadline = time.monotonic() + _DEADLINE_S
     while len(_steps(metrics)) < STRIKE_AFTER:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the run did not get to step {STRIKE_AFTER}")
+            raise SystemExit(f"the run did not reach step {STRIKE_AFTER}")
         time.sleep(0.02)
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.Error):
             if child.cmdline()[0].startswith(f"ray::{fault.worker}"):
                 os.kill(child.pid, fault.number)
                 return time.time()
-    raise SystemExit(f"no {fault.worker} was found")
+    raise SystemExit(f"no {fault.worker} process was found")
 
 
 def _started(config: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -112,7 +112,7 @@ def _steps(metrics: Path) -> list[dict[str, Any]]:
 
 
 def compare(root: Path, repeats: int, steps: int) -> dict[str, Any]:
-    """Medians over the repeats; the losses must be those of the undisturbed run, bit for bit."""
+    """Medians over the repeats, and whether the losses equal those of an undisturbed run bit for bit."""
     expected = train(root, "undisturbed", steps)["losses"]
     figures: dict[str, Any] = {}
     for title, fault in FAULTS.items():
@@ -129,29 +129,32 @@ def compare(root: Path, repeats: int, steps: int) -> dict[str, Any]:
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What is not as promised; nothing if all is."""
+    """Missed targets, one line each."""
     problems = []
     for title, found in figures["faults"].items():
         if not found["same_losses"]:
             problems.append(f"{title}: the losses differ from those of the undisturbed run")
         seconds = found.get("seconds_to_the_end", found["seconds_without_a_step"])["max"]
         if seconds > PROMISE_S:
-            problems.append(f"{title}: {seconds:.1f} s; it must be below {PROMISE_S:g}")
+            problems.append(f"{title}: {seconds:.1f} s; must be at most {PROMISE_S:g} s")
     return problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = record.parser(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="runs per fault; %(default)s")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per fault; default: %(default)s")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         write_material(Path(folder), rows=64, words_per_row=300, length=128)
         figures = compare(Path(folder), options.repeats, options.steps)
     for title, found in figures["faults"].items():
-        told = (f"{name.replace('_', ' ')} {each['median']:.1f} (most {each['max']:.1f})" for name, each in found.items()
-                if isinstance(each, dict))  # fmt: skip
-        print(f"{title:<16} {', '.join(told)}; losses {'the same' if found['same_losses'] else 'DIFFERENT'}")
+        times = [
+            f"{name.replace('_', ' ')} {value['median']:.1f} (max {value['max']:.1f})"
+            for name, value in found.items()
+            if isinstance(value, dict)
+        ]
+        print(f"{title:<16} {', '.join(times)}; losses {'the same' if found['same_losses'] else 'DIFFERENT'}")
     print(f"written   {record.write('faults', figures, options.out)}")
     problems = verdict(figures)
     print("\n".join(problems))

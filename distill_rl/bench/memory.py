@@ -1,8 +1,8 @@
-"""Peak memory of workers, estimated and measured.
+"""Peak memory of workers: estimate against measurement.
 
-A random Llama whose weights dominate is written to a temporary folder. Each case opens a teacher or a student
-engine in processes of its own, lets it work for three steps of full rows, and compares the peak resident size
-(VmHWM) of the largest process with what `config/derive.py` says of it.
+Writes a random Llama, large enough that its weights dominate, to a temporary folder. Each case runs a teacher or a
+student engine in separate processes for three steps of full rows, and compares the peak resident size (VmHWM) of the
+largest process with the estimate of `config/memory.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distill_rl.losses import TopKLogprobs
 
 TOLERANCE = 0.3
-"""The estimate is to lie within this share of the measured peak."""
+"""Largest allowed difference, as a fraction of the measured peak."""
 STEPS = 3
 TOP_K = 64
 SHAPE = {
@@ -43,7 +43,7 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-"""51.8M parameters"""
+"""51.8M parameters."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     dp: int = 1
     tp: int = 1
     rows: int = 2
-    """micro-batch size"""
+    """Micro-batch size."""
     length: int = 256
     activation_checkpointing: bool = False
 
@@ -118,12 +118,12 @@ def measure(case: Case, model: Path) -> int:
         ]  # fmt: skip
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{case.name}: a process failed; its error stands above")
+        raise SystemExit(f"{case.name}: a process failed; see its error above")
     return max(int(output.split()[-1]) for output in outputs)
 
 
 def work(case: Case, rank: int, model: Path, store: str) -> None:
-    """One rank of a case; prints its peak resident bytes as the last word."""
+    """Run one rank of a case; the last word it prints is its peak resident bytes."""
     import torch
 
     from distill_rl.parallel.mesh import close_world, open_world
@@ -149,7 +149,7 @@ def work(case: Case, rank: int, model: Path, store: str) -> None:
 
 
 def _batch(case: Case, dp_rank: int) -> RankBatch:
-    """Two micro-batches of full rows of random ids, every token labelled."""
+    """Two micro-batches of full rows of random ids, with every token labelled."""
     draw = np.random.default_rng(dp_rank)
     shape = (2 * case.rows, case.length)
     ids, labels = (draw.integers(0, SHAPE["vocab_size"], shape).astype(np.int32) for _ in range(2))
@@ -158,7 +158,7 @@ def _batch(case: Case, dp_rank: int) -> RankBatch:
 
 
 def _targets(case: Case) -> Any:
-    """A target source of random distributions: `TOP_K` entries and the rest."""
+    """A source of random top-k targets."""
     import torch
 
     from distill_rl.losses import TopKLogprobs
@@ -180,7 +180,7 @@ def _targets(case: Case) -> Any:
 
 
 def compare(out: Path | None) -> int:
-    """Runs all cases, prints a table, writes the result; 1 when an estimate is off by more than `TOLERANCE`."""
+    """Run all cases, print a table and write the result; return 1 if an estimate is off by more than `TOLERANCE`."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         facts = write_model(Path(folder))

@@ -1,10 +1,12 @@
-"""How close a step comes to the longer of two equal stages when the teacher works ahead: prefetch.depth 0, 1 and 2.
+"""How well teacher and student overlap: the time of a step at prefetch.depth 0, 1 and 2, for two equally long stages.
 
-Two random models with one tokenizer are written to a temporary folder, and the number of the teacher's layers is found
-by which its forward pass takes as long as the student's whole step. The real command line trains on two cores, one for
-either model, over and over with each depth in turn. A step's time is what passes from record to record in metrics.jsonl,
-so everything counts; a stage's time is what the worker measures at depth 0, where it has the machine to itself. The
-losses of all runs must be the same, bit for bit, and the same as at depth 5.
+1. Write two random models with the same tokenizer to a temporary folder, and choose the number of the teacher's layers
+   so that its forward pass takes as long as the student's whole step.
+2. Train with the real command line on two cores, one for each model, with each depth in turn.
+3. Compare the time of a step (from one record of metrics.jsonl to the next, so it includes everything) with the longer
+   stage (measured by its worker at depth 0, where it has the machine to itself). Perfect overlap gives 1.
+
+The losses of all runs, including one at depth 5, must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from distill_rl.bench.prefetch import invent_text, learn_tokenizer
 
 DEPTHS = (0, 1, 2)
 FURTHER = 5
-"""a depth of which only the losses are looked at"""
+"""A depth for which only the losses are compared."""
 MOST = 1.15
-"""A step at depth 1 over the longer stage; 1.06 was measured with stages that sleep."""
+"""Largest allowed ratio of a step at depth 1 to the longer stage; stages that only sleep give 1.06."""
 SHORTEST = 0.1
-"""seconds: below it what Ray itself needs per step, about 5 ms, is no longer small"""
+"""Fewest seconds of a stage: Ray's own overhead, about 5 ms per step, must stay small."""
 UNEQUAL = 1.1
-"""the longer stage over the shorter, at most"""
+"""Largest allowed ratio of the longer stage to the shorter."""
 WARM_UP = 4
-"""first steps of a run, not counted: caches fill"""
+"""First steps of a run, which are not counted: caches fill."""
 CORES = 2
 HIDDEN, STUDENT_LAYERS, VOCABULARY = 256, 4, 2000
 TEACHER = "teacher"
@@ -54,7 +56,7 @@ observe: {{tensorboard: false}}
 
 
 def write_material(root: Path, *, rows: int, length: int) -> None:
-    """student/ and text.jsonl: documents longer than `length` tokens, so that every row is full and every step alike."""
+    """Write student/ and text.jsonl: documents longer than `length` tokens, so that all rows are full and all steps equal."""
     draw = random.Random(0)
     syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]
@@ -66,7 +68,7 @@ def write_material(root: Path, *, rows: int, length: int) -> None:
 
 
 def write_teacher(root: Path, layers: int, length: int) -> None:
-    """teacher/, in the place of one that was there."""
+    """Write teacher/, replacing an existing one."""
     shutil.rmtree(root / "teacher", ignore_errors=True)
     (root / "teacher").mkdir()
     for file in (root / "student").glob("tokenizer*"):
@@ -75,7 +77,7 @@ def write_teacher(root: Path, layers: int, length: int) -> None:
 
 
 def write_model(folder: Path, layers: int, length: int) -> None:
-    """A random Llama for the tokenizer that lies in the folder."""
+    """Write a random Llama for the tokenizer in the folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -92,7 +94,7 @@ def write_model(folder: Path, layers: int, length: int) -> None:
 
 
 def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
-    """Trains once; what its metrics say."""
+    """Train once; return the figures of its metrics."""
     config = root / f"{name}.yaml"
     config.write_text(CONFIG.format(root=root, name=name, depth=depth, **sizes), "utf-8")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -104,7 +106,7 @@ def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
 
 
 def figures(metrics: Path) -> dict[str, Any]:
-    """Medians in seconds over the steps after the warm-up, and the losses of all steps."""
+    """Medians over the steps after the warm-up, in seconds, and the losses of all steps."""
     records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     steps = [one for one in records if "timing/step" in one]
     counted = steps[WARM_UP - 1 :]
@@ -122,9 +124,10 @@ def figures(metrics: Path) -> dict[str, Any]:
 
 
 def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
-    """Writes a teacher whose forward pass takes as long as a student's step; its number of layers.
+    """Write a teacher whose forward pass takes as long as a student's step; return its number of layers.
 
-    A pass costs something besides its layers, so that scaling them by the ratio comes closer with every round.
+    Scales the number of layers by the measured ratio of the two times. A pass has costs besides its layers, so this
+    takes a few rounds to converge.
     """
     layers = 3 * STUDENT_LAYERS
     for attempt in range(4):
@@ -142,7 +145,7 @@ def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
 
 
 def compare(root: Path, repeats: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Every depth in turn, `repeats` times, on material that is there."""
+    """Run every depth in turn, `repeats` times, on material that has been written."""
     found: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
     for repeat in range(repeats):
         for depth in DEPTHS:
@@ -157,7 +160,7 @@ def compare(root: Path, repeats: int, sizes: Mapping[str, int]) -> dict[str, Any
 
 
 def summary(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over the runs of each depth, beside the stages alone."""
+    """Medians over the runs of each depth, and of the stages alone."""
 
     def middle(depth: int, name: str) -> float:
         return round(median(one[name] for one in found[depth]), 4)
@@ -186,16 +189,18 @@ def summary(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def verdict(measured: Mapping[str, Any]) -> list[str]:
-    """What is not as promised; nothing if all is."""
+    """Missed targets, one line each."""
     stages, at_1 = measured["stages"], measured["depths"]["1"]["over_longer_stage"]
     shorter = min(stages["teacher"], stages["student"])
     problems = []
     if shorter < SHORTEST:
-        problems.append(f"a stage takes {shorter:.3f} s; it must take {SHORTEST:g} s: raise --batch or --length")
+        problems.append(f"a stage takes {shorter:.3f} s; must be at least {SHORTEST:g} s; raise --batch or --length")
     if stages["longer"] > UNEQUAL * shorter:
-        problems.append(f"the stages take {stages['teacher']:.3f} and {stages['student']:.3f} s: not equal")
+        problems.append(
+            f"the stages take {stages['teacher']:.3f} and {stages['student']:.3f} s; they must be about equal"
+        )
     if at_1 > MOST:
-        problems.append(f"a step at depth 1 takes {at_1:.2f} times the longer stage; it must be {MOST:g} at most")
+        problems.append(f"a step at depth 1 takes {at_1:.2f} times the longer stage; must be at most {MOST:g}")
     if not measured["same_losses"]:
         problems.append("the losses differ between runs")
     return problems
@@ -203,10 +208,8 @@ def verdict(measured: Mapping[str, Any]) -> list[str]:
 
 def show(measured: Mapping[str, Any]) -> None:
     stages = measured["stages"]
-    print(
-        f"\nteacher {stages['teacher']:.3f} s, student {stages['student']:.3f} s, one after the other {stages['sum']:.3f} s"
-    )
-    print(f"{'depth':>5}{'step':>9}{'over the longer stage':>23}{'teacher':>9}{'student':>9}{'waited':>9}")
+    print(f"\nteacher {stages['teacher']:.3f} s, student {stages['student']:.3f} s, sequentially {stages['sum']:.3f} s")
+    print(f"{'depth':>5}{'step':>9}{'step / longer stage':>23}{'teacher':>9}{'student':>9}{'waited':>9}")
     for depth, one in measured["depths"].items():
         print(
             f"{depth:>5}{one['step']:>8.3f}s{one['over_longer_stage']:>23.2f}{one['teacher']:>8.3f}s"
@@ -216,17 +219,17 @@ def show(measured: Mapping[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = record.parser(__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="runs per depth; %(default)s")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run; %(default)s")
-    parser.add_argument("--batch", type=int, default=4, help="rows per step; %(default)s")
-    parser.add_argument("--length", type=int, default=128, help="tokens per row; %(default)s")
-    parser.add_argument("--teacher-layers", type=int, help="default: found by measuring")
+    parser.add_argument("--repeats", type=int, default=5, help="runs per depth; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=4, help="rows per step; default: %(default)s")
+    parser.add_argument("--length", type=int, default=128, help="tokens per row; default: %(default)s")
+    parser.add_argument("--teacher-layers", type=int, help="default: chosen by measuring")
     options = parser.parse_args(argv)
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     if len(cores) < CORES:
-        print("pipeline: error: needs two cores, one for either model", file=sys.stderr)
+        print("pipeline: error: needs two cores, one for each model", file=sys.stderr)
         return 2
-    os.sched_setaffinity(0, cores)  # the runs inherit it and give each model one thread
+    os.sched_setaffinity(0, cores)  # inherited by the runs, which give each model one thread
     sizes = {"steps": options.steps, "batch": options.batch, "length": options.length}
     sizes["micro_batch"] = max(1, options.batch // 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""What looking ahead is worth: how long a step waits for alignment at prefetch.depth 0 and 1.
+"""What prefetching saves: how long a step waits for alignment at prefetch.depth 0 and 1.
 
-Two tokenizers are learnt and two random models written to a temporary folder, with documents of invented words, numbers
-and signs, several times longer than `data.max_length`, as web pages are: all of a document is tokenised on both sides and
-aligned, its beginning is learnt from. The real command line trains on them, once per depth, and the waits are read from
-the runs' own metrics.
+Trains two tokenizers and writes two random models to a temporary folder, with documents of random words, numbers and
+punctuation. Like web pages, the documents are several times longer than `data.max_length`: a whole document is tokenised
+and aligned on both sides, but only its beginning is trained on. The real command line trains on them once per depth, and
+the waits are read from the metrics of the runs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 DEPTHS = (0, 1)
 LEAST_AT_0, MOST_AT_1 = 0.20, 0.02
-"""The workload must wait for alignment at least this share of a step at depth 0, and less than that at depth 1."""
+"""Smallest share of a step spent waiting for alignment at depth 0, and largest share at depth 1."""
 WARM_UP = 5
-"""first steps, not counted: processes start and caches fill"""
+"""First steps, which are not counted: processes start and caches fill."""
 CONFIG = """\
 run: {{name: depth-{depth}, dir: {root}/runs}}
 student: {{model: {root}/student, dtype: fp32}}
@@ -44,16 +44,21 @@ observe: {{tensorboard: false}}
 
 
 def invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
-    """`count` words with numbers and signs among them."""
+    """A text of `count` words, numbers and punctuation marks."""
     pieces = []
     for word in draw.choices(words, k=count):
         kind = draw.random()
-        pieces.append(str(draw.randrange(10**6)) if kind < 0.08 else word + "," if kind < 0.16 else word)
+        if kind < 0.08:
+            pieces.append(str(draw.randrange(10**6)))
+        elif kind < 0.16:
+            pieces.append(word + ",")
+        else:
+            pieces.append(word)
     return " ".join(pieces) + "."
 
 
 def learn_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of about `size` ids."""
+    """Train a byte-level BPE tokenizer of about `size` ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,7 +72,7 @@ def learn_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedToke
 
 
 def write_material(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
-    """student/, teacher/ and text.jsonl."""
+    """Write student/, teacher/ and text.jsonl."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -89,7 +94,7 @@ def write_material(root: Path, *, rows: int, words_per_row: int, length: int) ->
 
 
 def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
-    """Trains at one depth; medians over the steps after the warm-up, in seconds and as a share of the step."""
+    """Train at one depth; return medians over the steps after the warm-up, in seconds and as shares of a step."""
     config = root / f"depth-{depth}.yaml"
     config.write_text(CONFIG.format(root=root, depth=depth, **sizes), "utf-8")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -98,7 +103,7 @@ def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
 
 
 def waits(metrics: Path) -> dict[str, Any]:
-    """What a run's metrics.jsonl says of its waits for alignment."""
+    """How long a run waited for alignment, from its metrics.jsonl."""
     records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
     steps = [one for one in records if "timing/step" in one and one["step"] > WARM_UP]
     shares = [one["timing/wait_aligner"] / one["timing/step"] for one in steps]
@@ -113,20 +118,22 @@ def waits(metrics: Path) -> dict[str, Any]:
 
 
 def compare(folder: Path, **sizes: int) -> dict[str, Any]:
-    """Both depths on the same material; the losses must be the same, bit for bit."""
+    """Run both depths on the same material; the losses must be equal bit for bit."""
     found = {depth: run(folder, depth, **sizes) for depth in DEPTHS}
     losses = [found[depth].pop("losses") for depth in DEPTHS]
     return {"depths": {str(depth): found[depth] for depth in DEPTHS}, "same_losses": losses[0] == losses[1]}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What is not as promised; nothing if all is."""
+    """Missed targets, one line each."""
     at = {depth: figures["depths"][str(depth)]["wait_aligner_share_median"] for depth in DEPTHS}
     problems = []
     if at[0] < LEAST_AT_0:
-        problems.append(f"depth 0 waits {at[0]:.1%} of a step for alignment: too little to show anything")
+        problems.append(
+            f"depth 0 waits {at[0]:.1%} of a step for alignment; must be at least {LEAST_AT_0:.0%} to show a difference"
+        )
     if at[1] >= MOST_AT_1:
-        problems.append(f"depth 1 waits {at[1]:.1%} of a step for alignment; it must be below {MOST_AT_1:.0%}")
+        problems.append(f"depth 1 waits {at[1]:.1%} of a step for alignment; must be below {MOST_AT_1:.0%}")
     if not figures["same_losses"]:
         problems.append("the losses of the two depths differ")
     return problems
@@ -134,10 +141,10 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = record.parser(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; %(default)s")
-    parser.add_argument("--batch", type=int, default=16, help="documents per step; %(default)s")
-    parser.add_argument("--length", type=int, default=128, help="tokens learnt from per document; %(default)s")
-    parser.add_argument("--words", type=int, default=1500, help="words per document; %(default)s")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=16, help="documents per step; default: %(default)s")
+    parser.add_argument("--length", type=int, default=128, help="tokens trained on per document; default: %(default)s")
+    parser.add_argument("--words", type=int, default=1500, help="words per document; default: %(default)s")
     options = parser.parse_args()
     sizes = {"steps": options.steps, "batch": options.batch, "length": options.length}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""What a projection that is learnt does to KD on the quickstart across tokenizers: `xtoken` with W fixed and with W learnt.
+"""What a trainable projection W changes in the cross-tokenizer quickstart: `xtoken` with W fixed and with W trained.
 
-Same material, steps, data and order; KD is that of the validation chats at the end. With a learnt W the student may also
-reach the teacher by saying that its tokens mean other ones, so exact match stands beside it.
+Both use the same material, steps, data and order, and are compared by the KD on the validation chats at the end. A
+trained W can also lower the KD by changing which tokens correspond, so exact match is reported as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
 
 
 def measure(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:
-    """Validation KD by step, and exact match, of one run."""
+    """Run once; return the validation KD by step, and exact match."""
     from distill_rl.quickstart.material import make_material
     from distill_rl.quickstart.recipe import CROSS
 

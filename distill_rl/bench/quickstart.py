@@ -1,6 +1,6 @@
-"""How long the quickstart takes from nothing but installed packages, how much memory it holds, how fast --help answers.
+"""The duration and peak memory of the quickstart, starting with empty caches, and the response time of --help.
 
-Memory is the largest sum of PSS over the process tree, sampled twice a second: shared pages count once.
+Memory is the largest sum of PSS over the process tree, sampled twice a second; PSS counts shared pages once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""What the quickstart across tokenizers reaches on several seeds: `hybrid`, 1:1 chunks alone, and no teacher at all.
+"""The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, with 1:1 chunks only, and no teacher.
 
-For each seed the quickstart runs with `--cross`; its material then trains the same student once more by `hybrid`, but with a
-temperature of the chunk likelihoods at which all of them are 1: chunks of several tokens then teach nothing. A fourth
-student has a teacher that ends a turn by another token than a text. Steps, data and order are the same for all.
+For each seed, four students are trained with the same steps, data and order:
+
+1. and 2. The two runs of the quickstart with `--cross`: `hybrid`, and the control without a teacher.
+3. `hybrid` with only 1:1 chunks: `loss.alm_tau` is so high that the likelihoods of all longer chunks become 1, and
+   these chunks have no gradient.
+4. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ COLUMNS = {
     "control": "ce_only",
     "teacher": "teacher",
 }
-"""heading → name in the figures"""
+"""Heading → name in the figures."""
 
 
 def measure(seed: int, root: Path) -> dict[str, Any]:
-    """The quickstart's summary of one seed, with exact match and interval of the other students beside the first.
+    """The quickstart's summary for one seed, with exact match and intervals of the other students added.
 
-    `truncated`: how many of the answers did not end by themselves.
+    `truncated` is the number of answers without a stop token.
     """
     from distill_rl.quickstart.material import make_material
     from distill_rl.quickstart.recipe import CROSS, TURNS
@@ -54,7 +57,7 @@ def measure(seed: int, root: Path) -> dict[str, Any]:
 
 
 def _train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> dict[str, Any]:
-    """The student of the quickstart's configuration on this material, as the evaluation found it."""
+    """Train a student with the quickstart's configuration on this material; return its evaluation."""
     settings = {
         "run.name": name,
         "run.dir": runs,

@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: the machine, the versions, the commit."""
+"""Written by every benchmark beside its figures: the machine, package versions and the commit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and commit; `dirty` when files differ from the commit."""
-
+    """Hardware, package versions and commit."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -38,27 +37,27 @@ def environment() -> dict[str, Any]:
 
 
 def write(name: str, figures: Mapping[str, Any], out: Path | None = None) -> Path:
-    """Writes figures and environment to `out`, by default docs/benchmarks/NAME.json; the path."""
+    """Write figures and environment to `out` (default: docs/benchmarks/NAME.json); return the path."""
     path = out or ROOT / "docs" / "benchmarks" / f"{name}.json"
     write_json(path, {"benchmark": name, "environment": environment(), **figures})
     return path
 
 
 def peak_bytes() -> int:
-    """Most memory that this program had resident; `ru_maxrss` would count what its parent had when it forked, too."""
+    """Peak resident memory of this program. `ru_maxrss` would include what its parent held at the time of the fork."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the argument that all benchmarks have."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--out", type=Path, metavar="JSON", help="default: docs/benchmarks/<name>.json")
-    return made
+    """A parser with the option that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, metavar="JSON", help="default: docs/benchmarks/<name>.json")
+    return parser
 
 
 def commit() -> dict[str, Any]:
-    """`commit`, empty where this is no clone, and `dirty`: tracked files differ from it, other benchmarks' figures aside."""
+    """`commit` (empty outside a git clone), and `dirty`: tracked files other than docs/benchmarks differ from it."""
     return {
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/benchmarks")),
@@ -82,7 +81,7 @@ def _version(name: str) -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
-    except OSError:  # no git
+        result = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+    except OSError:  # git is not installed
         return ""
-    return done.stdout.strip()
+    return result.stdout.strip()

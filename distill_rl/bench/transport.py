@@ -1,8 +1,8 @@
-"""What moving a teacher's targets to another process costs: shared_memory and object_store, on a GPU cuda_ipc too.
+"""The cost of moving a teacher's targets to another process: shared_memory and object_store, and on a GPU cuda_ipc.
 
-Two processes, a writer and a reader. Timed inside them: how long `publish` takes, and how long until the reader has
-its tensors; never the call that carries the handle. In every round the writer also copies as many bytes from one plain
-buffer to another, so that the machine's own speed, and whatever else runs on it, is in both figures.
+A writer and a reader process time themselves: how long `publish` takes, and how long until the reader has its tensors.
+The call that carries the handle is not timed. In every round the writer also copies the same number of bytes between two
+plain buffers, so that the machine's speed and load affect both figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 
 class Writer:
-    """Publishes top-k targets of about `num_bytes` bytes; one thread."""
+    """Publishes top-k targets of about `num_bytes` bytes, on one thread."""
 
     def __init__(self, name: str, num_bytes: int, device: str):
         import torch
@@ -53,9 +53,9 @@ class Writer:
         self._transport.accept(receipt)
 
     def publish(self, turn: int) -> tuple[Handle, float, float]:
-        """The handle, seconds to publish it, seconds of a plain copy of as many bytes in this process."""
+        """The handle, the seconds to publish it, and the seconds of a plain copy of the same size in this process."""
         for tensor in self._tensors.values():
-            tensor.view(-1)[-1] = turn % 100  # what every dtype can hold
+            tensor.view(-1)[-1] = turn % 100  # a value that every dtype can represent
         _finish(self._device)
         start = time.perf_counter()
         handle = self._transport.publish(Slot(turn % SLOTS, 2 * turn + 2), self._tensors, self._layout)
@@ -65,12 +65,12 @@ class Writer:
         return handle, published - start, time.perf_counter() - published
 
     def describe(self) -> tuple[int, int]:
-        """(bytes, tokens) of what is published."""
+        """(bytes, tokens) of the targets."""
         return sum(spec.num_bytes for spec in describe(self._tensors)), self._layout.tokens_per_row
 
 
 class Reader:
-    """Fetches what it is handed; one thread."""
+    """Fetches targets, on one thread."""
 
     def __init__(self, name: str, device: str):
         import torch
@@ -83,7 +83,7 @@ class Reader:
         return self._transport.open(offer)
 
     def fetch(self, published: tuple[Handle, float, float], turn: int) -> tuple[float, float, bool]:
-        """Seconds until the tensors are there, until they are on this process's device, and if they are the right ones."""
+        """Seconds until the tensors are open and until they are on this process's device, and whether they are right."""
         _finish(self._device)
         start = time.perf_counter()
         with self._transport.fetch(published[0]) as tensors:
@@ -100,7 +100,7 @@ def _node_id() -> str:
 
 
 def _finish(device: str) -> None:
-    """Until the GPU has done what it was told."""
+    """Wait for all submitted GPU work."""
     import torch
 
     if device == "cuda":
@@ -108,7 +108,7 @@ def _finish(device: str) -> None:
 
 
 def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> dict[str, Any]:
-    """Medians over the rounds, in seconds, inside a Ray session."""
+    """Medians over the rounds, in seconds; needs a Ray session."""
     gpus = 0.4 if device == "cuda" else 0
     writer: Any = ray.remote(num_cpus=0, num_gpus=gpus)(Writer).remote(name, num_bytes, device)
     reader: Any = ray.remote(num_cpus=0, num_gpus=gpus)(Reader).remote(name, device)
@@ -119,7 +119,7 @@ def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> d
         seen, moved, right = ray.get(reader.fetch.remote(published, turn), timeout=DEADLINE_S)
         _, write, copy = ray.get(published, timeout=DEADLINE_S)
         if not right:
-            raise RuntimeError(f"{name}: round {turn} did not arrive as it was sent")
+            raise RuntimeError(f"{name}: round {turn} arrived changed")
         rows.append((write, seen, moved, copy))
     size, tokens = ray.get(writer.describe.remote(), timeout=DEADLINE_S)
     for actor in (reader, writer):
@@ -138,19 +138,21 @@ def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> d
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """What is not as promised; nothing if all is."""
+    """Missed targets, one line each."""
     problems = []
     share = figures["cpu"]["shared_memory"]["share_of_memcpy"]
     if share < LEAST_SHARE:
-        problems.append(f"shared_memory moves {share:.0%} of what a plain copy does; it must be {LEAST_SHARE:.0%}")
+        problems.append(
+            f"shared_memory reaches {share:.0%} of the speed of a plain copy; must be at least {LEAST_SHARE:.0%}"
+        )
     fetch = figures.get("cuda", {}).get("cuda_ipc", {}).get("fetch_s", 0.0)
     if fetch >= MOST_IPC_FETCH_S:
-        problems.append(f"a cuda_ipc fetch takes {fetch * 1e6:.0f} µs; it must be below {MOST_IPC_FETCH_S * 1e6:.0f}")
+        problems.append(f"a cuda_ipc fetch takes {fetch * 1e6:.0f} µs; must be below {MOST_IPC_FETCH_S * 1e6:.0f}")
     return problems
 
 
 def compare(num_bytes: int, rounds: int, *, cuda: bool) -> dict[str, Any]:
-    """All transports that this machine has."""
+    """Measure all transports that this machine supports."""
     plan = {"cpu": ("shared_memory", "object_store")} | ({"cuda": ("cuda_ipc", "object_store")} if cuda else {})
     with ray_session(RayConfig(), num_cpus=2, target_bytes=4 * num_bytes):
         return {
@@ -163,8 +165,8 @@ def main() -> int:
     import torch
 
     parser = record.parser(__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=64, help="size of what is moved; %(default)s")
-    parser.add_argument("--rounds", type=int, default=40, help="rounds measured; %(default)s")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of targets per round; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds; default: %(default)s")
     options = parser.parse_args()
     figures = compare(options.mib << 20, options.rounds, cuda=torch.cuda.is_available())
     print(f"\n{'device':<8}{'transport':<16}{'publish':>10}{'fetch':>10}{'on device':>11}{'memcpy':>10}{'share':>8}")
@@ -173,7 +175,7 @@ def main() -> int:
             times = (f"{one[key] * 1e3:.3f}" for key in ("publish_s", "fetch_s", "on_device_s", "memcpy_s"))
             publish, fetch, moved, copy = times
             print(f"{device:<8}{name:<16}{publish:>10}{fetch:>10}{moved:>11}{copy:>10}{one['share_of_memcpy']:>8.0%}")
-    print("milliseconds, medians; share: of a plain copy's bandwidth, publish and fetch together")
+    print("medians in milliseconds; share: speed of publish and fetch together, relative to a plain copy")
     print(f"written   {record.write('transport', figures, options.out)}")
     problems = verdict(figures)
     print("\n".join(problems))

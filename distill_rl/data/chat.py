@@ -1,4 +1,4 @@
-"""Chat messages → the text of the tokenizer's chat template, and where the assistant speaks in it."""
+"""Chat messages → text rendered by the tokenizer's chat template, and the assistant's turns in it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from distill_rl.align import chat as templates
+from distill_rl.align.chat import render
 from distill_rl.errors import DataError
+
+__all__ = ["Message", "Span", "render", "render_document"]
 
 Message = Mapping[str, str]
 Span = tuple[int, int]
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def render(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> Any:
-    """What the aligner reads, `align.chat.render`, by the name that data and evaluations know.
-
-    Raises:
-        ValueError: a tokenizer without a chat template.
-        jinja2.TemplateError: a chat that the template refuses.
-    """
-    return templates.render(tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)
 
 
 def render_document(
@@ -34,21 +26,26 @@ def render_document(
     find_assistant: bool,
     whose: str = "the student's tokenizer",
 ) -> tuple[str, list[Span]]:
-    """The whole chat as text and, when asked, the character spans of the assistant's turns in it.
+    """Render a whole chat and, with `find_assistant`, find the character spans of the assistant's turns in it.
 
-    A span runs from the first character that the model would generate to the last of the end-of-turn token.
+    A span runs from the first character that the model would generate to the last one of the end-of-turn token.
+
+    1. Look for each turn by rendering the chat up to it and through it (`_spans_by_prefix`). This works for any
+       template that writes a turn the same way whatever follows.
+    2. If that fails, use the template's {% generation %} blocks if it has any (`_spans_by_template`).
 
     Args:
-        whose: the tokenizer, as the user knows it, for the errors.
+        row: of the data, for error messages.
+        whose: the tokenizer, for error messages.
 
     Raises:
         DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text.
     """
-    from jinja2.exceptions import TemplateError  # here, because batches of text need no templates
+    from jinja2.exceptions import TemplateError  # here: batches of plain text need no templates
 
     if not tokenizer.chat_template:
         remedy = "give it one, or train on text"
-        raise DataError(f"row {row}", f"chat messages need a chat template, which {whose} has not", remedy=remedy)
+        raise DataError(f"row {row}", f"chat messages need a chat template; {whose} has none", remedy=remedy)
     try:
         whole = render(tokenizer, messages)
     except TemplateError as error:
@@ -61,18 +58,18 @@ def render_document(
     if spans is None:
         raise DataError(
             f"row {row}",
-            "the chat template writes each assistant turn the same way in any conversation, or marks it by {% generation %}",
-            "turns that it rewrites",
+            "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}",
+            "a template that rewrites earlier turns",
             "use data.loss_on=all or a template with {% generation %} blocks",
         )
     return whole, spans
 
 
 def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) -> list[Span] | None:
-    """Find each turn by rendering the chat up to it and through it; None where the template rewrites history.
+    """Find each turn by rendering the chat up to it and through it; None if the template rewrites earlier turns.
 
-    A turn starts where the generation prompt ends, or where it departs from it: some prompts carry a block of thought,
-    empty or begun, that a written turn need not have.
+    A turn starts where the generation prompt ends, or where the text departs from the prompt: some prompts open a
+    block of thought, or write an empty one, that the rendered turn does not have.
     """
     from jinja2.exceptions import TemplateError
 
@@ -85,7 +82,7 @@ def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) ->
             before, prompt = _before_turn(tokenizer, messages[:index], through)
         except (TemplateError, IndexError):
             return None
-        start = len(commonprefix([prompt, through, whole]))  # noqa: RUF071 (by characters is what is meant)
+        start = len(commonprefix([prompt, through, whole]))  # noqa: RUF071 (character by character is intended)
         turn = _turn_in(whole[start:], through[start:], message["content"].strip())
         if start < len(before) or turn is None:
             return None
@@ -96,8 +93,8 @@ def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) ->
 def _before_turn(tokenizer: Any, messages: Sequence[Message], through: str) -> tuple[str, str]:
     """The text of the chat before a turn, without and with the generation prompt.
 
-    transformers writes no chat of no messages, so before a first turn the prompt is looked for in the text `through`
-    that turn.
+    transformers cannot render an empty chat, so before a first turn the prompt is searched for in `through`, the text
+    up to the end of that turn.
     """
     if messages:
         return render(tokenizer, messages), render(tokenizer, messages, add_generation_prompt=True)
@@ -108,17 +105,17 @@ def _before_turn(tokenizer: Any, messages: Sequence[Message], through: str) -> t
 
 
 def _turn_in(rest: str, last: str, content: str) -> str | None:
-    """The turn at the start of `rest`, given how it is written as the `last` of a chat.
+    """The turn that `rest` starts with, or None; `last` is how the template renders it as the last turn of a chat.
 
-    Some templates write more around the content of the last turn than of earlier ones (an empty block of thought), so
-    the content and what follows it are also looked for without what precedes them.
+    Some templates write more before the content of the last turn than of earlier ones (an empty block of thought), so
+    the turn is also searched for without what precedes its content.
     """
     place = last.find(content)
     if place < 0:
         return last.rstrip() if rest.startswith(last) else None
     while place >= 0:
         before, after = last[:place], last[place + len(content) :]
-        # White space after the end-of-turn token is the template's, unless it is all there is to end the turn.
+        # White space after the end-of-turn token is not part of the turn, unless nothing else ends it.
         after = after.rstrip() or after
         for turn in (before + content + after, content + after):
             if rest.startswith(turn):
@@ -133,7 +130,7 @@ def _has_generation_blocks(tokenizer: Any) -> bool:
 
 
 def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[Span]:
-    """The template's own {% generation %} blocks, as character spans."""
+    """The character spans of the template's {% generation %} blocks."""
     encoded = render(
         tokenizer,
         messages,
@@ -143,11 +140,11 @@ def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[Span
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
     spans: list[Span] = []
-    previous = 0
-    for flag, (start, end) in zip(encoded["assistant_masks"], encoded["offset_mapping"]):
-        if flag and previous:
+    in_block = False
+    for is_assistant, (start, end) in zip(encoded["assistant_masks"], encoded["offset_mapping"]):
+        if is_assistant and in_block:
             spans[-1] = (spans[-1][0], end)
-        elif flag:
+        elif is_assistant:
             spans.append((start, end))
-        previous = flag
+        in_block = bool(is_assistant)
     return spans

@@ -30,16 +30,14 @@ from distill_rl.types import (
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One document's tokens, at most `max_length`.
-
-    `label_mask[j]` says that token j is to be learnt: the position before it gets it as its label.
-    """
+    """One document's tokens."""
 
     input_ids: np.ndarray
     """int32 [n]"""
     label_mask: np.ndarray
-    """bool [n]"""
-    truncated: bool
+    """bool [n]; True if token j is trained on, as the label of position j - 1"""
+    truncated: bool = False
+    """Whether tokens were cut off at the end."""
 
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens."""
@@ -48,34 +46,36 @@ class Encoded:
 
 
 class Tokenization:
-    """Documents → tokens, by one tokenizer.
+    """Turns documents into tokens with one tokenizer.
 
-    Text gets the special tokens that the tokenizer adds and an end-of-text token if it has one. Chat messages are
-    written by the tokenizer's chat template, which brings its own special tokens. A longer document is cut at its end.
+    Text gets the special tokens that the tokenizer adds, and an end-of-text token if the tokenizer has one. Chat
+    messages are rendered by the tokenizer's chat template, which writes its own special tokens. Documents longer than
+    `max_length` are cut at the end.
 
     Args:
         tokenizer: a fast transformers tokenizer.
-        format: `data.format`; "auto" takes each document as it is.
-        loss_on: "all", or "assistant" to learn only what the assistant says, its end-of-turn token included.
+        format: `data.format`; "auto" accepts both kinds of document.
+        loss_on: "all", or "assistant" to train only on the assistant's turns, including their end-of-turn tokens.
         max_length: tokens per document.
 
     Raises:
-        DataError: a slow tokenizer; `loss_on` "assistant" with text; a chat that cannot be written or taken apart.
+        DataError: a slow tokenizer; `loss_on` "assistant" with text; a chat that cannot be rendered, or whose assistant
+            turns cannot be found.
     """
 
     def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
         if not tokenizer.is_fast:
-            rule = "a fast tokenizer (tokenizer.json), whose tokens know their place in the text"
+            rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
         self.tokenizer, self.max_length, self.assistant_only = tokenizer, max_length, loss_on == "assistant"
         if format == "text" and self.assistant_only:
             raise self._no_assistant("rows of text")
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Tokens of one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
+        """Tokenise one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
         if "messages" in document:
             return self._encode_chat(document).cut(self.max_length)
-        self.require_text_is_learnt(document)
+        self.require_text_allowed(document)
         ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
@@ -96,13 +96,10 @@ class Tokenization:
         if not self.assistant_only:
             return _encoded(encoded["input_ids"])
         starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-        return _encoded(encoded["input_ids"], starting_in(spans, starts))
+        return _encoded(encoded["input_ids"], starts_within(spans, starts))
 
-    def require_text_is_learnt(self, document: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            DataError: only what an assistant says is to be learnt, and this is no chat.
-        """
+    def require_text_allowed(self, document: Mapping[str, Any]) -> None:
+        """Raise DataError for a text document if only assistant turns are trained on."""
         if self.assistant_only:
             raise self._no_assistant(f"text in row {document['row']}")
 
@@ -113,8 +110,13 @@ class Tokenization:
         )
 
 
-def starting_in(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndarray:
-    """bool [n]: which tokens start inside of one of the spans; `starts` int [n] and spans count characters of one text."""
+def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndarray:
+    """bool [n]: which tokens start inside one of the spans.
+
+    Args:
+        spans: (first, stop), in characters of the text.
+        starts: int [n], each token's first character.
+    """
     mask = np.zeros(len(starts), dtype=bool)
     for first, stop in spans:
         mask |= (starts >= first) & (starts < stop)
@@ -122,17 +124,18 @@ def starting_in(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndar
 
 
 def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
-    kept = np.asarray(ids, dtype=np.int32)
-    return Encoded(kept, np.ones(len(kept), dtype=bool) if mask is None else mask, truncated=False)
+    if mask is None:
+        mask = np.ones(len(ids), dtype=bool)
+    return Encoded(np.asarray(ids, dtype=np.int32), mask)
 
 
-NOTHING = _encoded([])
-"""A document without a token."""
+NO_TOKENS = _encoded([])
+"""An empty document; keeps the place of one that is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSharding:
-    """How one model's workers divide a global batch: `dp` ranks, `micro_batch_size` rows per forward of each."""
+    """How one model's workers divide a global batch: `dp` ranks, each with `micro_batch_size` rows per forward pass."""
 
     dp: int
     micro_batch_size: int
@@ -145,24 +148,24 @@ class BatchSharding:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What a batch must fit: the student's and the teachers' division, row length, packing, padding id, device."""
+    """How rows are made from documents, and how they are divided among the student's and the teachers' ranks."""
 
     student: BatchSharding
     teachers: tuple[BatchSharding, ...]
     max_length: int
-    """tokens that a row holds at most"""
+    """Most document tokens in a row."""
     packing: bool
     pad_id: int
     sub_batches: int = 1
-    """parts of a batch that are taught and trained on in turn, where its targets do not all fit into the teachers' rings"""
+    """Parts that a batch is processed in, one after another, if its targets do not all fit into the teachers' rings."""
     rows_per_sub_batch: int | None = None
-    """a multiple of `row_multiple`; None: all rows are one sub-batch"""
+    """A multiple of `row_multiple`; None: all rows are one sub-batch."""
     on_gpu: bool = False
-    """the rows go to GPUs, which decides how wide they are (`row_width`)"""
+    """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
 
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, padded: bool = False) -> BatchPlan:
-        """padded: give every document a row of its own, as a teacher with another tokenizer needs it."""
+        """`padded` gives every document its own row, which teachers with another tokenizer need."""
         rings = ring_plan(config)
         return cls(
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
@@ -175,17 +178,17 @@ class BatchPlan:
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
-        """The same for rows that go to GPUs, or to CPUs: what the cluster has, which an aligner cannot see."""
+        """This plan for GPUs or for CPUs. The driver decides: an aligner cannot see what the cluster has."""
         return replace(self, on_gpu=on_gpu)
 
     @property
     def row_multiple(self) -> int:
-        """Smallest number of rows that student and teachers can all divide evenly."""
+        """The smallest number of rows that the student and all teachers can divide evenly."""
         return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The id to fill rows with. Padding is never learnt and comes after every token that is, so any valid id does."""
+    """The id to fill rows with. Any valid id will do: padding has no labels, and no labelled token attends to it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(candidate for candidate in candidates if candidate is not None)
 
@@ -196,24 +199,27 @@ def build_batch(
     """Tokenise, pack or pad, and divide one global batch; deterministic.
 
     Args:
-        skip: rows of the data that count as documents without a token.
+        skip: row numbers of documents to leave out; they count as empty.
 
     Returns:
-        what the driver needs to know; per sub-batch the student's part for each of its data-parallel ranks; for each teacher
-        the same. All parts are cut from the same rows, in contiguous runs of equal size.
+        A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the same
+        for each teacher. All parts are contiguous runs of equal size, cut from the same rows.
 
     Raises:
-        DataError: a document that cannot be tokenised, by its row.
+        DataError: a document that cannot be tokenised; names its row.
     """
     began = time.perf_counter()
-    encoded = [NOTHING if document["row"] in skip else tokenization.encode(document) for document in batch.documents]
+    encoded = [NO_TOKENS if document["row"] in skip else tokenization.encode(document) for document in batch.documents]
     rows = lay_out(encoded, plan)
     info = describe(batch, encoded, rows, began)
-    num_labels = info.num_labels
-    student, *teachers = (
-        divide(rows, share, plan, batch.index, num_labels) for share in (plan.student, *plan.teachers)
-    )
+    student = divide(rows, plan.student, plan, batch.index, info.num_labels)
+    teachers = [divide(rows, sharding, plan, batch.index, info.num_labels) for sharding in plan.teachers]
     return info, student, teachers
+
+
+def count_labels(rows: TokenRows) -> int:
+    """Positions with a label."""
+    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
 def describe(
@@ -224,14 +230,14 @@ def describe(
     alignments: tuple[AlignmentInfo, ...] = (),
     bad_rows: tuple[BadRow, ...] = (),
 ) -> BatchInfo:
-    """What the driver needs to know; `began` is when the work did, by `time.perf_counter`."""
+    """Summarise a batch for the driver; `began` is the `time.perf_counter` at which work on it started."""
     return BatchInfo(
         index=batch.index,
         cursor=batch.cursor,
         num_documents=len(encoded),
         num_rows=rows.shape[0],
         num_tokens=sum(len(document.input_ids) for document in encoded),
-        num_labels=int(np.count_nonzero(rows.labels != IGNORE_INDEX)),
+        num_labels=count_labels(rows),
         num_truncated=sum(document.truncated for document in encoded),
         seconds=time.perf_counter() - began,
         alignments=alignments,
@@ -240,54 +246,59 @@ def describe(
 
 
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
-    """Documents → rows [R, S]: several to a row when packing (first fit), else one.
+    """Lay documents out as rows [R, S]: first fit with packing, otherwise one document per row.
 
-    S is `row_width` of the longest row; R a multiple of `plan.row_multiple`. What no document fills is padding
-    without labels. At the end of a row it continues the last document, positions too: nothing before it sees it, and
-    a row of one document is one to the model as well, which needs no mask for it. A row without a document is padding
+    S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`. The rest of a row is padding without
+    labels. It continues the last document, positions too: causal attention hides it from the tokens before it, and a
+    row with one document is then plainly causal for the model, with no mask. A row without a document is padding
     from position 0.
 
     Args:
-        pad_id: where it is not that of the plan, which is the student's.
+        pad_id: default: the plan's, which is the student's.
     """
     lengths = [len(document.input_ids) for document in encoded]
-    members = first_fit(lengths, plan.max_length) if plan.packing else [[number] for number in range(len(encoded))]
-    longest = max((sum(lengths[number] for number in row) for row in members), default=0)
+    members = first_fit(lengths, plan.max_length) if plan.packing else [[i] for i in range(len(encoded))]
+    longest = max((sum(lengths[i] for i in row) for row in members), default=0)
+    num_rows = -(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple
     length = row_width(longest, on_gpu=plan.on_gpu)
-    shape = (-(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple, length)
+    shape = (num_rows, length)
     input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
-    position_ids = np.tile(np.arange(length, dtype=np.int32), (shape[0], 1))
-    for row, documents in enumerate(members):
+    position_ids = np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+    for row, document_indices in enumerate(members):
         start = 0
-        # One without a token must not begin the document that the padding continues.
-        for document in (encoded[number] for number in documents if len(encoded[number].input_ids)):
-            stop = start + len(document.input_ids)
+        for i in document_indices:
+            if not lengths[i]:
+                continue  # an empty document must not restart the positions that the padding continues
+            document = encoded[i]
+            stop = start + lengths[i]
             input_ids[row, start:stop] = document.input_ids
             position_ids[row, start:] = np.arange(length - start)
-            if stop - start > 1:
-                shifted = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
-                labels[row, start : stop - 1] = shifted
+            # Position p predicts token p + 1; a document's last position predicts nothing.
+            labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
     return TokenRows(input_ids, labels, position_ids)
 
 
 def divide(
     rows: TokenRows,
-    share: BatchSharding,
+    sharding: BatchSharding,
     plan: BatchPlan,
     index: int,
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
 ) -> list[RankBatch]:
-    """Wave by sub-batch contiguous parts of equal size, one per data-parallel rank; a sub-batch that no row is left for is empty."""
+    """Cut rows into contiguous parts, sub-batch by sub-batch, one part per data-parallel rank.
+
+    The parts of a sub-batch have equal size; they are empty if earlier sub-batches took all rows.
+    """
     parts = []
     total, step = rows.shape[0], plan.rows_per_sub_batch or rows.shape[0]
     for start in range(0, plan.sub_batches * step, step):
         first, stop = min(start, total), min(start + step, total)
-        size = (stop - first) // share.dp
-        for rank in range(share.dp):
+        size = (stop - first) // sharding.dp
+        for rank in range(sharding.dp):
             part = slice(first + rank * size, first + (rank + 1) * size)
-            cut = tuple(each and each[part] for each in chunks)
-            parts.append(RankBatch(index, part.start, rows[part], num_labels, cut))
+            part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
+            parts.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
     return parts

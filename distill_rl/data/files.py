@@ -1,8 +1,8 @@
-"""One data file → one map-style `datasets.Dataset` with one checked column, and what identifies its content.
+"""One data file → a map-style `datasets.Dataset` with one checked column, and a hash of its content.
 
-Arrow files are memory-mapped where they lie. Parquet and JSON are read into memory when small and otherwise
-converted, once, to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that every process
-that opens them shares one copy.
+Arrow files are memory-mapped in place. Parquet and JSON files are read into memory if they are small; larger ones are
+converted once to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that all processes that open
+them share one copy.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Kind = Literal["text", "messages"]
 
 SUFFIXES = (".arrow", ".parquet", ".json", ".jsonl")
 CACHE_FROM_BYTES = 64 << 20
-"""Parquet and JSON files from this size on are converted to a memory-mapped Arrow file."""
+"""Parquet and JSON files of this size or more are converted to a memory-mapped Arrow file."""
 HASH_WHOLE_BYTES = 1 << 30
-"""Data up to this size are hashed byte for byte; of larger ones the sizes and evenly spaced samples."""
+"""Data up to this size are hashed byte for byte; larger data by file sizes and evenly spaced samples."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 _ROWS_PER_BATCH = 4096
 
 
 def column_names(path: Path) -> list[str]:
-    """The columns of a file; for JSON those of the first row. Raises DataError for a damaged or empty file."""
+    """The columns of a file; for JSON, those of the first row. Raises DataError for a damaged or empty file."""
     if path.stat().st_size == 0:
         raise _empty(path)
     if path.suffix in (".json", ".jsonl"):
@@ -47,7 +47,7 @@ def column_names(path: Path) -> list[str]:
 
 
 def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
-    """The column `key` of a file as a data set of one column; every row is checked for `kind` where it is read."""
+    """The column `key` of a file as a one-column data set. Rows of Parquet and JSON files are checked for `kind`."""
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset(_open_arrow(path).select([key]))
@@ -62,10 +62,10 @@ def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
 
 
 def content_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over the content of files in order, whatever their names and places.
+    """SHA-256 over the content of files in the given order; their names and locations do not matter.
 
-    Up to 1 GiB in total every byte counts. Of more, each file's size and 64 samples of 64 KiB, the first and the
-    last bytes among them: an edit that keeps the size and misses the samples goes unseen.
+    Up to 1 GiB in total, every byte is hashed. Beyond that, each file contributes its size and 64 samples of 64 KiB,
+    including its first and last bytes: an edit that keeps the size and misses all samples is not noticed.
     """
     digest = hashlib.sha256()
     sizes = [path.stat().st_size for path in paths]
@@ -84,7 +84,7 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """Memory-map an Arrow file of either layout: the stream that `datasets` writes, or the random-access file."""
+    """Memory-map an Arrow file: the stream format that `datasets` writes, or the random-access file format."""
     source = pa.memory_map(str(path))
     try:
         return pa.ipc.open_stream(source).read_all()
@@ -107,10 +107,10 @@ def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
         return
     schema = pa.schema([(key, ARROW_TYPES[kind])])
     values: list[Any] = []
-    for place, row in _json_rows(path):
-        what = f"{path}: {place}"
+    for label, row in _json_rows(path):
+        what = f"{path}: {label}"
         if key not in row:
-            raise DataError(what, f"has the column {key!r} like the first row", sorted(row))
+            raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
         values.append(check_value(row[key], kind, f"{what}, column {key!r}"))
         if len(values) == _ROWS_PER_BATCH:
             yield pa.record_batch([pa.array(values, ARROW_TYPES[kind])], schema)
@@ -120,22 +120,22 @@ def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place for messages; JSON lines, or one JSON list of objects."""
+    """The rows of JSON lines or of one JSON list of objects, each with a label for error messages."""
     with path.open("rb") as file:
         is_list = path.suffix == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         file.seek(0)
         if is_list:
             rows = _parse(file.read(), f"{path}: the JSON list")
-            for index, row in enumerate(rows):
-                yield f"row {index}", _object(row, f"{path}: row {index}")
+            for i, row in enumerate(rows):
+                yield f"row {i}", _object(row, f"{path}: row {i}")
             return
-        index = 0
-        for number, line in enumerate(file, start=1):
+        i = 0
+        for line_number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"row {index} (line {number})"
-            yield place, _object(_parse(line, f"{path}: {place}"), f"{path}: {place}")
-            index += 1
+            label = f"row {i} (line {line_number})"
+            yield label, _object(_parse(line, f"{path}: {label}"), f"{path}: {label}")
+            i += 1
 
 
 def _parse(text: bytes, what: str) -> Any:
@@ -160,7 +160,7 @@ def _object(row: Any, what: str) -> dict[str, Any]:
 
 
 def _convert(path: Path, key: str, kind: Kind) -> Path:
-    """The Arrow twin of a file, written atomically if it is not there yet; bound to path, size and time of change."""
+    """The cached Arrow copy of a file, written atomically if it is missing; keyed by path, size, modification time."""
     status = path.stat()
     name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{key}\0{kind}"
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "distill_rl"

@@ -1,8 +1,8 @@
-"""The global order of documents: a pure function of seed, epoch and number of rows, cut into global batches.
+"""The global order of documents, cut into global batches.
 
-The order is the concatenation of one permutation per epoch, and batch i holds its elements i·G to (i+1)·G, so a
-batch may span the end of an epoch and only the last batch of a run can be short. World size, prefetch and
-resuming have no say in it.
+The order is the concatenation of one permutation per epoch; each is a pure function of seed, epoch and number of rows.
+Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
+only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ORDER_STREAM = 0
 
 
 class Rows(Protocol):
-    """What the loader needs of a source."""
+    """What the loader needs from a source."""
 
     def __len__(self) -> int: ...
 
@@ -28,26 +28,26 @@ class Rows(Protocol):
 
 
 def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
-    """A permutation of 0…n-1 as int64 [n], fixed by `seed` and `stream`; different streams are independent.
+    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream`; different streams are independent.
 
-    Sorts the raw 64-bit output of Philox, because numpy promises that output for all versions, and does not promise
-    the one of its `Generator.permutation`.
+    Sorts the raw 64-bit output of Philox: numpy guarantees that output across versions, but not the output of
+    `Generator.permutation`.
     """
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=stream)).random_raw(n)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
 
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of `n` rows in `epoch`, int64 [n]; stateless, the same on every machine."""
+    """The order of `n` rows in `epoch`, int64 [n]; the same on every machine."""
     return random_order(seed, (_ORDER_STREAM, epoch), n)
 
 
 class Loader:
-    """Iterates over the global batches that a run still has to do; every iteration starts anew at `start`.
+    """Iterates over the remaining global batches of a run; every iteration begins again at `start`.
 
-    The run ends after `steps` optimizer steps or after `round(epochs · len(source))` documents, at least one,
-    whichever comes first. `start.cursor` decides which documents come next and `start.step` which index they bear, so
-    a run resumed with another batch size goes on where the data were left.
+    The run ends after `steps` optimizer steps or after `round(epochs · len(source))` documents (at least one),
+    whichever comes first. `start.cursor` decides which document comes next and `start.step` the index of the next
+    batch, so a run that is resumed with another batch size continues at the same place in the data.
 
     Raises:
         ConfigError: neither `steps` nor `epochs`.
@@ -79,7 +79,7 @@ class Loader:
         if self._end is not None:
             totals.append(start.step + -(-max(self._end - self._first, 0) // batch_size))
         self.total_steps: int = min(totals)
-        """Step at which the run ends, counted from its very beginning."""
+        """The step at which the run ends, counted from the start of its first attempt."""
 
     def __iter__(self) -> Iterator[DocumentBatch]:
         position = self._first
@@ -87,17 +87,18 @@ class Loader:
             stop = position + self._batch_size
             if self._end is not None:
                 stop = min(stop, self._end)
-            documents = tuple(self._document(place) for place in range(position, stop))
+            documents = tuple(self._document(i) for i in range(position, stop))
             position = stop
             yield DocumentBatch(index=index, documents=documents, cursor=Cursor(*divmod(stop, len(self._source))))
 
-    def _document(self, place: int) -> Mapping[str, Any]:
-        epoch, position = divmod(place, len(self._source))
+    def _document(self, i: int) -> Mapping[str, Any]:
+        """Document i of the global order."""
+        epoch, position = divmod(i, len(self._source))
         return self._source[int(self._order(epoch)[position])]
 
 
 def validation_batches(source: Rows, batch_size: int, max_documents: int) -> Iterator[DocumentBatch]:
-    """The first `max_documents` documents in the order of the source, in batches numbered from 0; the last may be short."""
+    """The first `max_documents` documents in source order, in batches numbered from 0; the last one may be short."""
     end = min(len(source), max_documents)
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)

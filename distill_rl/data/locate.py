@@ -1,4 +1,4 @@
-"""What `data.path` names: files, Arrow folders, or a hub data set."""
+"""Resolves `data.path` to files, Arrow folders or a hub data set."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from distill_rl.data.rows import check_column, check_type
 from distill_rl.errors import DataError
 
 CHECK_BYTES = 256 << 20
-"""Memory-mapped columns up to this size are checked when they are opened; larger ones row by row as they are read."""
+"""Memory-mapped columns up to this size are checked when they are opened; larger ones as their rows are read."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PROBE_S = 10.0
 _FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 
 class HubError(DataError):
-    """A hub data set that cannot be reached from here, so that nothing can be said of it."""
+    """A hub data set that cannot be reached from here, so it may or may not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DataFile:
         return files.column_names(self.path)
 
     def open(self, key: str, kind: Kind) -> datasets.Dataset:
-        """The column `key`, checked for `kind` as far as `CHECK_BYTES` allows."""
+        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
         dataset = files.open_file(self.path, key, kind)
         if self.path.suffix == ".arrow":
             _check(dataset, key, kind, self.name)
@@ -57,7 +57,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set that `datasets` has opened: an Arrow folder, or one of the hub."""
+    """A data set that `datasets` has opened: an Arrow folder or a hub data set."""
 
     name: str
     dataset: datasets.Dataset
@@ -71,18 +71,22 @@ class Loaded:
         return self.dataset.column_names
 
     def open(self, key: str, kind: Kind) -> datasets.Dataset:
-        """The column `key`, checked for `kind` as far as `CHECK_BYTES` allows."""
+        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
         dataset = self.dataset.select_columns([key])
         _check(dataset, key, kind, self.name)
         return dataset
 
 
 def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
-    """Everything that `path` names, sorted by path; of data with splits the first of `splits` that is there.
+    """Everything that `path` names, sorted by path.
+
+    Args:
+        splits: if the data have splits, the first of these that exists is read.
+        setting: the config key that holds `path`, for error messages.
 
     Raises:
         HubError: a hub name that cannot be reached.
-        DataError: nothing there, no such split, damaged folders; `setting` is the key to blame.
+        DataError: nothing there, no such split, damaged folders.
     """
     datasets.disable_progress_bars()
     local = _local_paths(path, setting)
@@ -92,7 +96,7 @@ def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Lo
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can only be the name of a hub data set: nothing local bears it, and its form allows it."""
+    """Whether `path` can only be a hub data set: it has the form of a hub name, and nothing local has that name."""
     if not _HUB_NAME.fullmatch(path) or path.endswith(files.SUFFIXES) or Path(path).exists():
         return False
     owner, slash, _ = path.partition("/")
@@ -134,30 +138,30 @@ def _nearby(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
-def _open_folder(path: Path, wanted: Sequence[str], setting: str) -> Loaded:
+def _open_folder(path: Path, splits: Sequence[str], setting: str) -> Loaded:
     if not _is_arrow_folder(path):
         inside = sorted({entry.suffix for entry in path.rglob("*") if entry.suffix in files.SUFFIXES})
-        remedy = f"name its files by a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
+        remedy = f"name its files with a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
         raise DataError(setting, "a folder written by datasets.save_to_disk", str(path), remedy)
     try:
         loaded = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         raise DataError(
-            str(path), "a complete Arrow folder", str(error)[:200], "a file may be missing or cut"
+            str(path), "a complete Arrow folder", str(error)[:200], "a file may be missing or truncated"
         ) from error
-    return Loaded(str(path), _pick_split(loaded, wanted, str(path)))
+    return Loaded(str(path), _pick_split(loaded, splits, str(path)))
 
 
-def _pick_split(loaded: Any, wanted: Sequence[str], name: str) -> datasets.Dataset:
+def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    for split in wanted:
+    for split in splits:
         if split in loaded:
             return loaded[split]
-    raise DataError(name, f"has the split {wanted[-1]!r}", f"the splits {sorted(loaded)}", "set data.split")
+    raise DataError(name, f"has the split {splits[-1]!r}", f"the splits {sorted(loaded)}", "set data.split")
 
 
-def _open_hub(name: str, wanted: Sequence[str], setting: str) -> Loaded:
+def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -169,20 +173,20 @@ def _open_hub(name: str, wanted: Sequence[str], setting: str) -> Loaded:
         "check the name, the network, HF_HOME and HF_HUB_OFFLINE",
     )
     if not offline:
-        # `load_dataset` would retry an unreachable hub for 20 seconds and more.
+        # Probe first: `load_dataset` would retry an unreachable hub for more than 20 seconds.
         try:
             huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_PROBE_S)
         except RepositoryNotFoundError as error:
             raise DataError(setting, "a path, or a hub data set that you may read", name, "check the name") from error
-        except Exception as error:  # HTTP and socket errors, whose classes depend on the client behind the hub library
+        except Exception as error:  # HTTP and socket errors; their classes depend on the HTTP client of the hub library
             raise unreachable from error
     try:
         loaded = datasets.load_dataset(name)
-    except Exception as error:  # whatever the builder of this data set raises
+    except Exception as error:  # the builder of a data set may raise anything
         if offline and isinstance(error, OSError):
             raise unreachable from error
         raise DataError(setting, "a hub data set that `datasets` can load", f"{name}: {str(error)[:200]}") from error
-    return Loaded(name, _pick_split(loaded, wanted, name))
+    return Loaded(name, _pick_split(loaded, splits, name))
 
 
 def _check(dataset: datasets.Dataset, key: str, kind: Kind, name: str) -> None:

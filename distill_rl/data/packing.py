@@ -1,4 +1,4 @@
-"""Which documents share a row. Pure: lengths in, rows out."""
+"""Packing: which documents share a row."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document into the first row that has room for it, and open a row where none has.
+    """Put each document into the first row that has room for it; open a new row if none has.
+
+    Needs at most 1.7 times as many rows as the best packing, plus one.
 
     Args:
-        lengths: tokens of each document, in order of arrival; none above `capacity`.
+        lengths: tokens of each document, none above `capacity`.
         capacity: tokens per row.
 
     Returns:
-        the documents of each row by number: rows in order of opening, documents in order of arrival. Needs at most
-        1.7 times as many rows as the best packing does, plus one.
+        The indices of each row's documents, in the order of `lengths`; rows in the order in which they were opened.
 
     Raises:
         ValueError: a document longer than a row.

@@ -1,4 +1,4 @@
-"""What a row may hold: text, or chat messages. Checks of single values and of whole Arrow columns."""
+"""Checks that rows hold text or chat messages: one value at a time, or a whole Arrow column."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ARROW_TYPES: dict[str, pa.DataType] = {"text": pa.large_string(), "messages": pa
 
 
 def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
-    """The text, or the messages reduced to role and content; `what` names file, row and column.
+    """Check one value; return the text, or the messages reduced to role and content.
+
+    Args:
+        what: file, row and column, for error messages.
 
     Raises:
         DataError: not text; not a non-empty list of `{role, content}` with text in both; not valid Unicode.
@@ -26,13 +29,12 @@ def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any
         found = "an empty list" if value == [] else type(value).__name__
         raise DataError(what, "a list of at least one message {role, content}", found)
     messages = []
-    for number, message in enumerate(value):
+    for i, message in enumerate(value):
+        where = f"{what}, message {i}"
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             found = f"the keys {sorted(message)}" if isinstance(message, Mapping) else type(message).__name__
-            raise DataError(f"{what}, message {number}", "a message has a role and a content", found)
-        messages.append(
-            {key: _check_text(message[key], f"{what}, message {number}, {key}") for key in ("role", "content")}
-        )
+            raise DataError(where, "a message has a role and a content", found)
+        messages.append({key: _check_text(message[key], f"{where}, {key}") for key in ("role", "content")})
     return messages
 
 
@@ -51,10 +53,14 @@ def _check_text(value: Any, what: str) -> str:
 def check_column(
     column: pa.Array | pa.ChunkedArray, kind: Literal["text", "messages"], what: str, first_row: int = 0
 ) -> None:
-    """Check a whole Arrow column without a Python object per row; rows in messages count from `first_row`.
+    """Check a whole Arrow column without making a Python object per row.
+
+    Args:
+        what: file and column, for error messages.
+        first_row: row number of the column's first value.
 
     Raises:
-        DataError: naming the first row that `check_value` would refuse.
+        DataError: names the first row that `check_value` would refuse.
     """
     if kind == "text":
         _require_string(column.type, what, first_row)
@@ -68,7 +74,7 @@ def check_column(
 
 
 def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str) -> None:
-    """Check what the type alone tells: text, or lists of structs with a textual role and content."""
+    """Check the type of a column: text, or lists of structs whose role and content are text."""
     if kind == "text":
         _require_string(column_type, what, 0)
         return
@@ -87,15 +93,15 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     messages = pc.list_flatten(chunk)
     parents = pc.list_parent_indices(chunk)
 
-    def place(index: int) -> int:
-        return first_row + parents[index].as_py()
+    def row_of(message: int) -> int:
+        return first_row + parents[message].as_py()
 
     for key in ("role", "content"):
         values = pc.struct_field(messages, key)
         bad = pc.index(values.is_valid(), False).as_py()
         if bad >= 0:
-            raise DataError(f"{what}, row {place(bad)}, {key}", "text", "null")
-        _require_utf8(values, f"{what}, {key}", first_row, place)
+            raise DataError(f"{what}, row {row_of(bad)}, {key}", "text", "null")
+        _require_utf8(values, f"{what}, {key}", first_row, row_of)
 
 
 def _is_list(column_type: pa.DataType) -> bool:
@@ -115,15 +121,16 @@ def _require_all(valid: Any, what: str, first_row: int, rule: str, found: str) -
         raise DataError(f"{what}, row {first_row + bad}", rule, found)
 
 
-def _require_utf8(column: Any, what: str, first_row: int, place: Any = None) -> None:
+def _require_utf8(column: Any, what: str, first_row: int, row_of: Any = None) -> None:
+    """`row_of` maps an index of `column` to a row of the data; default: `first_row` plus the index."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
-        for index, value in enumerate(column):
+        for i, value in enumerate(column):
             try:
                 value.as_py()
             except UnicodeDecodeError as bad:
-                row = place(index) if place else first_row + index
+                row = row_of(i) if row_of else first_row + i
                 raise DataError(
                     f"{what}, row {row}", "text is UTF-8", f"byte 0x{bad.object[bad.start]:02x} at byte {bad.start}"
                 ) from bad

@@ -1,4 +1,4 @@
-"""Where documents come from: one read-only sequence of rows over files, Arrow folders or a hub data set."""
+"""Data sources: a read-only sequence of documents over files, Arrow folders or a hub data set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VALIDATION_STREAM = 1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file or folder of a source: `dataset` holds the one column that is read."""
+    """One file or folder of a source; `dataset` holds the one column that is read."""
 
     name: str
     dataset: datasets.Dataset
@@ -36,8 +36,8 @@ class Part:
 class Source:
     """A map-style sequence of documents; cheap to open again in another process.
 
-    `source[i]` is `{"row": i, "text": str}` or `{"row": i, "messages": [{"role": str, "content": str}, …]}`, where
-    the row counts from 0 over all files in order, also in a part made by `split_validation`.
+    `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str}, …]}`. Rows
+    are counted from 0 over all files in order, and a part made by `select` keeps these numbers.
     """
 
     def __init__(self, parts: Sequence[Part], *, kind: Kind, key: str, paths: Sequence[Path]):
@@ -53,12 +53,12 @@ class Source:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         row = int(index if self._rows is None else self._rows[index])
-        number = int(np.searchsorted(self._ends, row, side="right"))
-        part = self.parts[number]
-        local = row - (int(self._ends[number - 1]) if number else 0)
-        what = f"{part.name}, column {self.key!r}, row {local}"
+        part_index = int(np.searchsorted(self._ends, row, side="right"))
+        part = self.parts[part_index]
+        row_in_part = row - (int(self._ends[part_index - 1]) if part_index else 0)
+        what = f"{part.name}, column {self.key!r}, row {row_in_part}"
         try:
-            value = part.dataset[local][self.key]
+            value = part.dataset[row_in_part][self.key]
         except UnicodeDecodeError as error:
             raise DataError(
                 what, "text is UTF-8", f"byte 0x{error.object[error.start]:02x} at {error.start}"
@@ -67,12 +67,12 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over what the documents are: the files' content (`content_hash`), column, selection; not paths."""
+        """SHA-256 over the files' content (`content_hash`), the column and the selection of rows; not over paths."""
         content = content_hash(self._paths)
         return hashlib.sha256(f"{content}\0{self.kind}\0{self.key}\0{self._selection}".encode()).hexdigest()
 
     def select(self, rows: np.ndarray, description: str) -> Source:
-        """The part made of `rows` (int64, of this source); `description` enters the fingerprint."""
+        """The part made of `rows` (int64 indices into this source); `description` enters the fingerprint."""
         chosen = Source(self.parts, kind=self.kind, key=self.key, paths=self._paths)
         chosen._rows = rows if self._rows is None else self._rows[rows]
         chosen._selection = f"{self._selection}\0{description}"
@@ -82,7 +82,8 @@ class Source:
 def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "train") -> Source:
     """Open `data.path`, or `data.validation.path` for split "validation".
 
-    Of data with splits, training reads `data.split`; validation reads "validation" where there is one, else `data.split`.
+    If the data have splits, training reads `data.split`; validation reads "validation" if there is one, otherwise
+    `data.split`.
 
     Raises:
         HubError: a hub name that cannot be reached.
@@ -107,10 +108,10 @@ def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "tr
 
 
 def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Source, Source | None]:
-    """What to train on, and what to validate on if anything.
+    """The rows to train on, and the rows to validate on if there are any.
 
-    `data.validation.path` is opened where it is set. Otherwise the share `data.validation.fraction` of the rows, at
-    least one and not all, is drawn by `seed` alone and held out; both parts keep the order of the source.
+    Opens `data.validation.path` if it is set. Otherwise holds out the fraction `data.validation.fraction` of the rows,
+    at least one and never all; only `seed` decides which. Both parts keep the order of the source.
     """
     if data.validation.path:
         return source, open_source(data, split="validation")
@@ -119,7 +120,7 @@ def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Sourc
         return source, None
     if len(source) < 2 or fraction >= 1:
         raise DataError(
-            "data.validation.fraction", "below 1, of at least two rows", f"{fraction} of {len(source)} rows"
+            "data.validation.fraction", "a fraction below 1 of at least two rows", f"{fraction} of {len(source)} rows"
         )
     count = min(max(round(fraction * len(source)), 1), len(source) - 1)
     order = random_order(seed, (_VALIDATION_STREAM,), len(source))

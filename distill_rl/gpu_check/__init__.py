@@ -1,12 +1,12 @@
-"""One call that shows what works on a GPU and how fast it is, with torch, transformers, numpy and safetensors alone.
+"""Shows in one call what works on a GPU and how fast, with only torch, transformers, numpy and safetensors.
 
 `python -m distill_rl.gpu_check`, or `bash launch/gpu_check.sh`. A part is a function in a module of `checks/`, called
-with the device and whether to use tiny sizes. It runs in a process of its own under a time limit (`process`), so that a
-part that fails, hangs or crashes costs its own result and no other's. `parts` lists them; docs/gpu.md explains the page.
+with the device and whether to use tiny sizes. Each part runs in its own process under a time limit (`process`), so that
+a part that fails, hangs or crashes loses only its own result. `parts` lists them; docs/gpu.md explains the page.
 
-    check(device, tiny) -> figures      correctness: raises AssertionError where something is wrong
-    measure(device, tiny) -> figures    times and rates: no time is ever a failure
+    check(device, tiny) -> figures      correctness: raises AssertionError if something is wrong
+    measure(device, tiny) -> figures    times and rates: never fails because of a time
 
-Where the part's entry says `takes_budget`, a third argument is the seconds that it may use. Figures are numbers by name; a
-list of dicts becomes a table. A function raises `unittest.SkipTest` where this machine cannot do what it is to show.
+If a part's entry sets `takes_budget`, a third argument is the number of seconds that the function may use. Figures are
+numbers by name; a list of dicts becomes a table. A function raises `unittest.SkipTest` if this machine cannot run it.
 """

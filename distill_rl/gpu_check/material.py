@@ -1,7 +1,7 @@
-"""What the parts about engines share: random models and rows, settings, and the same step written plainly in fp64.
+"""Shared by the parts about engines: random models and rows, settings, and a plain fp64 version of a training step.
 
-The plain step is the truth that the engines are compared with: transformers' model and torch's AdamW on the CPU, whole
-logits, and one document at a time, so that neither padding nor packing can leak into it.
+The engines are compared with the plain step: transformers' model and torch's AdamW on the CPU with whole logits, one
+document at a time, so that padding and packing cannot affect it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
+from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 VOCABULARY = 320
-"""ids in use; tables are wider, as those of real models are"""
+"""Ids in use. Embedding tables are wider than this, like those of real models."""
 TOP_K = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A small decoder."""
+    """The shape of a small decoder."""
 
     family: str
     hidden: int = 32
@@ -37,10 +38,30 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     columns: int = 352
+    """Rows of the embedding table."""
+
+
+_TINY = (Shape("llama"), Shape("qwen3"))
+_MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
+
+
+def shapes(tiny: bool) -> tuple[Shape, ...]:
+    """The models that the engines are checked with."""
+    return _TINY if tiny else _TINY + _MIDDLE
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[World]:
+    """A world of one rank on the device."""
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    try:
+        yield world
+    finally:
+        close_world(world)
 
 
 def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:
-    """A random fp32 model as a Hugging Face folder without a tokenizer; norms are random, too."""
+    """Write a random fp32 model as a Hugging Face folder without a tokenizer; norm weights are random too."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -63,7 +84,7 @@ def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) ->
 
 
 def settings(student: Path, teacher: Path, *, dtype: str = "fp32", **changes: Any) -> Config:
-    """A configuration for engines; `changes` are dotted keys with double underscores, `train__deterministic=True`."""
+    """A configuration for engines; `changes` are keys with two underscores for the dot, `train__deterministic=True`."""
     config = Config(student=StudentConfig(model=str(student), dtype=dtype))  # type: ignore[arg-type]
     config.teachers = [TeacherConfig(model=str(teacher), dtype=dtype, wire_dtype="fp32")]  # type: ignore[arg-type]
     config.loss.top_k, config.loss.ce_weight = TOP_K, 0.5
@@ -78,17 +99,14 @@ def settings(student: Path, teacher: Path, *, dtype: str = "fp32", **changes: An
 
 
 def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
-    """Random ids, from a quarter of `longest` to `longest` per document, all of them learnt."""
+    """Documents of random ids, a quarter of `longest` to `longest` tokens each, with all tokens trained on."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(longest // 4, longest + 1, count)
-    return [
-        Encoded(draw.integers(2, VOCABULARY, size).astype(np.int32), np.ones(size, bool), truncated=False)
-        for size in lengths
-    ]
+    return [Encoded(draw.integers(2, VOCABULARY, size).astype(np.int32), np.ones(size, bool)) for size in lengths]
 
 
 def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index: int = 0) -> RankBatch:
-    """The batch that the aligner makes of these documents for one rank."""
+    """The batch that the aligner builds from these documents for a single rank."""
     rows = lay_out(
         texts, BatchPlan(BatchSharding(1, 2), (), max_length, packing, pad_id=5, on_gpu=torch.cuda.is_available())
     )
@@ -96,7 +114,7 @@ def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index:
 
 
 def targets_from(teacher: Any, batch: RankBatch) -> Any:
-    """A target source for `StudentEngine` with what a TeacherEngine says of a batch."""
+    """A target source for `StudentEngine` with the targets that a TeacherEngine exports for a batch."""
     parts = [tensors for _, tensors in teacher.forward(batch)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     width = batch.rows.shape[1]
@@ -104,20 +122,20 @@ def targets_from(teacher: Any, batch: RankBatch) -> Any:
     @contextmanager
     def source(first_row: int, num_rows: int) -> Iterator[list[Any]]:
         part = slice(first_row * width, (first_row + num_rows) * width)
-        yield [target_of({name: each[part] for name, each in whole.items()}, teacher.config.loss.temperature)]
+        yield [target_of({name: tensor[part] for name, tensor in whole.items()}, teacher.config.loss.temperature)]
 
     return source
 
 
 def plain_model(folder: Path) -> nn.Module:
-    """The model on the CPU in fp64, as transformers loads it."""
+    """The model loaded by transformers on the CPU in fp64."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
 
 
 def plain_logits(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
-    """Logits [N, VOCABULARY] of all positions of all documents, one document after the other."""
+    """Logits [N, VOCABULARY] of all positions, document by document."""
     parts = []
     for text in texts:
         ids = torch.tensor(text.input_ids, dtype=torch.long)[None]
@@ -126,40 +144,41 @@ def plain_logits(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
 
 
 def plain_labels(texts: Sequence[Encoded]) -> Tensor:
-    """int64 [N]: the next token of the document; the last position of each has none."""
+    """int64 [N]: the next token in the document; the last position of a document has no label."""
     return torch.cat([torch.tensor([*text.input_ids[1:], IGNORE_INDEX], dtype=torch.long) for text in texts])
 
 
 @torch.no_grad()
 def plain_topk(model: nn.Module, texts: Sequence[Encoded]) -> TopKLogprobs:
-    """Top-k targets from the definition, fp64."""
+    """Top-k targets computed by their definition in fp64."""
     logprobs = plain_logits(model, texts).log_softmax(1)
     top, ids = logprobs.topk(TOP_K, 1)
     return TopKLogprobs(ids, top, logprobs.scatter(1, ids, -torch.inf).logsumexp(1))
 
 
 class PlainStudent:
-    """A training run in fp64 on the CPU with the settings of a `Config`: forward KL to top-k targets, plus CE."""
+    """Trains in fp64 on the CPU with the settings of a `Config`: forward KL to top-k targets, plus CE."""
 
     def __init__(self, config: Config, targets: Sequence[TopKLogprobs]):
         self.config, self.targets = config, targets
         self.model = plain_model(Path(config.student.model))
-        given = config.optimizer
+        optimizer = config.optimizer
         groups = [
-            {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": given.weight_decay},
+            {"params": [p for p in self.model.parameters() if p.ndim > 1], "weight_decay": optimizer.weight_decay},
             {"params": [p for p in self.model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         ]
-        beta1, beta2 = given.betas
-        self.optimizer = torch.optim.AdamW(groups, lr=given.lr, betas=(beta1, beta2), eps=given.eps)
+        beta1, beta2 = optimizer.betas
+        self.optimizer = torch.optim.AdamW(groups, lr=optimizer.lr, betas=(beta1, beta2), eps=optimizer.eps)
 
     def backward(self, step: int, texts: Sequence[Encoded]) -> tuple[float, float]:
-        """Mean KD and CE of a batch; the gradient of their weighted sum is in `.grad`."""
+        """Mean KD and CE of a batch; leaves the gradient of their weighted sum in `.grad`."""
         ce_weight, logits = self.config.loss.ce_weight, plain_logits(self.model, texts)
-        share = 1 / (1 + ce_weight)  # `reference` mixes by a share, the engines by weights
-        found = reference.kd_loss(logits, self.targets[step], labels=plain_labels(texts), kd_ratio=share)
-        (found.loss / share).backward()
-        assert found.ce_loss is not None
-        return float(found.kd_loss), float(found.ce_loss)
+        # The reference computes r·KD + (1 - r)·CE, the engines KD + w·CE: equal for r = 1 / (1 + w), divided by r.
+        kd_ratio = 1 / (1 + ce_weight)
+        output = reference.kd_loss(logits, self.targets[step], labels=plain_labels(texts), kd_ratio=kd_ratio)
+        (output.loss / kd_ratio).backward()
+        assert output.ce_loss is not None
+        return float(output.kd_loss), float(output.ce_loss)
 
     def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.max_grad_norm)
@@ -168,39 +187,39 @@ class PlainStudent:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's whole gradient on the CPU, by name."""
+    """The full gradient of every parameter on the CPU, by name."""
     return {name: on_host(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every whole parameter on the CPU, by name."""
+    """A full copy of every parameter on the CPU, by name."""
     return {name: on_host(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A whole copy on the CPU."""
+    """A full copy on the CPU, gathered from all shards."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.to("cpu", copy=True)
 
 
-def relative_error(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """‖found − truth‖ / ‖truth‖ over all tensors together."""
-    assert found.keys() == truth.keys(), f"other parameters: {sorted(found.keys() ^ truth.keys())[:4]}"
-    difference = sum((found[name].double() - truth[name].double()).square().sum() for name in truth)
-    return float((difference / sum(each.double().square().sum() for each in truth.values())) ** 0.5)
+def relative_error(values: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """‖values - truth‖ / ‖truth‖ over all tensors together."""
+    assert values.keys() == truth.keys(), f"other parameters: {sorted(values.keys() ^ truth.keys())[:4]}"
+    difference = sum((values[name].double() - truth[name].double()).square().sum() for name in truth)
+    return float((difference / sum(tensor.double().square().sum() for tensor in truth.values())) ** 0.5)
 
 
 def at_most(what: str, error: float, bound: float) -> float:
-    """The error, for the figures.
+    """Return the error, for the figures.
 
     Raises:
-        AssertionError: it is above the bound, or not a number.
+        AssertionError: it is above the bound, or NaN.
     """
     assert error <= bound, f"{what}: relative error {error:.1e}, more than {bound:.1e}"
     return error
 
 
-def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def differing(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that are not equal bit for bit."""
-    assert found.keys() == wanted.keys(), f"other parameters: {sorted(found.keys() ^ wanted.keys())[:4]}"
-    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert values.keys() == expected.keys(), f"other parameters: {sorted(values.keys() ^ expected.keys())[:4]}"
+    return [name for name in expected if not torch.equal(values[name], expected[name])]

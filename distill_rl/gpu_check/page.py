@@ -1,4 +1,4 @@
-"""gpu_check.json as one page of text."""
+"""Renders gpu_check.json as a page of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 WIDTH = 118
 _LABEL = 12
 _FEW, _GAP = 12, 4
-"""More numbers than these stand in several columns, so many spaces apart."""
+"""More numbers than _FEW are set in several columns, _GAP spaces apart."""
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -17,21 +17,21 @@ def render(content: Mapping[str, Any]) -> str:
     lines = [headline(content), "", *_machine(content), "", *_summary(content["parts"])]
     for part in content["parts"]:
         if part.get("text"):
-            shown = [f"  {line}" for line in part["text"].splitlines()]
+            details = [f"  {line}" for line in part["text"].splitlines()]
         else:
-            shown = list(_figures(part.get("figures", {}), "  "))
-        if shown:
-            lines += ["", f"{part['name']}: {part['title']}", *shown]
+            details = list(_figures(part.get("figures", {}), "  "))
+        if details:
+            lines += ["", f"{part['name']}: {part['title']}", *details]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def headline(content: Mapping[str, Any]) -> str:
-    """How it went, in one line."""
+    """The verdict in one line."""
     parts, failures = content["parts"], content["failures"]
     done = [part for part in parts if part["status"] != "waiting"]
-    well = sum(part["status"] == "ok" for part in parts)
+    num_ok = sum(part["status"] == "ok" for part in parts)
     skipped = sum(part["status"] == "skipped" for part in parts)
-    text = f"GPU check: {well} of {len(parts)} parts ok"
+    text = f"GPU check: {num_ok} of {len(parts)} parts ok"
     if failures:
         text += f", {len(failures)} not ok ({', '.join(failures)})"
     if skipped:
@@ -45,7 +45,7 @@ def headline(content: Mapping[str, Any]) -> str:
 def _machine(content: Mapping[str, Any]) -> Iterator[str]:
     machine, call = content["machine"], content["call"]
     if machine:
-        for gpu in _same(machine["gpus"]):
+        for gpu in _gpu_lines(machine["gpus"]):
             yield _labelled("GPU", gpu)
         if not machine["gpus"]:
             yield _labelled("GPU", "none in use")
@@ -56,15 +56,15 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
                 "cuDNN": machine["cudnn"],
                 "NCCL": machine["nccl"],
             }
-            text = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+            text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
             yield _labelled("driver", f"{text}; allocator {machine['allocator']}")
         cpu = machine["cpu"]
         yield _labelled("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads in use")
-        packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+        packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
         yield _labelled("Python", f"{machine['python']}; {packages}")
         optional = machine["optional"]
-        present = [f"{name} {number}" for name, number in optional.items() if number]
-        absent = [name for name, number in optional.items() if not number]
+        present = [f"{name} {version}" for name, version in optional.items() if version]
+        absent = [name for name, version in optional.items() if not version]
         yield _labelled("optional", f"{', '.join(present) or 'none'}; not installed: {', '.join(absent) or 'none'}")
         for name, value in machine["settings"].items():
             yield _labelled("setting", f"{name}={value}")
@@ -74,8 +74,8 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
     yield _labelled("called", f"{', '.join(options)}; {content['started']}")
 
 
-def _same(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for GPUs that are alike."""
+def _gpu_lines(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per kind of GPU, with their number."""
     texts = [
         f"{gpu['name']}, {gpu['gib']} GiB ({gpu['free_gib']} free), {gpu['multiprocessors']} multiprocessors, "
         f"compute capability {gpu['capability']}, L2 {gpu['l2_mib']} MiB"
@@ -94,13 +94,13 @@ def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for part in parts:
         peak = part.get("peak_gib")
         seconds = f"{part['seconds']:.1f}" if part.get("seconds") else ""
-        # A part that is well says what it is about, any other what is wrong.
+        # The title for parts that are ok or waiting, the reason for all others.
         note = part.get("reason") if part["status"] not in ("ok", "waiting") else part["title"]
         rows.append([part["name"], part["status"], seconds, "" if peak is None else f"{peak:.1f}", note or ""])
     peaks = any(row[3] for row in rows)
     header = ["part", "result", "s", "peak GiB", ""]
-    chosen = [[cell for i, cell in enumerate(row) if peaks or i != 3] for row in [header, *rows]]
-    yield from _aligned(chosen, "", right={2, 3} if peaks else {2})
+    shown = [[cell for i, cell in enumerate(row) if peaks or i != 3] for row in [header, *rows]]
+    yield from _aligned(shown, "", right={2, 3} if peaks else {2})
 
 
 def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _numbers(pairs: Sequence[tuple[str, str]], indent: str) -> Iterator[str]:
-    """Name and number, one below the other; many of them in as many columns as fit, to be read downwards."""
+    """Names and numbers, one per line; many of them in as many columns as fit, in column-major order."""
     if not pairs:
         return
     width, digits = (max(len(pair[i]) for pair in pairs) for i in (0, 1))
@@ -137,7 +137,7 @@ def _numbers(pairs: Sequence[tuple[str, str]], indent: str) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:
-    """Columns in the order in which the rows bring them; those without a value in any row are left out."""
+    """A table with the columns in order of first appearance, without columns that have no value at all."""
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -156,7 +156,7 @@ def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Ite
 
 
 def _text(value: Any) -> str:
-    """Four digits at most for what is measured; counts as they are."""
+    """Whole numbers as they are; others with at most four digits."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -166,4 +166,6 @@ def _text(value: Any) -> str:
     size = abs(value)
     if size < 1e-3:
         return f"{value:.1e}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}" if size < 1 else f"{value:.4g}"
+    if size < 1:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"

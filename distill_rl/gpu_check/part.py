@@ -1,4 +1,4 @@
-"""The process of one part: calls the function and writes how it went, whole or not at all.
+"""The process of one part: calls its function and writes the result atomically.
 
 python -m distill_rl.gpu_check.part MODULE FUNCTION RESULT.json --device cuda --limit-s 90 [--tiny] [--budget]
 """
@@ -26,7 +26,7 @@ from distill_rl.system.files import write_atomic
 _PR_SET_PDEATHSIG = 1
 _STACKS_BEFORE_END_S = 2.0
 _MARGIN_S = 15.0
-"""of its limit that a part with a budget does not get: for starting, and for writing its result"""
+"""Seconds of its limit that are kept from a part's budget, for starting up and writing the result."""
 _LONGEST_REASON = 400
 
 
@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, required=True)
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--budget", action="store_true", help="tell the function how many seconds it may use")
+    parser.add_argument("--budget", action="store_true", help="pass the function the number of seconds that it may use")
     options = parser.parse_args(argv)
-    _end_with(options.parent)
-    # The stacks of a part that is about to be killed say where it hangs.
+    _die_with(options.parent)
+    # If the part is about to be killed, its stacks show where it hangs.
     faulthandler.dump_traceback_later(max(options.limit_s - _STACKS_BEFORE_END_S, 0.1), exit=False)
     budget_s = max(options.limit_s - _MARGIN_S, 1.0) if options.budget else None
     outcome = call(options.module, options.function, options.device, options.tiny, budget_s)
@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def call(module: str, function: str, device: str, tiny: bool, budget_s: float | None) -> dict[str, Any]:
-    """`status` (ok, failed or skipped), `reason`, `figures`, `text` and on a GPU `peak_gib` of what the function did.
+    """Call the function; return `status` (ok, failed or skipped), `reason`, `figures`, `text` and on a GPU `peak_gib`.
 
-    The module may bring `problems(figures)`, lines that make it a failure after all, and `report(figures)`, its text for
-    the page; without that the page shows the figures.
+    The module may define `problems(figures)`, which returns lines that turn the result into a failure, and
+    `report(figures)`, which returns text that the page shows instead of the figures.
     """
     import torch
 
@@ -63,16 +63,17 @@ def call(module: str, function: str, device: str, tiny: bool, budget_s: float | 
 
     status, reason, text, figures = "ok", "", "", {}
     try:
-        chosen = torch.device(device)
-        if chosen.type == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(chosen.index or 0)
+        torch_device = torch.device(device)
+        if torch_device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(torch_device.index or 0)
         start_vector_math()
-        arguments = (chosen, tiny) if budget_s is None else (chosen, tiny, budget_s)
+        arguments = (torch_device, tiny) if budget_s is None else (torch_device, tiny, budget_s)
         loaded = importlib.import_module(module)
-        found = getattr(loaded, function)(*arguments)
-        figures = plain(found)
-        text = loaded.report(found) if hasattr(loaded, "report") else ""
-        if problems := loaded.problems(found) if hasattr(loaded, "problems") else []:
+        raw_figures = getattr(loaded, function)(*arguments)
+        figures = plain(raw_figures)
+        if hasattr(loaded, "report"):
+            text = loaded.report(raw_figures)
+        if hasattr(loaded, "problems") and (problems := loaded.problems(raw_figures)):
             status, reason = "failed", "; ".join(problems)
     except unittest.SkipTest as skipped:
         status, reason = "skipped", one_line(skipped)
@@ -86,7 +87,7 @@ def call(module: str, function: str, device: str, tiny: bool, budget_s: float | 
 
 
 def one_line(error: BaseException) -> str:
-    """The message; with the error's type where it is not an assertion's or a skip's."""
+    """The message on one line; with the type of the error, unless it is an assertion or a skip."""
     text = " ".join(str(error).split())
     if not isinstance(error, AssertionError | unittest.SkipTest) or not text:
         text = f"{type(error).__name__}: {text}"
@@ -94,19 +95,19 @@ def one_line(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it: scalars of numpy and torch become numbers, and numbers that are not finite become text."""
+    """The value as JSON types: numpy and torch scalars become numbers, and numbers that are not finite become text."""
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, str | bool | int):
         return value
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
 
-def _end_with(parent: int) -> None:
-    """A part must not outlive a kit that was killed (Linux)."""
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux)."""
     if not parent:
         return
     with contextlib.suppress(AttributeError, OSError):

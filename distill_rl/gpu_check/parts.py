@@ -1,4 +1,4 @@
-"""The parts of the kit, in the order in which they run: correctness first, then what is measured."""
+"""The parts of the GPU check in the order in which they run: correctness first, then measurements."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HERE = "distill_rl.gpu_check.checks"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the kit.
+    """One part of the GPU check.
 
-    A part is a function, `module`.`function`, called in a Python process of its own; or, with `command`, a program that
-    succeeds with exit code 0. In a command `{device}` and `{out}` stand for the device and the kit's folder.
+    A part is a function, `module`.`function`, which is called in its own Python process; or, with `command`, a program
+    that succeeds with exit code 0. In a command, `{device}` and `{out}` stand for the device and the output folder.
     """
 
     name: str
@@ -21,18 +21,18 @@ class Part:
     module: str = ""
     function: str = "check"
     limit_s: float = 90.0
-    """the part is killed after so many seconds"""
+    """Seconds after which the part is killed."""
     reserve_s: float = 0.0
-    """seconds of the kit's budget that earlier parts must leave to it"""
+    """Seconds of the total budget that earlier parts must leave for this one."""
     takes_budget: bool = False
-    """the function has a third argument, the seconds that it may use"""
+    """Whether the function has a third argument, the number of seconds that it may use."""
     command: tuple[str, ...] = ()
     figures_file: str = ""
-    """where a command leaves its figures, JSON under `results`"""
+    """The JSON file to which a command writes its figures, under `results`."""
     needs: tuple[str, ...] = ()
-    """packages without which the part is skipped"""
+    """The part is skipped if one of these packages is missing."""
     gpu_only: bool = False
-    """skipped on a CPU"""
+    """Skipped on a CPU."""
 
 
 def _check(name: str, title: str, limit_s: float = 90.0) -> Part:
@@ -47,9 +47,9 @@ PARTS = (
     _check("teacher", "targets of TeacherEngine against fp64 on the CPU"),
     _check("step", "one training step: fused optimizer, gradient accumulation, no needless synchronisation"),
     _check("resume", "the same bits from run to run, and after a checkpoint", 120),
-    _check("transport", "targets from process to process"),
-    _check("dp", "alignment's dynamic programme"),
-    Part("kernels", "kernels against what bandwidth and FLOP/s allow", f"{HERE}.kernels", "measure", 90, 30),
+    _check("transport", "targets from one process to another"),
+    _check("dp", "the dynamic programme of the alignment"),
+    Part("kernels", "kernels against the limits of bandwidth and FLOP/s", f"{HERE}.kernels", "measure", 90, 30),
     Part(
         "throughput",
         "teacher and student with real shapes, beside the cost model",
@@ -82,14 +82,14 @@ RAY_PARTS = (
         needs=("ray", "omegaconf"),
     ),
 )
-"""What `--ray` adds."""
+"""Added by `--ray`."""
 
 
 def named(names: list[str], parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The parts of these names, in the kit's order.
+    """The parts with these names, in the order of `parts`.
 
     Raises:
-        ValueError: a name that no part has.
+        ValueError: an unknown name.
     """
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:

@@ -1,4 +1,13 @@
-"""One part in a process of its own: started, waited for until its limit, and ended with everything that it started."""
+"""Runs one part in its own process, under a time limit, and kills everything it started.
+
+The steps of `run_part`:
+
+1. Start the part in a new session, with its output in the log and its result in a temporary file.
+2. Wait until the limit. A command that overruns it first gets SIGTERM and `_GRACE_S`, to stop what it has started itself.
+3. SIGKILL the part and its descendants. Descendants whose parent has died become children of this process
+   (`adopt_orphans`), so any child that was not there before the part is one of them.
+4. Remove the shared-memory files that killed processes leave behind.
+"""
 
 from __future__ import annotations
 
@@ -21,43 +30,43 @@ from distill_rl.gpu_check.parts import Part
 
 ROOT = Path(__file__).parents[2]
 OK, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "ok", "failed", "timed out", "skipped", "not run"
-"""What became of a part. NOT_RUN: there was no time left for it."""
+"""The status of a part. NOT_RUN: there was no time left for it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 20.0
-"""for a command to end what it has started, such as a Ray cluster, before it is killed"""
+"""For a command to stop what it has started, such as a Ray cluster, before it is killed."""
 _DEATH_S = 10.0
-"""for processes to go once they are killed"""
+"""For processes to disappear after SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one part."""
+    """The result of one part."""
 
     status: str
     reason: str = ""
-    """one line; empty where everything is well"""
+    """One line; empty if the part is ok and has nothing to say."""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-    """what the page shows instead of the figures, where the part brings that"""
+    """Shown on the page instead of the figures, if the part returns it."""
     peak_gib: float | None = None
-    """most memory that torch's allocator held on the GPU, in the part's own process"""
+    """Peak GPU memory held by torch's allocator in the part's own process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How the kit was called, as far as parts care."""
+    """The options of the GPU check that parts depend on."""
 
     device: str
     tiny: bool
     out: Path
     log: Path
-    """gets what the parts print"""
+    """Gets the output of the parts."""
 
 
 def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
-    """Runs one part for at most `limit_s` seconds; when this returns, none of its processes is left."""
+    """Run one part for at most `limit_s` seconds. When this returns, none of its processes is left."""
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return Outcome(SKIPPED, f"needs {', '.join(missing)}, not installed here")
     if part.gpu_only and call.device != "cuda":
@@ -78,12 +87,19 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
             return Outcome(OK if code == 0 else FAILED, last if code == 0 else _death(code, last), seconds, figures)
         if code != 0 or not result.exists():
             return Outcome(FAILED, _death(code, last), seconds)
-        said = json.loads(result.read_text("utf-8"))
-        return Outcome(said["status"], said["reason"], seconds, said["figures"], said["text"], said.get("peak_gib"))
+        content = json.loads(result.read_text("utf-8"))
+        return Outcome(
+            status=content["status"],
+            reason=content["reason"],
+            seconds=seconds,
+            figures=content["figures"],
+            text=content["text"],
+            peak_gib=content.get("peak_gib"),
+        )
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of whatever its descendants leave behind, so that `run_part` finds it (Linux)."""
+    """Make this process the parent of orphaned descendants, so that `run_part` finds them (Linux)."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -97,19 +113,22 @@ def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
 
 
 def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
-    """Without a network there may be no name for this machine, so process groups of one machine use the loopback."""
+    """The environment of a part.
+
+    Process groups use the loopback interface: without a network, the machine's own name may not resolve.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    ours = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    overrides = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if call.device == "cpu":
-        ours["CUDA_VISIBLE_DEVICES"] = ""
-    if not part.command:  # the paths of Ray's sockets must be short
-        ours["TMPDIR"] = folder
-    return defaults | os.environ | ours
+        overrides["CUDA_VISIBLE_DEVICES"] = ""
+    if not part.command:  # not for commands: the paths of Ray's sockets must be short
+        overrides["TMPDIR"] = folder
+    return defaults | os.environ | overrides
 
 
 def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_s: float, part: Part) -> int | None:
-    """The exit code; None where the time was over."""
+    """The exit code; None if the limit was reached."""
     before, process = _children(), None
     try:
         process = subprocess.Popen(
@@ -127,9 +146,12 @@ def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_
 
 
 def _end(process: subprocess.Popen[bytes] | None, before: set[int]) -> None:
-    """Kills what is left of a part: its process, all below it, and orphans of it, which are children of ours now.
+    """Kill what is left of a part: its process, its descendants, and orphans that this process has adopted.
 
-    A process that the kernel cannot end (in a driver's call that never returns) is left after `_DEATH_S`.
+    A process that the kernel cannot kill (stuck in a driver call) is given up after `_DEATH_S`.
+
+    Args:
+        before: the children of this process before the part was started.
     """
     own = set() if process is None else {process.pid}
     killed = own | _kill(own if process is not None and process.poll() is None else set())
@@ -143,14 +165,14 @@ def _end(process: subprocess.Popen[bytes] | None, before: set[int]) -> None:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         sleep(0.01)
-    for pid in killed:  # torch's counters of GPU memory that a killed process had shared
+    for pid in killed:  # torch's reference counters of shared GPU memory, which a killed process leaves behind
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
             with suppress(OSError):
                 file.unlink()
 
 
 def _kill(pids: set[int]) -> set[int]:
-    """SIGKILL for these processes and all that descend from them; which those were."""
+    """Send SIGKILL to these processes and all their descendants; return their pids."""
     parents = _parents()
     family = generation = pids
     while generation := {pid for pid, parent in parents.items() if parent in generation} - family:
@@ -167,12 +189,12 @@ def _children() -> set[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Parent by process, of all processes of this machine that can be seen."""
-    found = {}
+    """Process → parent, for all visible processes of this machine."""
+    parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
-            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    return found
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    return parents
 
 
 def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
@@ -190,6 +212,6 @@ def _last_line(log: IO[bytes], start: int) -> str:
 
 
 def _death(code: int, last: str) -> str:
-    """How a process ended that did not say so itself."""
+    """How a process ended that left no result."""
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"{how}; {last}" if last else how

@@ -1,4 +1,4 @@
-"""What the kit leaves behind: gpu_check.json and gpu_check.txt, both written anew after every part."""
+"""The output files gpu_check.json and gpu_check.txt, which are rewritten after every part."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ JSON, TEXT, LOG = "gpu_check.json", "gpu_check.txt", "gpu_check.log"
 
 @dataclass
 class Record:
-    """The kit's results so far."""
+    """The results so far."""
 
     out: Path
     call: Mapping[str, Any]
-    """the options"""
+    """The command-line options."""
     parts: Sequence[Part]
     machine: Mapping[str, Any] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """by part, of those that are done"""
+    """By part; only parts that are done."""
     state: str = "running"
-    """running, done, or stopped by a signal"""
+    """`running`, `done`, or `stopped by` a signal."""
     seconds: float = 0.0
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def failures(self) -> list[str]:
-        """Parts that did not show what they were to show."""
-        return [name for name, each in self.outcomes.items() if each.status in (FAILED, TIMED_OUT, NOT_RUN)]
+        """Parts that failed, timed out or were not run."""
+        return [name for name, outcome in self.outcomes.items() if outcome.status in (FAILED, TIMED_OUT, NOT_RUN)]
 
     def as_json(self) -> dict[str, Any]:
-        """
-        `parts` has one entry per part, in order: name, title, status (`waiting` where it has not run), reason, seconds,
+        """The content of gpu_check.json.
+
+        `parts` has one entry per part, in order: name, title, status (`waiting` if it has not run yet), reason, seconds,
         figures, and peak_gib on a GPU.
         """
         done = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
@@ -58,10 +59,7 @@ class Record:
         }
 
     def write(self) -> None:
-        """
-        Raises:
-            OSError: the folder cannot be made or written to.
-        """
+        """Write both files. Raises OSError if the folder cannot be created or written to."""
         content = self.as_json()
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.out / JSON, json.dumps(content, indent=2, allow_nan=False) + "\n")

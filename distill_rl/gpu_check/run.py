@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, says each result as it comes, and keeps the record."""
+"""Runs the parts one after another, prints each result as it comes, and keeps the record."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from distill_rl.gpu_check.record import JSON, LOG, TEXT, Record
 
 REQUIRED = ("torch", "transformers", "numpy", "safetensors")
 BUDGET_S = 570.0
-"""under ten minutes, what is needed to write the record included"""
-MACHINE = Part("machine", "what this machine is", "distill_rl.gpu_check.checks.environment", "facts", limit_s=120)
+"""Under ten minutes, with a margin for writing the record."""
+MACHINE = Part("machine", "facts about this machine", "distill_rl.gpu_check.checks.environment", "facts", limit_s=120)
 _LEAST_S = 5.0
-"""A part with less time than this is not started."""
+"""A part is not started with less time than this."""
 
 
 class Stopped(Exception):
-    """A signal asks the kit to end."""
+    """A signal has asked the GPU check to stop."""
 
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
+    def __init__(self, signal_number: int):
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all parts are well; 1: a part failed, or there was no time for it; 2: bad input; 130 or 143: stopped."""
+    """Exit code. 0: no part failed; 1: a part failed or was not run in time; 2: bad input; 130 or 143: stopped."""
     options = _parser().parse_args(argv)
     try:
         parts = _chosen(options)
@@ -50,8 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt_orphans()
     call = Call(options.device, options.tiny, out, out / LOG)
     call.log.write_bytes(b"")
-    shown = {"device": options.device, "tiny": options.tiny, "ray": options.ray, "budget": f"{options.budget_s:g} s"}
-    record = Record(out, shown, parts)
+    call_options = {
+        "device": options.device,
+        "tiny": options.tiny,
+        "ray": options.ray,
+        "budget": f"{options.budget_s:g} s",
+    }
+    record = Record(out, call_options, parts)
     began = monotonic()
     with _signals():
         try:
@@ -75,18 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_parts(record: Record, call: Call, began: float, budget_s: float) -> None:
-    """Runs the parts of a record that have no outcome yet, and writes it after each.
+    """Run the parts of a record that have no outcome yet, and write the record after each.
 
     Args:
-        began: when the kit did, by `time.monotonic`.
-        budget_s: seconds that all may take. A part gets its own limit, or less where the rest of the budget, without what
-            is kept for later parts, is less.
+        began: the `time.monotonic` at which the GPU check started.
+        budget_s: seconds for all parts together. A part gets the smaller of its own limit and what is left of the
+            budget after the reserves of later parts.
     """
     waiting = [part for part in record.parts if part.name not in record.outcomes]
     width = max((len(part.name) for part in record.parts), default=0)
-    for number, part in enumerate(waiting):
-        kept = sum(later.reserve_s for later in waiting[number + 1 :])
-        left = began + budget_s - monotonic() - kept
+    for i, part in enumerate(waiting):
+        reserved = sum(later.reserve_s for later in waiting[i + 1 :])
+        left = began + budget_s - monotonic() - reserved
         print(f"[{monotonic() - began:4.0f} s] {part.name:<{width}}  ", end="", flush=True)
         if left < _LEAST_S:
             outcome = Outcome(NOT_RUN, f"the budget of {budget_s:.0f} s is spent")
@@ -101,15 +106,19 @@ def run_parts(record: Record, call: Call, began: float, budget_s: float) -> None
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gpu_check", description="Shows what works on this GPU and how fast it is; writes one page into a folder"
+        prog="gpu_check", description="Shows what works on this GPU and how fast, and writes a page into a folder"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that the kit works")
-    parser.add_argument("--ray", action="store_true", help="also what needs Ray, OmegaConf and pytest")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to test the GPU check itself")
+    parser.add_argument("--ray", action="store_true", help="also run the parts that need Ray, OmegaConf and pytest")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--only", metavar="PART,…", help="these parts alone, of those that --help lists below")
+    parser.add_argument("--only", metavar="PART,…", help="run only these parts, of those listed below")
     parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, metavar="S", help="for all parts; default: %(default)g"
+        "--budget-s",
+        type=float,
+        default=BUDGET_S,
+        metavar="S",
+        help="seconds for all parts together; default: %(default)g",
     )
     parts = ", ".join(part.name for part in PARTS)
     parser.epilog = f"Parts: {parts}; with --ray also {', '.join(part.name for part in RAY_PARTS)}."
@@ -117,10 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
-    """
-    Raises:
-        ValueError: one line for the user.
-    """
+    """The parts to run. Raises ValueError with one line for the user."""
     if not options.budget_s > 0:
         raise ValueError(f"--budget-s: must be above 0 seconds; got {options.budget_s:g}")
     parts = PARTS + RAY_PARTS if options.ray else PARTS
@@ -133,10 +139,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
 
 
 def _writable(out: Path) -> Path:
-    """
-    Raises:
-        ValueError: one line for the user.
-    """
+    """The output folder, created. Raises ValueError with one line for the user."""
     out = out.absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -154,17 +157,17 @@ def _refuse(line: str) -> int:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Stopped`, once: what comes after it is bounded and must not be interrupted."""
+    """Raise `Stopped` on the first SIGINT or SIGTERM, then ignore both: the clean-up is bounded and must finish."""
 
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in handled:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
+    def stop(signal_number: int, _: FrameType | None) -> None:
+        for handled_signal in handled:
+            signal.signal(handled_signal, signal.SIG_IGN)
+        raise Stopped(signal_number)
 
     handled = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, stop) for number in handled}
+    previous = {signal_number: signal.signal(signal_number, stop) for signal_number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous.items():
+            signal.signal(signal_number, handler)

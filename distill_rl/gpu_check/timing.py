@@ -1,4 +1,4 @@
-"""Medians of repeated runs, by CUDA events on a GPU and by the clock on a CPU."""
+"""Medians of repeated runs, measured by CUDA events on a GPU and by the clock on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ REPEATS, WARM_UPS = 10, 3
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Milliseconds of one call after a warm-up.
+    """The median milliseconds of one call, after a warm-up.
 
-    On a GPU all calls are submitted before any is waited for, so that launches of one overlap with kernels of another, as
-    they do in training.
+    On a GPU all calls are submitted before waiting for any, so that launches overlap with kernels as in training.
     """
     for _ in range(WARM_UPS):
         run()
@@ -38,7 +37,7 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = RE
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory that one call takes beside what is there, by torch's allocator; None on a CPU."""
+    """Peak memory of one call beyond what was allocated before, by torch's allocator; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

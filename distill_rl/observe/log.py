@@ -1,4 +1,4 @@
-"""Messages of the driver: quiet on the console, complete in `logs/latest/driver.log`."""
+"""The driver's log messages: warnings on the console, everything in `logs/latest/driver.log`."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ VARIABLE = "DISTILL_RL_LOG"
 
 
 def get(name: str = "") -> logging.Logger:
-    """The package's logger, or the one called `name` below it."""
+    """The package's logger, or its child called `name`."""
     return logging.getLogger(f"{ROOT}.{name}" if name else ROOT)
 
 
 def setup_console() -> None:
-    """Sends messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error; warning by default).
+    """Send messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error; warning by default).
 
     Calling it again changes the level and adds no second handler.
 
     Raises:
-        ConfigError: the variable holds another word.
+        ConfigError: the variable names no level.
     """
-    word = os.environ.get(VARIABLE, "warning").strip().lower()
-    if word not in LEVELS:
-        raise ConfigError(VARIABLE, f"must be one of {', '.join(LEVELS)}", word)
+    level = os.environ.get(VARIABLE, "warning").strip().lower()
+    if level not in LEVELS:
+        raise ConfigError(VARIABLE, f"must be one of {', '.join(LEVELS)}", level)
     logger = get()
     logger.setLevel(logging.DEBUG)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Console)]:
         logger.removeHandler(handler)
     console = _Console()
-    console.setLevel(LEVELS[word])
+    console.setLevel(LEVELS[level])
     console.setFormatter(_Printable("%(levelname)s: %(message)s"))
     logger.addHandler(console)
 
 
 def say(text: str) -> None:
-    """One line for the person who started the run: on stdout, and in the log."""
+    """Print one line for the user on stdout, and log it."""
     print(printable(text), flush=True)
     get("run").info(text)
 
 
 @contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Appends every message of level info and above to `path` while the block runs.
+    """Append every message of level info and above to `path` while the block runs.
 
-    At level debug on the console the file gets debug messages too.
+    If the console shows debug messages, the file gets them too.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     debug = os.environ.get(VARIABLE, "").strip().lower() == "debug"
     handler.setLevel(logging.DEBUG if debug else logging.INFO)
     logger = get()
-    before = logger.level
+    previous_level = logger.level
     if logger.getEffectiveLevel() > handler.level:
         logger.setLevel(handler.level)
     logger.addHandler(handler)
@@ -72,16 +72,16 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield path
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
         handler.close()
 
 
 def printable(text: object) -> str:
-    """`text` as one line that is safe on a terminal and in a log: every control, format and line-breaking character is
-    escaped, secrets in it are taken out (`distill_rl.system.redact`).
+    """`text` as one line that is safe on a terminal and in a log.
 
-    Run names, data rows and what a model generates are untrusted: an escape sequence in them could
-    repaint the terminal, a newline could forge a line of the log.
+    Escapes every control, format and line-breaking character and removes secrets (`distill_rl.system.redact`). Run
+    names, data rows and generated text are untrusted: an escape sequence in them could repaint the terminal, and a
+    newline could forge a log line.
     """
     return "".join(_escape(char) for char in in_text(str(text)))
 
@@ -93,14 +93,14 @@ def _escape(char: str) -> str:
 
 
 class _Printable(logging.Formatter):
-    """Escapes each line; the second and later lines of a message or a traceback are indented."""
+    """Escapes each line, and indents all lines of a message or traceback but the first."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(printable(line) for line in super().format(record).split("\n"))
 
 
 class _Console(logging.StreamHandler[Any]):
-    """Writes to whatever `sys.stderr` is at the time: a progress bar replaces it while it is on the screen."""
+    """Looks `sys.stderr` up for every message, because a progress bar replaces it while it is on the screen."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,4 +1,4 @@
-"""A metric carries its own reduction, so that no consumer keeps a list of names."""
+"""Metrics that carry their own reduction, so that no consumer needs a list of metric names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Reduction = Literal["sum", "mean", "max", "min", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value and how it joins others of its name, over ranks and over steps.
+    """A value, and how it is merged with others of the same name over ranks and steps.
 
-    A `mean` is weighted: give the *mean* as `value` and the number of things it is a mean of as
-    `weight` (labelled tokens for a loss), and merged means are exact.
+    A `mean` is weighted: `value` is the mean and `weight` the number of items it was taken over (for a loss, labelled
+    tokens), so that merged means are exact.
     """
 
     value: float
@@ -30,14 +30,14 @@ FAULTS = {
     "faults/teachers_lost": "teachers lost",
     "faults/skipped_steps": "steps skipped",
 }
-"""Counts since the run began, in a record once they are not 0 → what they count."""
+"""Metric → its label. Counts since the start of this attempt; absent from a record while they are 0."""
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Joins metrics of several ranks or steps, name by name, in the order given.
+    """Merge the metrics of several ranks or steps, name by name, in the given order.
 
     Raises:
-        ValueError: one name with two reductions.
+        ValueError: a name has two different reductions.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -47,7 +47,7 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Names and plain numbers, as a sink writes them."""
+    """Plain numbers by name, as sinks write them."""
     return {name: metric.value for name, metric in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""A table in the log of where the time of the steps went, and of what moved between teachers and student."""
+"""A table in the log: where the time of the steps went, and what moved from teachers to student."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ _MOVED: Mapping[str, tuple[str, str, float]] = {
     "transport/bytes": ("MiB of targets", ",.2f", 2.0**-20),
     "transport/bytes_between_nodes": ("MiB between nodes", ",.2f", 2.0**-20),
     "transport/bytes_per_token": ("bytes per token", ",.1f", 1.0),
-    "transport/slot_occupancy": ("slots held at most", ".1%", 1.0),
-    "transport/teacher_wait": ("waited for teachers", ".1%", 1.0),
+    "transport/slot_occupancy": ("peak slots in use", ".1%", 1.0),
+    "transport/teacher_wait": ("waiting for teachers", ".1%", 1.0),
 }
-"""Metric → its words, its format, and what it is multiplied by. A teacher's own has `/<teacher>` behind it."""
-_WORKERS = "in the workers, at the same time"
+"""Metric → label, format, factor. Metrics of a single teacher end in `/<teacher>`."""
+_WORKERS = "in the workers, concurrently"
 _TRANSPORT = "from teachers to student"
 
 Line = tuple[str, ...]
-"""name, median, mean, share"""
+"""Name, median, mean, share."""
 
 
 class TableSink:
-    """Collects every step and writes a table per `every` of them, and on close one of those that are left.
+    """Collects every step, and writes a table every `every` steps and one for the remaining steps on close.
 
-    The driver's parts (`timing/<part>`) add up to 100 %; `step` is less than that where the driver also validated
-    between steps. Workers' times (`timing/<worker>/<part>`) pass at the same time: their share says how busy a worker
-    was over a step, and may exceed it where a worker runs ahead. A metric that a step does not have counts as 0.
+    The driver's parts (`timing/<part>`) add up to 100 %; `step` is less than that if the driver also did something
+    between steps, such as validation. Workers' times (`timing/<worker>/<part>`) run concurrently: their share says how
+    busy a worker was during a step, and may exceed 100 % if a worker runs ahead. A metric that is missing from a step
+    counts as 0.
 
     Args:
         every: steps per table.
-        emit: takes the table, several lines in one text; by default a message of the log.
+        emit: takes a table as one text of several lines; default: write it to the log.
     """
 
     def __init__(self, every: int, emit: Callable[[str], None] | None = None):
@@ -43,7 +44,7 @@ class TableSink:
         self._records: list[Mapping[str, float]] = []
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Takes one step's record; one that times no step (a validation pass) is not of this table."""
+        """Take one step's record; ignore records without a step time, such as those of a validation pass."""
         if STEP not in record:
             return
         self._steps.append(step)
@@ -63,7 +64,7 @@ class TableSink:
 
 
 def step_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Median and mean over some steps' records, as aligned lines of text; each record holds `timing/step`."""
+    """Median and mean over steps, as aligned lines of text; every record holds `timing/step`."""
     blocks = {
         "": list(_driver(records)),
         _WORKERS: list(_workers(records)),
@@ -74,17 +75,18 @@ def step_table(records: Sequence[Mapping[str, float]]) -> str:
         if title and block:
             lines.append((title, "", "", ""))
         lines += [(f"  {label}" if title else label, *cells) for label, *cells in block]
-    # a title may be longer than any name: it has its line to itself
-    names = max(len(name) for name, *cells in lines if any(cells))
-    columns = [max(len(line[column]) for line in lines) for column in (1, 2, 3)]
-    return "\n".join(
-        "  ".join([name.ljust(names), *(cell.rjust(width) for cell, width in zip(cells, columns))]).rstrip()
-        for name, *cells in lines
-    )
+    # Titles have a line to themselves, so they do not count towards the width of the name column.
+    name_width = max(len(name) for name, *cells in lines if any(cells))
+    widths = [max(len(line[column]) for line in lines) for column in (1, 2, 3)]
+    rows = []
+    for name, *cells in lines:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        rows.append("  ".join([name.ljust(name_width), *aligned]).rstrip())
+    return "\n".join(rows)
 
 
 def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    """The parts, longest first and what no part covers last, then the whole step."""
+    """The driver's parts, longest first; then `other`, then the whole step."""
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") == 1}
     means = {name: fmean(_series(records, name)) for name in names}
     total = sum(mean for name, mean in means.items() if name != STEP)
@@ -100,18 +102,18 @@ def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    named = sorted({name for record in records for name in record if name.startswith("transport/")})
+    names = sorted({name for record in records for name in record if name.startswith("transport/")})
     for base, (label, form, factor) in _MOVED.items():
-        for name in named:
+        for name in names:
             if name == base or name.startswith(f"{base}/"):
                 series = [factor * value for value in _series(records, name)]
                 teacher = name.removeprefix(base).removeprefix("/")
-                words = f"{label}, {teacher}" if teacher else label
-                yield words, format(median(series), form), format(fmean(series), form), ""
+                full_label = f"{label}, {teacher}" if teacher else label
+                yield full_label, format(median(series), form), format(fmean(series), form), ""
 
 
 def _time(records: Sequence[Mapping[str, float]], name: str, whole: float) -> Line:
-    """Seconds as milliseconds, and the mean's share of `whole`."""
+    """A line with seconds shown as milliseconds, and the mean's share of `whole`."""
     series = _series(records, name)
     share = f"{fmean(series) / whole:.1%}" if whole > 0 else ""
     times = (f"{1000 * seconds:,.1f} ms" for seconds in (median(series), fmean(series)))

@@ -1,4 +1,4 @@
-"""Where the wall time of a step goes, as the driver sees it."""
+"""Measures where the driver's wall time goes during a step."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from distill_rl.observe.metrics import Metric
 
 
 class StepTimer:
-    """Measures steps and their named parts, in seconds of a monotonic clock.
+    """Measures steps and their named parts, in seconds.
 
         with timer.step(step):
             with timer.part("student"):
                 ...
         observer.log(step, ..., timer.flush())
 
-    A part's time excludes the parts inside it, and what no part covers is `timing/other`: the parts of
-    a step add up to `timing/step` exactly. A part entered outside a step (a checkpoint, a validation
-    pass) is reported by the next flush and does not belong to `timing/step`.
+    The time of a part excludes the parts inside it, and time outside any part is `timing/other`, so the parts of a
+    step add up to `timing/step` exactly. A part entered between steps (a checkpoint, a validation pass) is reported
+    by the next flush and is not included in `timing/step`.
 
-    Time that passes in other processes while the driver waits is no part of this sum. Workers report it
-    under a name with one more slash, `timing/<worker>/<part>`, and the report draws it apart.
+    The work of other processes is not measured here. Workers report their times under names with one more slash,
+    `timing/<worker>/<part>`, and the report draws those separately.
 
     Args:
-        clock: seconds from any origin; tests pass their own.
+        clock: monotonic seconds from any origin; tests pass their own.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._inside: list[float] = []
-        """one entry per open block: the seconds already covered by blocks inside it"""
+        """One entry per open block: the seconds covered by the blocks inside it so far."""
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Times one optimizer step. `step` only serves the error message.
+        """Time one optimizer step; `step` is only used in the error message.
 
         Raises:
             RuntimeError: a step or a part is still open.
@@ -51,23 +51,23 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times one part; a part entered several times before a flush adds up."""
+        """Time one part; the times of a part entered several times before a flush are added."""
         with self._block() as measured:
             yield
         total, covered = measured
         self._add(name, total - covered)
 
     def flush(self) -> dict[str, Metric]:
-        """What was measured since the last flush, as `timing/<part>` and `timing/step`; merges as a mean."""
+        """The times since the last flush as `timing/<part>` and `timing/step`, which merge as means."""
         metrics = {f"timing/{name}": Metric(seconds) for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics
 
     @contextmanager
     def _block(self) -> Iterator[list[float]]:
-        """Yields a list that holds, once the block has ended, its seconds and those of the blocks inside it.
+        """Yield a list that, after the block, holds its seconds and those of the blocks inside it.
 
-        A block that raises reports nothing, but closes, so that a caller that goes on can go on measuring.
+        A block that raises reports nothing but is closed, so that a caller who recovers can go on measuring.
         """
         measured: list[float] = []
         self._inside.append(0.0)

@@ -21,10 +21,10 @@ def tables() -> CanonicalTables:
 
 
 @pytest.mark.parametrize("band", [1, 8, 64])
-def test_a_thousand_windows_are_aligned_as_by_numpy(tables: CanonicalTables, band: int) -> None:
+def test_many_windows_match_numpy(tables: CanonicalTables, band: int) -> None:
     windows = random_windows(band, 1000, 120)
-    found, wanted = (align_windows(windows, tables, backend=name, band=band) for name in ("cuda", "numpy"))
-    assert same(found, wanted)
+    results, expected = (align_windows(windows, tables, backend=name, band=band) for name in ("cuda", "numpy"))
+    assert same(results, expected)
 
 
 def test_long_windows_and_several_launches(tables: CanonicalTables, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_long_windows_and_several_launches(tables: CanonicalTables, monkeypatch:
         (draw.integers(0, len(STUDENT), size), draw.integers(0, len(TEACHER), 4096 - size))
         for size in (2048, 4000, 96, 1500, 3)
     ]
-    wanted = align_windows(windows, tables, backend="numpy")
-    assert same(align_windows(windows, tables, backend="cuda"), wanted)
+    expected = align_windows(windows, tables, backend="numpy")
+    assert same(align_windows(windows, tables, backend="cuda"), expected)
     monkeypatch.setattr(dp_cuda, "SCRATCH_BYTES", 300_000)
-    assert same(align_windows(windows, tables, backend="cuda"), wanted)
+    assert same(align_windows(windows, tables, backend="cuda"), expected)

@@ -1,4 +1,4 @@
-"""All ways through attention on a CUDA device: values, gradients, and no wait for the device."""
+"""All attention paths on a CUDA device: values, gradients, and no wait for the device."""
 
 import pytest
 import torch
@@ -10,6 +10,6 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("tiny", [True, False], ids=["tiny", "real sizes"])
 def test_all_paths_agree(tiny):
-    found = check(torch.device("cuda"), tiny)
-    assert any("packed" in name for name in found)
-    assert any("whole rows" in name for name in found)
+    errors = check(torch.device("cuda"), tiny)
+    assert any("packed" in name for name in errors)
+    assert any("whole rows" in name for name in errors)

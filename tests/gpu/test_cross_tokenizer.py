@@ -1,4 +1,4 @@
-"""Cross-tokenizer losses on a CUDA device against the fp64 oracle, and the same bits on every call."""
+"""Cross-tokenizer losses on a CUDA device match the fp64 oracle and give the same bits on every call."""
 
 import pytest
 import torch
@@ -11,25 +11,24 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("average", ["mean", "chain"])
 @pytest.mark.parametrize("method", METHODS)
-def test_values_and_gradients_are_the_oracles_and_repeat_to_the_bit(method, average):
+def test_values_and_gradients_match_the_oracle_and_repeat(method, average):
     data = documents(((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * 8, student=2003, teacher=3001)
     keywords = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
     expected, gradient = oracle(data, data.target("dense"), **keywords)
     target = data.target("dense")
     on_device = DenseLogits(target.logits.cuda(), target.label_logprob.cuda())
     chunks = Chunks(data.chunks.student.cuda(), data.chunks.teacher.cuda(), data.chunks.count)
-    bridge, labels = data.bridge.to("cuda"), data.labels.cuda()
+    projection, labels = data.bridge.to("cuda"), data.labels.cuda()
     gradients = []
     for _ in range(2):
         student = data.student.float().cuda().requires_grad_()
-        output = chunk_kd_loss(student, on_device, chunks, bridge, labels=labels, chunk_size=16, **keywords)
+        output = chunk_kd_loss(student, on_device, chunks, projection, labels=labels, chunk_size=16, **keywords)
         (output.kd + output.ce).backward()
-        assert_sums(
-            type(output)(*(getattr(output, name).cpu() for name in type(output).__dataclass_fields__)), expected, 1e-5
-        )
+        on_cpu = type(output)(*(getattr(output, name).cpu() for name in type(output).__dataclass_fields__))
+        assert_sums(on_cpu, expected, 1e-5)
         assert_gradient(student.grad.cpu(), gradient, 1e-5)
         gradients.append(student.grad)
-    if method == "xtoken":  # cuSPARSE adds in any order
+    if method == "xtoken":  # cuSPARSE does not fix the order of summation
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
     else:
         assert torch.equal(*gradients)

@@ -1,4 +1,4 @@
-"""The transport contract between processes on one GPU, and what holds for CUDA IPC alone."""
+"""The transport contract between processes on one GPU, and rules of CUDA IPC alone."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def processes():
-    """Kept from test to test; one that a test has killed is made anew."""
+    """Shared by all tests of this module; `stage` replaces those that a test has killed."""
     sides = []
     yield sides
     for side in sides:
@@ -27,9 +27,9 @@ def processes():
 @pytest.fixture
 def stage(processes):
     processes[:] = [side if side.alive else Process() for side in processes] or [Process() for _ in range(3)]
-    made = Stage("cuda_ipc", processes, device="cuda")
-    yield made
-    made.close()
+    stage = Stage("cuda_ipc", processes, device="cuda")
+    yield stage
+    stage.close()
 
 
 PEER = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device"))
@@ -38,29 +38,29 @@ PEER = pytest.param("cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count()
 @pytest.fixture(params=["cuda:0", PEER])
 def pair(stage, request):
     """A writer on the first GPU and its only reader, on the same GPU or on a peer."""
-    elsewhere = Stage("cuda_ipc", stage.sides, device=request.param)
+    reader_stage = Stage("cuda_ipc", stage.sides, device=request.param)
 
-    def made(ring):
-        writer, reader = stage.writer(ring), elsewhere.reader()
+    def connect(ring):
+        writer, reader = stage.writer(ring), reader_stage.reader()
         stage.connect(writer, reader)
         return writer, reader
 
-    yield made
-    elsewhere.close()
+    yield connect
+    reader_stage.close()
 
 
 class TestCudaIpc(Every, Acknowledged, Apart):
     pass
 
 
-def test_views_lie_in_the_writers_memory_and_nothing_is_copied(stage):
+def test_views_share_the_writers_memory(stage):
     writer, reader = stage.pair(Ring(2, 64 << 20))
     handle = writer.publish(Slot(0, 2), {"x": torch.ones(16 << 20)}, Layout(0, 1, 16 << 20))
     assert reader.side.tell("device_memory_of_fetch", reader.number, handle) == 0
 
 
-def test_a_write_waits_for_kernels_that_still_read(pair):
-    """The reader's block ends on the CPU long before its kernels do; the next content must not reach them."""
+def test_a_write_waits_for_running_readers(pair):
+    """The reader's block ends on the CPU long before its kernels finish, which must not see the next content."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
     for generation in range(2, 42, 2):
@@ -69,8 +69,8 @@ def test_a_write_waits_for_kernels_that_still_read(pair):
     assert reader.side.tell("means") == [float(generation) for generation in range(2, 42, 2)]
 
 
-def test_a_read_waits_for_a_write_that_the_gpu_has_not_done(pair):
-    """The handle is there long before the content; kernels on it may run on a stream that is not the reader's own."""
+def test_a_read_waits_for_a_pending_write(pair):
+    """The handle arrives long before the content, and kernels that read it may run on any of the reader's streams."""
     size = 4 << 20
     writer, reader = pair(Ring(1, 4 * size))
     for generation in range(2, 12, 2):
@@ -79,8 +79,8 @@ def test_a_read_waits_for_a_write_that_the_gpu_has_not_done(pair):
         assert reader.values_in_pieces(handle) == [float(generation)]
 
 
-def test_a_ring_lies_alone_though_the_allocator_has_room_beside_other_memory(stage):
-    """6 MiB are cut from 20, and a small ring would fit into the rest; made there, it would be refused."""
+def test_a_ring_gets_its_own_allocation(stage):
+    """After 6 MiB, the allocator's 20 MiB block has room for a small ring, but a ring inside that block is refused."""
     stage.sides[0].tell("hold_gpu_memory", 6 << 20)
     writer, reader = stage.pair(Ring(1, ROOM))
     stage.sides[0].tell("hold_gpu_memory", 1 << 20)
@@ -88,31 +88,31 @@ def test_a_ring_lies_alone_though_the_allocator_has_room_beside_other_memory(sta
     assert_same(reader.read(handle), targets())
 
 
-def test_a_ring_is_refused_inside_the_process_that_wrote_it(stage):
+def test_a_ring_cannot_be_opened_by_its_writer(stage):
     writer = stage.writer(Ring(1, ROOM))
     reader = stage.reader(side=writer.side)
     with pytest.raises(TransportError, match="use transport local"):
         reader.open(writer.offer(0))
 
 
-def test_many_small_rings_and_a_big_one_live_side_by_side(stage):
+def test_many_small_rings_beside_a_big_one(stage):
     reader = stage.reader()
     handles = []
-    for number, room in enumerate((4096, 64 << 20, 4096, 4096)):
-        writer = stage.writer(Ring(2, room), source=f"teacher-{number}/dp0-tp0")
+    for i, room in enumerate((4096, 64 << 20, 4096, 4096)):
+        writer = stage.writer(Ring(2, room), source=f"teacher-{i}/dp0-tp0")
         stage.connect(writer, reader)
-        handles.append(writer.publish(Slot(1, 2), targets(seed=number), LAYOUT))
-    for number, handle in enumerate(handles):
-        assert_same(reader.read(handle), targets(seed=number))
+        handles.append(writer.publish(Slot(1, 2), targets(seed=i), LAYOUT))
+    for i, handle in enumerate(handles):
+        assert_same(reader.read(handle), targets(seed=i))
 
 
-def test_auto_takes_it_between_two_processes_on_one_gpu(stage):
+def test_auto_selects_cuda_ipc_on_one_gpu(stage):
     writer, reader = (side.tell("place", "cuda", "node") for side in stage.sides[:2])
     assert writer.device == reader.device
     assert choose("auto", writer, [reader]).name == "cuda_ipc"
 
 
-def test_expandable_segments_are_refused_and_the_variable_is_named(monkeypatch):
+def test_expandable_segments_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from distill_rl.transport.cuda_ipc import CudaIpcTransport
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """Ends with this module: the tests that need no GPU have one of their own, and a process can be in one only."""
+    """A session for this module only: a process can be in one session, and other tests have their own."""
     from distill_rl.config.schema import RayConfig
     from distill_rl.workers.cluster.session import ray, ray_session
 

@@ -1,4 +1,4 @@
-"""The correctness parts of the GPU check at full size, each in a process of its own as the kit runs them."""
+"""The correctness parts of the GPU check at full size, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.function == "check"], ids=lambda part: part.name)
-def test_a_part_of_the_gpu_check_is_well(part: Part, tmp_path: Path) -> None:
+def test_a_part_of_the_gpu_check_passes(part: Part, tmp_path: Path) -> None:
     call = Call("cuda", False, tmp_path, tmp_path / "log")
     outcome = run_part(part, call, part.limit_s)
     if outcome.status == SKIPPED:

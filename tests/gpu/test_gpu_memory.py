@@ -1,4 +1,4 @@
-"""CUDA out of memory as PyTorch itself tells it; what follows from the text: tests/unit/system/test_gpu_memory.py."""
+"""PyTorch's own out-of-memory errors; tests/unit/system/test_gpu_memory.py covers how their text is used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distill_rl.workers.actors.rank import hold_to
 pytestmark = pytest.mark.gpu
 
 
-def test_torchs_own_words_are_understood() -> None:
+def test_torch_oom_message_is_parsed() -> None:
     environment.check(torch.device("cuda", 0), tiny=True)
 
 
-def test_a_rank_that_is_held_to_a_share_is_told_the_share() -> None:
+def test_oom_error_names_the_memory_fraction() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     hold_to(0.5, 0)
     try:

@@ -1,4 +1,4 @@
-"""Hidden states and the output layer that the student holds, on a CUDA device."""
+"""Hidden states, and the teacher's output layer in the student, on a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.gpu
 VOCABULARY, WIDTH, DEVICE = 320, 24, "cuda"
 
 
-# fp32: two orders of summation. bf16: the logits export rounds every logit to 2^-9 of itself, the other rounds nothing.
+# fp32: two orders of summation. bf16: the logits export rounds every logit by 2^-9 of itself, hidden states do not.
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-def test_hidden_states_teach_what_logits_teach(tmp_path, dtype: str, bound: float):
+def test_hidden_states_give_the_same_targets_as_logits(tmp_path, dtype: str, bound: float):
     student = write_tiny_model(tmp_path / "student", "llama", vocab_size=507, seed=1)
     teacher = write_tiny_model(tmp_path / "teacher", "qwen2", hidden=64, tie=True, vocab_size=352, seed=2)
     world = open_world(rank=0, dp=1, tp=1, device=DEVICE)
     try:
         batch = rank_batch(token_rows([[document] for document in random_documents(4, seed=3)], WIDTH))
-        found = {}
+        gradients = {}
         for export in ("hidden", "logits"):
             config = engine_config(student, [teacher])
             config.teachers[0].export, config.teachers[0].dtype, config.teachers[0].wire_dtype = export, dtype, "fp32"
@@ -43,9 +43,9 @@ def test_hidden_states_teach_what_logits_teach(tmp_path, dtype: str, bound: floa
             assert {tensor.device.type for tensor in targets.values()} == {DEVICE}
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             engine.forward_backward(batch, fixed_targets([targets], WIDTH))
-            found[export] = whole_gradients(engine.model)
+            gradients[export] = whole_gradients(engine.model)
             head = engine.objective.heads[0]
             assert head is None or head.weight.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        assert relative_l2(found["hidden"], found["logits"]) < bound
+        assert relative_l2(gradients["hidden"], gradients["logits"]) < bound
     finally:
         close_world(world)

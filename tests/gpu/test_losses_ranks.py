@@ -1,4 +1,4 @@
-"""Losses on CUDA: sharded over NCCL ranks against the whole on one device, and peak memory."""
+"""Losses on CUDA: sharded over NCCL ranks against one device, and peak memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def close(value: Tensor, truth: Tensor) -> None:
 
 
 def compare_sharded() -> None:
-    """fp32, every divergence, dense and top-k, streamed and fused, at the ranks' uneven shards."""
+    """Every divergence in fp32, dense and top-k, streamed and fused, with uneven shards."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
     hidden, head, teacher = randn(0, ROWS, HIDDEN), randn(1, VOCABULARY, HIDDEN) / 8, 2 * randn(2, ROWS, VOCABULARY)
     labels = torch.arange(ROWS, device="cuda")
@@ -65,7 +65,7 @@ def compare_sharded() -> None:
 
 
 def _rank(rank: int, ranks: int, port: int, function: Callable[[], None]) -> None:
-    os.environ.update(NCCL)  # before NCCL is initialised, in the child
+    os.environ.update(NCCL)  # must be set in the child before NCCL is initialised
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
@@ -77,7 +77,7 @@ def _rank(rank: int, ranks: int, port: int, function: Callable[[], None]) -> Non
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_shards_over_nccl_give_the_oracles_value_and_gradient(ranks: int) -> None:
+def test_shards_over_nccl_match_the_oracle(ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
     with socket.socket() as free:
@@ -88,7 +88,8 @@ def test_shards_over_nccl_give_the_oracles_value_and_gradient(ranks: int) -> Non
 
 @pytest.mark.parametrize("kind", ["dense", "topk"])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_peak_memory_stays_below_two_and_a_half_bytes_per_logit(divergence: str, kind: str) -> None:
+def test_peak_memory_per_logit(divergence: str, kind: str) -> None:
+    """At most 2.5 bytes per logit, including the gradient."""
     rows = 4096
     student, teacher = (randn(seed, rows, VOCABULARY, dtype=torch.bfloat16) for seed in (0, 1))
     target = DenseLogits(teacher) if kind == "dense" else vocab_parallel_topk(teacher, K)
@@ -111,7 +112,7 @@ def test_a_bf16_output_layer_is_accumulated_in_fp32() -> None:
     expected.loss.backward()
     assert abs(output.loss - expected.loss) <= 1e-4 * expected.loss
     for leaf, double in zip(leaves, doubles):
-        # The chunk's gradient is rounded to bf16 before the product, and the product when it is stored.
+        # The gradient of a chunk is rounded to bf16 before the product, and the product again when it is stored.
         assert (leaf.grad.double() - double.grad).norm() <= 6e-3 * double.grad.norm()
 
 

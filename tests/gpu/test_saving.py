@@ -1,4 +1,4 @@
-"""Saving beside the training from a GPU: one rank, NCCL for tensors, gloo for the writers."""
+"""Asynchronous saving from a GPU with one rank: NCCL for tensors, gloo for the writers."""
 
 import json
 
@@ -29,10 +29,12 @@ def train(engine, step):
 
 def on_host(engine):
     tensors = engine._snapshot({}).tensors
-    return {name: (each.to_local() if hasattr(each, "to_local") else each).cpu() for name, each in tensors.items()}
+    return {
+        name: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).cpu() for name, tensor in tensors.items()
+    }
 
 
-def test_what_is_copied_from_the_gpu_is_what_is_saved_and_training_does_not_notice(world, tmp_path):
+def test_asynchronous_save_matches_the_gpu_state(world, tmp_path):
     student = write_tiny_model(tmp_path / "student", "llama", seed=61, tie=True)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, train__deterministic=True)
 
@@ -40,26 +42,26 @@ def test_what_is_copied_from_the_gpu_is_what_is_saved_and_training_does_not_noti
         return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
 
     curves, states = {}, {}
-    for beside in (False, True):
-        mine = engine()
-        curves[beside] = []
+    for asynchronous in (False, True):
+        trained = engine()
+        curves[asynchronous] = []
         for step in range(STEPS):
-            curves[beside].append(train(mine, step))
-            states[step] = on_host(mine)
-            marker = tmp_path / f"written-{step}.json" if beside else None
-            mine.save(tmp_path / str(beside) / f"step-{step}", {}, marker)
-        mine.finish_saving()
+            curves[asynchronous].append(train(trained, step))
+            states[step] = on_host(trained)
+            marker = tmp_path / f"written-{step}.json" if asynchronous else None
+            trained.save(tmp_path / str(asynchronous) / f"step-{step}", {}, marker)
+        trained.finish_saving()
     assert curves[False] == curves[True]
     for step in range(STEPS):
         assert json.loads((tmp_path / f"written-{step}.json").read_text())["error"] is None
-        other = engine()
-        other.load(tmp_path / "True" / f"step-{step}")
-        found = on_host(other)
-        assert found.keys() == states[step].keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in states[step].items())
+        resumed = engine()
+        resumed.load(tmp_path / "True" / f"step-{step}")
+        loaded = on_host(resumed)
+        assert loaded.keys() == states[step].keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in states[step].items())
 
 
-def test_a_copy_holds_no_memory_of_the_gpu(world, tmp_path):
+def test_a_copy_holds_no_gpu_memory(world, tmp_path):
     student = write_tiny_model(tmp_path / "student", "llama", seed=61)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
@@ -67,4 +69,4 @@ def test_a_copy_holds_no_memory_of_the_gpu(world, tmp_path):
     before = torch.cuda.memory_allocated()
     copy = engine._snapshot({}).copied()
     assert torch.cuda.memory_allocated() == before
-    assert {each.device.type for each in copy.tensors.values()} == {"cpu"}
+    assert {tensor.device.type for tensor in copy.tensors.values()} == {"cpu"}

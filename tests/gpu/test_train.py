@@ -1,4 +1,4 @@
-"""A whole run on one GPU that student and teacher share."""
+"""Whole runs with student and teacher on one GPU."""
 
 import os
 import signal
@@ -26,15 +26,15 @@ def material(tmp_path_factory) -> Material:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_deterministic_run_repeats_itself_at_any_depth(material, tmp_path, dtype):
+def test_deterministic_runs_repeat_at_any_depth(material, tmp_path, dtype):
     curves = []
     for depth in (0, 2):
         folder = tmp_path / str(depth)
-        ended = distill_rl(
+        result = distill_rl(
             "train", "-c", material.config(folder), f"prefetch.depth={depth}", "train.deterministic=true",
             f"student.dtype={dtype}", f"teachers.0.dtype={dtype}", "teachers.0.wire_dtype=auto",
         )  # fmt: skip
-        assert ended.code == 0, ended.err
+        assert result.code == 0, result.err
         curves.append(series(folder / "runs" / "tiny", "train/kl_loss"))
     assert len(curves[0]) == 8
     assert curves[0] == curves[1]
@@ -45,12 +45,12 @@ def test_the_transport_changes_no_bit(material, tmp_path, export):
     curves = {}
     for transport in ("cuda_ipc", "object_store", "shared_memory"):
         folder = tmp_path / transport
-        ended = distill_rl(
+        result = distill_rl(
             "train", "-c", material.config(folder), f"transport={transport}", f"teachers.0.export={export}",
             "prefetch.depth=2", "train.deterministic=true", "student.dtype=bf16", "teachers.0.dtype=bf16",
         )  # fmt: skip
-        assert ended.code == 0, ended.err
-        assert f"transport {transport}: " in ended.out
+        assert result.code == 0, result.err
+        assert f"transport {transport}: " in result.out
         run = folder / "runs" / "tiny"
         curves[transport] = [series(run, metric) for metric in ("train/loss", "train/kl_loss", "train/grad_norm")]
         assert [len(curve) for curve in curves[transport]] == [8, 8, 8]
@@ -58,32 +58,32 @@ def test_the_transport_changes_no_bit(material, tmp_path, export):
 
 
 @pytest.mark.parametrize("worker", ["TeacherWorker", "StudentWorker"])
-def test_a_killed_worker_leaves_no_counters_of_shared_gpu_memory(material, tmp_path, worker):
-    """Torch counts a buffer's readers in a file of the process that has it, which a kill -9 leaves to the run."""
+def test_a_killed_worker_leaves_no_ipc_counters(material, tmp_path, worker):
+    """Torch counts the readers of a shared buffer in a file, which a process killed by SIGKILL leaves behind."""
     log, run = tmp_path / "log", tmp_path / "runs" / "tiny"
     config = material.config(tmp_path)
     with running("train", "-c", config, "transport=cuda_ipc", "train.steps=100000", log=log) as process:
         until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
         assert process.poll() is None, log.read_text()
-        started = leftovers(process.pid)
-        assert counters(started)
+        pids = leftovers(process.pid)
+        assert counters(pids)
         os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
         assert process.wait(timeout=60) == 1, log.read_text()
-    assert counters(started) == []
+    assert counters(pids) == []
 
 
 def counters(pids):
     return [file.name for pid in pids for file in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
-def test_an_aligner_with_a_share_of_the_gpu_runs_the_dynamic_programme_there(material, tmp_path):
+def test_an_aligner_on_the_gpu_runs_the_dynamic_programme(material, tmp_path):
     runs = []
     for backend in ("numba", "cuda"):
-        ended = distill_rl(
+        result = distill_rl(
             "train", "-c", material.config(tmp_path / backend, "foreign"), "train.deterministic=true", "train.steps=3",
             "aligner.method=dp", "aligner.num_gpus=0.1", f"aligner.dp.backend={backend}",
         )  # fmt: skip
-        assert ended.code == 0, ended.err
+        assert result.code == 0, result.err
         runs.append(records(tmp_path / backend / "runs" / "tiny"))
     assert runs[0][0]["align/method/dp/numba"] == runs[1][0]["align/method/dp/cuda"] == 8
     assert [record["train/kl_loss"] for record in runs[0]] == [record["train/kl_loss"] for record in runs[1]]

@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: what a page asks for, complains of and shows."""
+"""A headless Chromium over its debugging pipe: what a page requests, logs and shows."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _OPTIONS = (
 class Browser:
     def __init__(self, write: int, read: int):
         self._write, self._read, self._buffer = write, read, b""
-        self._number = 0
+        self._call_id = 0
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **arguments: Any) -> dict[str, Any]:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": arguments}
+        self._call_id += 1
+        message = {"id": self._call_id, "method": method, "params": arguments}
         os.write(self._write, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
         while True:
-            answer = self._next()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
+            reply = self._next()
+            if reply.get("id") == self._call_id:
+                assert "error" not in reply, (method, reply["error"])
+                return reply["result"]
 
     def wait_for(self, event: str) -> None:
-        while not any(each["method"] == event for each in self.events):
+        while not any(seen["method"] == event for seen in self.events):
             self._next()
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + DEADLINE_S
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"Chromium said nothing for {DEADLINE_S:g} s"
-            said = os.read(self._read, 1 << 16)
-            assert said, "Chromium has ended"
-            self._buffer += said
+            assert ready, f"no message from Chromium for {DEADLINE_S:g} s"
+            data = os.read(self._read, 1 << 16)
+            assert data, "Chromium has exited"
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)
         if "method" in message:
@@ -64,7 +64,7 @@ class Browser:
 
 
 class View:
-    """A page that has been loaded."""
+    """A loaded page."""
 
     def __init__(self, browser: Browser, file: Path, *, width: int, scheme: Literal["light", "dark"]):
         self._browser = browser
@@ -80,15 +80,15 @@ class View:
         self._call("Page.navigate", url=file.as_uri())
         browser.wait_for("Page.loadEventFired")
 
-    def ask(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        reply = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     @property
     def requested(self) -> list[str]:
-        """Addresses of everything that was asked for."""
+        """The URLs of all requests."""
         return [
             event["params"]["request"]["url"]
             for event in self._browser.events
@@ -96,15 +96,15 @@ class View:
         ]
 
     @property
-    def complaints(self) -> list[dict[str, Any]]:
-        """What a developer would see in the console."""
+    def console_messages(self) -> list[dict[str, Any]]:
+        """Everything that a developer would see in the console."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [event["params"] for event in self._browser.events if event["method"] in kinds]
 
     def screenshot(self, path: Path) -> None:
-        """Of the whole page."""
-        taken = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
+        """Write a PNG of the whole page."""
+        capture = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(capture["data"]))
 
     def point_at(self, x: float, y: float) -> None:
         self._call("Page.bringToFront")
@@ -116,26 +116,26 @@ class View:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """Reads commands from descriptor 3 and answers on 4, as Chromium has it."""
+    """Start Chromium, which reads commands from descriptor 3 and replies on 4."""
     assert PROGRAM is not None
-    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
-    # The shell puts the two where Chromium looks for them.
-    command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
+    (child_in, our_out), (our_in, child_out) = os.pipe(), os.pipe()
+    # The shell moves the two ends to the descriptors that Chromium expects.
+    command = f'exec 3<&{child_in} 4>&{child_out}; exec "$@"'
     process = subprocess.Popen(
         ["bash", "-c", command, "bash", PROGRAM, *_OPTIONS, f"--user-data-dir={profile}"],
-        pass_fds=(theirs_in, theirs_out),
+        pass_fds=(child_in, child_out),
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    os.close(theirs_in)
-    os.close(theirs_out)
-    browser = Browser(ours_out, ours_in)
+    os.close(child_in)
+    os.close(child_out)
+    browser = Browser(our_out, our_in)
     try:
         yield browser
         browser.call("Browser.close")
     finally:
-        os.close(ours_out)
-        os.close(ours_in)
+        os.close(our_out)
+        os.close(our_in)
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ FORMS = ("jsonl", "parquet", "arrow", "folder")
 
 
 def corpus_rows(rows: int = 64, seed: int = 0, messages: bool = False) -> list[dict[str, Any]]:
-    """Rows `{"text": …}` of 3 to 40 words, or `{"messages": […]}` of one to three turns; equal for equal seeds."""
+    """Rows `{"text": …}` of 3 to 40 words, or `{"messages": […]}` of one to three turns; determined by `seed`."""
     draw = random.Random(f"corpus-{seed}")
     words = iter(seeded_words(seed, rows * 160))
 
@@ -33,7 +33,7 @@ def corpus_rows(rows: int = 64, seed: int = 0, messages: bool = False) -> list[d
 
 
 def write_corpus(path: str | Path, rows: int = 64, seed: int = 0, messages: bool = False, form: str = "jsonl") -> Path:
-    """Write `corpus_rows(rows, seed, messages)` to `path`, a folder for form "folder" and else a file; return it."""
+    """Write `corpus_rows(rows, seed, messages)` to `path`: a folder for form "folder", otherwise a file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

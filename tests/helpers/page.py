@@ -1,4 +1,4 @@
-"""An HTML page taken apart: what it would show, and what it could reach for."""
+"""Parses an HTML page: its visible text, and the resources it could load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr", "base"}
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text; complains about tags that do not match."""
+    """Tags, attributes and text; asserts that all tags are closed."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -44,11 +44,11 @@ class Page(HTMLParser):
 
     @property
     def reaches_out(self) -> list[tuple[str, str, str | None]]:
-        """Attributes that load something, lead somewhere or run a script."""
+        """Attributes that load a resource, link elsewhere or run a script."""
         names = ("src", "href", "xlink:href", "action", "srcdoc")
-        return [each for each in self.attributes if each[1] in names or each[1].startswith("on")]
+        return [item for item in self.attributes if item[1] in names or item[1].startswith("on")]
 
 
 ACTIVE = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
 HOSTILE = "</svg></script><script>alert(1)</script><img src=x onerror=alert(1)>\"'`{{ 7 * 7 }}"
-"""Text that would run, or be computed, where it is not escaped."""
+"""Text that would run or be evaluated if it were not escaped."""

@@ -1,4 +1,4 @@
-"""A tracker that is a TCP server, which may be down, slow or silent: `python -m tests.helpers.socket_tracker HOST PORT`."""
+"""A tracker that sends to a TCP server, which may fail or hang: `python -m tests.helpers.socket_tracker HOST PORT`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Behaviour = Literal["takes", "hangs", "closes"]
 
 
 class Client:
-    """Sends each record and waits for its answer, with no deadline at all."""
+    """The tracker: sends each record and waits for the reply, without a deadline."""
 
     def __init__(self, start: Mapping[str, Any]):
         self._connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-        self._answers = self._connection.makefile()
-        self._ask(start)
+        self._replies = self._connection.makefile()
+        self._send(start)
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        self._ask({"step": step, "metrics": metrics})
+        self._send({"step": step, "metrics": metrics})
 
     def close(self) -> None:
-        self._ask({"closed": True})
+        self._send({"closed": True})
 
-    def _ask(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
-        if self._answers.readline() != "ok\n":
-            raise ConnectionError("no answer")
+        if self._replies.readline() != "ok\n":
+            raise ConnectionError("no reply")
 
 
 class Server:
-    """What it was told, and where it listens."""
+    """Records the messages it receives, and replies according to its behaviour."""
 
     def __init__(self, behaviour: Behaviour):
         self.messages: list[dict[str, Any]] = []
@@ -46,12 +46,12 @@ class Server:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                for number, line in enumerate(self.rfile):
+                for i, line in enumerate(self.rfile):
                     server.messages.append(json.loads(line))
                     if behaviour == "hangs":
                         server.done.wait()
                         return
-                    if behaviour == "closes" and number:
+                    if behaviour == "closes" and i:
                         return
                     self.wfile.write(b"ok\n")
 

@@ -1,4 +1,4 @@
-"""Bytes that the operations on tensors read and write, counted while a program runs."""
+"""Counts the bytes that tensor operations read and write while a program runs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
-"""In-place operations that do not read what they are called on."""
+"""In-place operations that do not read their tensor."""
 MAKING = {"new_zeros", "new_full", "zeros_like", "full_like", "ones_like"}
-"""Read nothing of what they are called on but its size."""
+"""Operations that read only the size of their tensor."""
 SELECTING = {"gather", "index_select", "embedding", "index"}
-"""Read of their first operand as much as they return."""
+"""Operations that read as many bytes of their first operand as they return."""
 SCATTERING = {"scatter_", "scatter_add_", "index_copy_"}
-"""Write, of what they are called on, as much as their source holds."""
+"""Operations that write as many bytes of their tensor as their source holds."""
 ONLY_READ = {"_fused_adamw_": "grads"}
-"""Operands that the schema says are written and that are not, unless a gradient scaler is in use."""
+"""Operands that the schema marks as written, but that are only read without a gradient scaler."""
 FREE = {
     "empty",
     "empty_like",
@@ -36,11 +36,11 @@ ATTENTION = "_scaled_dot_product"
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes by operation, in `bytes`, of what runs inside the `with` block, backward passes included.
+    """Counts bytes by operation, in `bytes`, inside a `with` block, including backward passes.
 
-    An operation reads each operand once and writes each result once, whatever a kernel does beyond that. Views cost
-    nothing, and of an expanded operand only what is stored counts. Matrix products and attention do not count: their
-    time is that of their arithmetic.
+    The count is a lower bound: an operation reads each operand once and writes each result once. Views are free, and of
+    an expanded operand only the stored elements count. Matrix products and attention are left out, because they are
+    bound by arithmetic.
     """
 
     def __init__(self) -> None:
@@ -64,18 +64,19 @@ def _moved(function: Any, name: str, args: tuple, kwargs: dict, result: Any) -> 
     if name in MAKING:
         return _stored(result)
     if name in SELECTING:
-        ids = sum(_stored(each) for each in _tensors(args[1:]) if each.dtype == torch.int64)
+        ids = sum(_stored(tensor) for tensor in _tensors(args[1:]) if tensor.dtype == torch.int64)
         return 2 * _stored(result) + ids
     if name in SCATTERING:
         index, source = args[2], args[3]
         written = source.numel() if isinstance(source, Tensor) else index.numel()
         passes = 2 if name == "scatter_add_" else 1
-        return passes * written * args[0].element_size() + sum(_stored(each) for each in _tensors(args[1:]))
+        return passes * written * args[0].element_size() + sum(_stored(tensor) for tensor in _tensors(args[1:]))
     return sum(_by_schema(function, name, args, kwargs, result))
 
 
 def _by_schema(function: Any, name: str, args: tuple, kwargs: dict, result: Any) -> Iterator[int]:
-    """What an operation may write it writes; whatever it does not overwrite unseen it reads; new results it writes."""
+    """Bytes by the operation's schema: operands are read unless they are overwritten, and written if the schema says so;
+    new results are written."""
     values = {argument.name: value for argument, value in zip(function._schema.arguments, args)} | kwargs
     for argument in function._schema.arguments:
         alias = argument.alias_info
@@ -88,7 +89,7 @@ def _by_schema(function: Any, name: str, args: tuple, kwargs: dict, result: Any)
                 if overwritten:
                     continue
             yield _stored(tensor)
-    operands = {each.untyped_storage()._cdata for each in _tensors([args, kwargs])}
+    operands = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
     for tensor in _tensors(result):
         if tensor.untyped_storage()._cdata not in operands:
             yield _stored(tensor)

@@ -1,4 +1,4 @@
-"""A real Prometheus with the shipped configuration watches a real run: all that the shipped dashboard shows is there."""
+"""A real Prometheus with the shipped configuration scrapes a real run, and has everything the dashboard shows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytest.importorskip("aiohttp_cors", reason="Ray's metrics agent is not installed
 LAUNCH = Path(distill_rl.__file__).parents[1] / "launch"
 PROGRAM = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
 DASHBOARD = json.loads((LAUNCH / "monitoring" / "grafana-dashboard.json").read_text())
-RUN = "watched"
+RUN = "monitored"
 
-needs_prometheus = pytest.mark.skipif(not PROGRAM, reason="there is no Prometheus here: set PROMETHEUS")
+needs_prometheus = pytest.mark.skipif(not PROGRAM, reason="Prometheus is not installed: set PROMETHEUS to its path")
 
 
 def expressions() -> list[str]:
@@ -41,22 +41,22 @@ def expressions() -> list[str]:
 
 
 @dataclass(frozen=True)
-class ProcessMonitor:
-    """A Prometheus, and the process of the run that it watches."""
+class Monitor:
+    """A Prometheus server, and the process of the run that it scrapes."""
 
     port: int
     root: psutil.Process
     folder: Path
 
-    def ask(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of a query now: labels and values."""
-        query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{query}", timeout=10) as answer:
-            found = json.load(answer)
-        assert found["status"] == "success", found
-        return found["data"]["result"]
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The current samples of an expression: labels and values."""
+        arguments = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{arguments}", timeout=10) as response:
+            reply = json.load(response)
+        assert reply["status"] == "success", reply
+        return reply["data"]["result"]
 
-    def answers(self) -> bool:
+    def is_ready(self) -> bool:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5).close()
         except OSError:
@@ -78,9 +78,9 @@ def prometheus(run: Path, data: Path, port: int) -> Iterator[subprocess.Popen[by
 
 
 @pytest.fixture(scope="module")
-def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessMonitor]:
-    """A run across tokenizers with everything on, that goes on until it is told to stop."""
-    folder = tmp_path_factory.mktemp("watched")
+def monitor(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitor]:
+    """A run across tokenizers with every kind of metric, which runs until it is stopped."""
+    folder = tmp_path_factory.mktemp("monitored")
     suite = write_suite(folder, count=8)
     settings = [
         f"run.name={RUN}",
@@ -99,24 +99,24 @@ def watch(material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proces
         until(lambda: targets.exists() or process.poll() is not None, "the run starts")
         assert process.poll() is None, log.read_text()
         with prometheus(run, folder / "data", port) as server:
-            watch = ProcessMonitor(port, psutil.Process(process.pid), folder)
-            until(lambda: watch.answers() or server.poll() is not None, "Prometheus starts")
+            monitor = Monitor(port, psutil.Process(process.pid), folder)
+            until(lambda: monitor.is_ready() or server.poll() is not None, "Prometheus starts")
             assert server.poll() is None, (folder / "data.log").read_text()
-            yield watch
+            yield monitor
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=DEADLINE_S) == 85, log.read_text()
 
 
 @needs_prometheus
-def test_every_panel_of_the_dashboard_has_samples(watch: ProcessMonitor) -> None:
+def test_every_dashboard_panel_has_samples(monitor: Monitor) -> None:
     missing = set(expressions())
     assert len(missing) >= 30
 
     def complete() -> bool:
-        assert watch.root.is_running(), (watch.folder / "log").read_text()
+        assert monitor.root.is_running(), (monitor.folder / "log").read_text()
         for expression in list(missing):
-            if watch.ask(expression):
+            if monitor.query(expression):
                 missing.discard(expression)
         return not missing
 
@@ -127,9 +127,9 @@ def test_every_panel_of_the_dashboard_has_samples(watch: ProcessMonitor) -> None
 
 
 @needs_prometheus
-def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) -> None:
+def test_every_actor_and_the_driver_export_metrics(monitor: Monitor) -> None:
     def actors(metric: str) -> set[str]:
-        return {sample["metric"]["actor"] for sample in watch.ask(f'ray_distill_rl_{metric}{{run="{RUN}"}}')}
+        return {sample["metric"]["actor"] for sample in monitor.query(f'ray_distill_rl_{metric}{{run="{RUN}"}}')}
 
     expected = {
         "step": {"driver"},
@@ -143,7 +143,7 @@ def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) 
     except AssertionError:
         assert {metric: actors(metric) for metric in expected} == expected
     for metric in expected:
-        (labels, *_) = (sample["metric"] for sample in watch.ask(f"ray_distill_rl_{metric}"))
+        (labels, *_) = (sample["metric"] for sample in monitor.query(f"ray_distill_rl_{metric}"))
         assert labels["run"] == RUN
         assert labels["job"] == "distill_rl"
         assert re.fullmatch(r"[0-9.]+", labels["node"])
@@ -151,24 +151,24 @@ def test_every_actor_and_the_driver_speak_for_themselves(watch: ProcessMonitor) 
 
 
 @needs_prometheus
-def test_what_prometheus_knows_is_what_the_run_says(watch: ProcessMonitor) -> None:
-    written = {
+def test_prometheus_values_match_the_run(monitor: Monitor) -> None:
+    logged = {
         round(record["train/kl_loss"], 6)
-        for line in (watch.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
+        for line in (monitor.folder / "runs" / RUN / "metrics.jsonl").read_text().splitlines()
         if "train/kl_loss" in (record := json.loads(line))
     }
-    (sample,) = watch.ask(f'ray_distill_rl_train_kl_loss{{run="{RUN}"}}')
-    assert round(float(sample["value"][1]), 6) in written
-    parts = {each["metric"]["of"] for each in watch.ask(f'ray_distill_rl_timing_seconds{{run="{RUN}"}}')}
+    (sample,) = monitor.query(f'ray_distill_rl_train_kl_loss{{run="{RUN}"}}')
+    assert round(float(sample["value"][1]), 6) in logged
+    parts = {sample["metric"]["of"] for sample in monitor.query(f'ray_distill_rl_timing_seconds{{run="{RUN}"}}')}
     assert {"step", "student", "wait_teachers", "wait_aligner", "other", "big/forward", "student/fetch"} <= parts
 
 
 @needs_prometheus
-def test_prometheus_listens_on_this_machine_only(watch: ProcessMonitor) -> None:
+def test_prometheus_listens_on_localhost_only(monitor: Monitor) -> None:
     addresses = {
-        each.laddr.ip
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == watch.port
+        connection.laddr.ip
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == monitor.port
     }
     assert addresses == {"127.0.0.1"}
 
@@ -177,8 +177,8 @@ def test_prometheus_listens_on_this_machine_only(watch: ProcessMonitor) -> None:
 def test_the_configuration_passes_promtool(tmp_path: Path) -> None:
     promtool = Path(str(PROGRAM)).with_name("promtool")
     if not promtool.exists():
-        pytest.skip(f"there is no {promtool}")
+        pytest.skip(f"{promtool} is not installed")
     shutil.copy(LAUNCH / "monitoring" / "prometheus.yml", tmp_path)
     (tmp_path / "targets.json").write_text('[{"targets": ["127.0.0.1:1"]}]')
-    done = subprocess.run([promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([promtool, "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

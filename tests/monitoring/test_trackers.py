@@ -1,4 +1,4 @@
-"""The real W&B and the real MLflow: what they have of a run, and of one that went on; and R22 with them."""
+"""The real W&B and MLflow: what they store of a run and of a resumed run, and R22."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def settings(*trackers: str) -> Config:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """What a `.wandb` file holds: LevelDB's log format (blocks of 32 KiB, pieces with a header of 7 bytes) after 7 bytes."""
-    content, place, whole = file.read_bytes(), 7, b""
-    while place + 7 <= len(content):
-        if 2**15 - place % 2**15 < 7:  # no header fits into the rest of a block
-            place += 2**15 - place % 2**15
+    """The records of a `.wandb` file: 7 bytes, then LevelDB's log format (32 KiB blocks; fragments with 7-byte headers)."""
+    content, position, whole = file.read_bytes(), 7, b""
+    while position + 7 <= len(content):
+        if 2**15 - position % 2**15 < 7:  # the rest of a block is too short for a header
+            position += 2**15 - position % 2**15
             continue
-        size, kind = struct.unpack_from("<HB", content, place + 4)
-        whole += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or the last piece of one
+        size, kind = struct.unpack_from("<HB", content, position + 4)
+        whole += content[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record, or its last fragment
             yield whole
             whole = b""
 
 
 def wandb_rows(run: Path) -> list[dict[str, Any]]:
-    """Everything that was logged, from W&B's own files, in order."""
+    """Everything that was logged, in order, from W&B's own files."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = []
@@ -81,24 +81,22 @@ def log_steps(observer: Observer, steps: range) -> None:
         observer.log(step, {name: Metric(value) for name, value in values.items()})
 
 
-def is_reached(caplog: pytest.LogCaptureFixture, name: str, times: int = 1) -> Callable[[], bool]:
-    return lambda: caplog.text.count(f"{name} is reached") >= times
+def is_connected(caplog: pytest.LogCaptureFixture, name: str, times: int = 1) -> Callable[[], bool]:
+    return lambda: caplog.text.count(f"{name}: connected") >= times
 
 
-def twice(run: Path, tracker: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps 1 to 4, and then 3 to 6 of the same run, which goes on from step 2."""
+def run_and_resume(run: Path, tracker: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Log steps 1 to 4, then resume from step 2 and log steps 3 to 6."""
     for attempt, (steps, resume) in enumerate([(range(1, 5), None), (range(3, 7), 2)], start=1):
         observer = open_observer(settings(tracker), RunPaths(run, attempt), total_steps=6, resume_step=resume)
         log_steps(observer, steps)
-        until(is_reached(caplog, tracker, attempt), f"{tracker} is reached")
+        until(is_connected(caplog, tracker, attempt), f"{tracker} is reached")
         observer.close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_wandb_offline_has_every_step_of_one_run_that_was_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    twice(tmp_path, "wandb", caplog)
+def test_wandb_offline_has_every_step_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_and_resume(tmp_path, "wandb", caplog)
     rows = wandb_rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6]
     assert [row["train/kl_loss"] for row in rows if row["step"] in (1, 4)] == [1.0, 0.25, 0.25]
@@ -106,17 +104,17 @@ def test_wandb_offline_has_every_step_of_one_run_that_was_resumed(
     assert rows[0]["timing/student/step"] == 0.5
     assert wandb_ids(tmp_path) == {(tmp_path / "logs" / "wandb.id").read_text().strip()}
     stored = b"".join(file.read_bytes() for file in (tmp_path / "logs").rglob("*.wandb"))
-    assert b"some/teacher" in stored, "the configuration is there"
-    assert b"secret" not in stored, "but for its secrets"
+    assert b"some/teacher" in stored, "the configuration is stored"
+    assert b"secret" not in stored, "but without its secrets"
 
 
-def test_mlflow_in_files_has_every_step_of_one_run_that_was_resumed(
+def test_mlflow_files_have_every_step_of_a_resumed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    twice(tmp_path, "mlflow", caplog)
+    run_and_resume(tmp_path, "mlflow", caplog)
     client = MlflowClient((tmp_path / "logs" / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("distill_rl").experiment_id])
     assert run.info.run_name == "tracked"
@@ -145,7 +143,7 @@ def test_projects_are_named_by_the_environment(
         monkeypatch.setenv(name, value)
     observer = open_observer(settings("wandb", "mlflow"), RunPaths(tmp_path / "run"), total_steps=1)
     log_steps(observer, range(1, 2))
-    until(lambda: is_reached(caplog, "wandb")() and is_reached(caplog, "mlflow")(), "both are reached")
+    until(lambda: is_connected(caplog, "wandb")() and is_connected(caplog, "mlflow")(), "both are reached")
     observer.close()
     (file,) = (tmp_path / "run" / "logs" / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"mine-in-wandb" in file.read_bytes()
@@ -157,23 +155,23 @@ def test_projects_are_named_by_the_environment(
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    number = listener.getsockname()[1]
+    port = listener.getsockname()[1]
     if request.param == "silent server":
         listener.listen(100)
-        yield number
+        yield port
         listener.close()
     else:
         listener.close()
-        yield number
+        yield port
 
 
-def test_trackers_that_are_down_do_not_touch_a_run(
+def test_unreachable_trackers_do_not_affect_a_run(
     material,
     tmp_path: Path,
     port: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R22: a whole run through the command line, to the same numbers as without trackers."""
+    """R22: a whole run from the command line has the same numbers as without trackers."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
@@ -181,14 +179,14 @@ def test_trackers_that_are_down_do_not_touch_a_run(
     before = set(psutil.pids())
     runs = []
     for folder, trackers in (("without", ()), ("with", ("observe.wandb=true", "observe.mlflow=true"))):
-        ended = distill_rl("train", "-c", material.config(tmp_path / folder), *trackers)
-        assert ended.code == 0, ended.err
+        result = distill_rl("train", "-c", material.config(tmp_path / folder), *trackers)
+        assert result.code == 0, result.err
         runs.append(tmp_path / folder / "runs" / "tiny")
     plain, tracked = ([record.get("train/loss") for record in records(run)] for run in runs)
     assert tracked == plain
     log = (runs[1] / "logs" / "latest" / "driver.log").read_text()
     for name in ("wandb", "mlflow"):
-        assert re.search(rf"{name} did not get (\d+) of \1 records; metrics.jsonl has them all", log)
+        assert re.search(rf"{name} did not receive (\d+) of \1 records; metrics.jsonl has all of them", log)
     left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
     commands = [" ".join(process.info["cmdline"] or ()) for process in left]
     assert not [command for command in commands if "wandb-core" in command or "tracker_process" in command]

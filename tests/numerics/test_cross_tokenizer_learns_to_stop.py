@@ -10,9 +10,9 @@ import torch
 
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data import pairing
+from distill_rl.data import cross_tokenizer_batch
 from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
-from distill_rl.data.pairing import BatchBuilder, CrossTokenizerTeacher
+from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
@@ -106,6 +106,8 @@ def test_a_student_taught_across_tokenizers_learns_to_stop(world, folders, metho
 
 def test_without_the_paired_stop_tokens_it_would_not(world, folders, monkeypatch):
     """What the test above hangs on."""
-    whole = pairing._pair_up
-    monkeypatch.setattr(pairing, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest))
+    whole = cross_tokenizer_batch._pair_up
+    monkeypatch.setattr(
+        cross_tokenizer_batch, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest)
+    )
     assert chance_to_stop(world, folders, "hybrid")[0] < 0.3

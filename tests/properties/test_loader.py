@@ -1,4 +1,4 @@
-"""The global order, for random sizes: complete epochs, and resuming anywhere changes nothing."""
+"""Properties of the global order: epochs are complete, and resuming at any step changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_epoch_is_a_permutation(seed, epoch, n):
 
 @given(rows, seeds, batch_sizes, lengths)
 @settings(deadline=None)
-def test_the_order_is_the_epochs_one_after_the_other_whatever_the_batch_size(n, seed, batch_size, length):
+def test_order_concatenates_epochs_for_any_batch_size(n, seed, batch_size, length):
     order = flat(list(loader(n, seed, batch_size, length)))
     epochs = -(-len(order) // n)
     straight = np.concatenate([permutation(seed, epoch, n) for epoch in range(epochs)])
@@ -71,12 +71,12 @@ def test_resuming_anywhere_equals_the_straight_run(n, seed, batch_size, length, 
     resumed = loader(n, seed, batch_size, length, state)
     assert resumed.total_steps == whole.total_steps
     assert list(resumed) == straight[done:]
-    assert list(resumed) == straight[done:]  # a loader can be gone through again
+    assert list(resumed) == straight[done:]  # a loader can be iterated again
 
 
 @given(rows, seeds, batch_sizes, lengths)
 @settings(deadline=None)
-def test_batches_are_numbered_full_and_carry_the_cursor_after_them(n, seed, batch_size, length):
+def test_batches_have_index_size_and_cursor(n, seed, batch_size, length):
     batches = list(loader(n, seed, batch_size, length))
     assert [batch.index for batch in batches] == list(range(len(batches)))
     assert all(len(batch.documents) == batch_size for batch in batches[:-1])
@@ -89,7 +89,7 @@ def test_batches_are_numbered_full_and_carry_the_cursor_after_them(n, seed, batc
 
 @given(rows, seeds, batch_sizes, batch_sizes, st.integers(1, 4))
 @settings(deadline=None)
-def test_another_batch_size_on_resume_goes_on_at_the_cursor(n, seed, before, after, epochs):
+def test_resuming_with_another_batch_size(n, seed, before, after, epochs):
     straight = list(loader(n, seed, before, (None, epochs)))
     done = (len(straight) + 1) // 2
     state = TrainState(done, straight[done - 1].cursor)
@@ -101,6 +101,6 @@ def test_another_batch_size_on_resume_goes_on_at_the_cursor(n, seed, before, aft
 
 @given(rows, seeds, st.integers(1, 3))
 @settings(deadline=None)
-def test_whole_epochs_read_each_row_as_often_as_there_are_epochs(n, seed, epochs):
+def test_n_epochs_read_each_row_n_times(n, seed, epochs):
     counts = Counter(flat(list(loader(n, seed, 3, (None, float(epochs))))))
     assert counts == dict.fromkeys(range(n), epochs)

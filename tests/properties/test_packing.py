@@ -1,4 +1,4 @@
-"""Packing and padding, for random documents: nothing lost, nothing mixed, the same to learn either way."""
+"""Properties of packing and padding: no document is lost or mixed, and both carry the same labels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distill_rl.types import IGNORE_INDEX, TokenRows
 
 MAX_LENGTH = 24
 PAD = 0
-shares = st.builds(BatchSharding, st.integers(1, 3), st.integers(1, 3))
+shardings = st.builds(BatchSharding, st.integers(1, 3), st.integers(1, 3))
 
 
 @st.composite
 def documents(draw: st.DrawFn) -> list[Encoded]:
-    """Documents whose token ids occur nowhere else, so that each can be found again; PAD is none of them."""
+    """Documents whose token ids are unique, so that each can be found again; none is PAD."""
     lengths = draw(st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=20))
     result, first = [], 1
     for length in lengths:
@@ -35,55 +35,55 @@ def documents(draw: st.DrawFn) -> list[Encoded]:
 @st.composite
 def plans(draw: st.DrawFn, packing: bool | None = None) -> BatchPlan:
     packs = draw(st.booleans()) if packing is None else packing
-    others = tuple(draw(st.lists(shares, max_size=2)))
-    return BatchPlan(draw(shares), others, MAX_LENGTH, packs, PAD).for_device(on_gpu=draw(st.booleans()))
+    others = tuple(draw(st.lists(shardings, max_size=2)))
+    return BatchPlan(draw(shardings), others, MAX_LENGTH, packs, PAD).for_device(on_gpu=draw(st.booleans()))
 
 
 def segments(rows: TokenRows) -> list[tuple[list[int], list[int], list[int]]]:
-    """The documents of the rows by position restarts: ids, labels, positions; with the padding that continues them."""
-    found = []
+    """The documents of the rows, split at position restarts: ids, labels, positions, including trailing padding."""
+    result = []
     for ids, labels, positions in zip(rows.input_ids, rows.labels, rows.position_ids):
         starts = [*np.flatnonzero(positions == 0), len(positions)]
         for start, stop in itertools.pairwise(starts):
-            found.append((ids[start:stop].tolist(), labels[start:stop].tolist(), positions[start:stop].tolist()))
-    return found
+            result.append((ids[start:stop].tolist(), labels[start:stop].tolist(), positions[start:stop].tolist()))
+    return result
 
 
-def learnt(rows: TokenRows) -> Counter:
-    """(input, label, position) of every position, the padding left out."""
+def trained_on(rows: TokenRows) -> Counter:
+    """(input, label, position) of every position that is not padding."""
     real = rows.input_ids != PAD
     return Counter(zip(rows.input_ids[real].tolist(), rows.labels[real].tolist(), rows.position_ids[real].tolist()))
 
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(30, 50))
-def test_first_fit_places_every_document_once_and_overfills_no_row(lengths, capacity):
+def test_first_fit_places_each_document_once_within_capacity(lengths, capacity):
     rows = first_fit(lengths, capacity)
-    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
-    assert all(row == sorted(row) and sum(lengths[number] for number in row) <= capacity for row in rows)
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    assert all(row == sorted(row) and sum(lengths[document] for document in row) <= capacity for row in rows)
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
 
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(30, 50))
-def test_first_fit_opens_a_row_only_when_no_earlier_one_has_room(lengths, capacity):
+def test_first_fit_opens_a_row_only_if_no_earlier_one_has_room(lengths, capacity):
     rows = first_fit(lengths, capacity)
-    for number, row in enumerate(rows):
+    for i, row in enumerate(rows):
         for document in row:
-            for earlier in rows[:number]:
+            for earlier in rows[:i]:
                 held = sum(lengths[other] for other in earlier if other < document)
                 assert held + lengths[document] > capacity
 
 
 @given(documents(), plans())
 @settings(max_examples=200, deadline=None)
-def test_every_document_appears_once_and_intact_and_no_label_crosses(encoded, plan):
-    found = [segment for segment in segments(lay_out(encoded, plan)) if segment[0][0] != PAD]
-    by_first = {ids[0]: (ids, labels, positions) for ids, labels, positions in found}
-    assert len(found) == len(by_first) == sum(len(document.input_ids) > 0 for document in encoded)
+def test_documents_appear_once_and_labels_stay_inside(encoded, plan):
+    real = [segment for segment in segments(lay_out(encoded, plan)) if segment[0][0] != PAD]
+    by_first = {ids[0]: (ids, labels, positions) for ids, labels, positions in real}
+    assert len(real) == len(by_first) == sum(len(document.input_ids) > 0 for document in encoded)
     for document in encoded:
         if not len(document.input_ids):
             continue
         size = len(document.input_ids)
-        ids, labels, positions = (each[:size] for each in by_first[int(document.input_ids[0])])
+        ids, labels, positions = (column[:size] for column in by_first[int(document.input_ids[0])])
         assert ids == document.input_ids.tolist()
         assert positions == list(range(size))
         targets = zip(ids[1:], document.label_mask[1:])
@@ -92,7 +92,7 @@ def test_every_document_appears_once_and_intact_and_no_label_crosses(encoded, pl
 
 @given(documents(), plans())
 @settings(max_examples=100, deadline=None)
-def test_padding_continues_the_last_document_of_its_row_without_labels(encoded, plan):
+def test_padding_continues_the_last_document_unlabelled(encoded, plan):
     rows = lay_out(encoded, plan)
     assert rows.shape[0] % plan.row_multiple == 0
     assert rows.shape[1] == row_width(
@@ -104,12 +104,12 @@ def test_padding_continues_the_last_document_of_its_row_without_labels(encoded, 
         assert set(ids[real:]) <= {PAD}
         assert set(labels[max(real - 1, 0) :]) == {IGNORE_INDEX}
     starts = (rows.position_ids == 0).sum(axis=1)
-    held = [len({int(document.input_ids[0]) for document in encoded if len(document.input_ids)} & set(ids.tolist()))
-            for ids in rows.input_ids]  # fmt: skip
+    first_tokens = {int(document.input_ids[0]) for document in encoded if len(document.input_ids)}
+    held = [len(first_tokens & set(ids.tolist())) for ids in rows.input_ids]
     assert starts.tolist() == [max(count, 1) for count in held]
 
 
 @given(documents(), plans(packing=True), plans(packing=False))
 @settings(max_examples=100, deadline=None)
-def test_packed_and_padded_rows_carry_the_same_to_learn(encoded, packed, padded):
-    assert learnt(lay_out(encoded, packed)) == learnt(lay_out(encoded, padded))
+def test_packed_and_padded_rows_train_on_the_same(encoded, packed, padded):
+    assert trained_on(lay_out(encoded, packed)) == trained_on(lay_out(encoded, padded))

@@ -1,6 +1,11 @@
-"""All ways through attention compute the same thing: variable-length kernels, whole rows, a mask, document by document.
+"""All attention paths compute the same: variable-length kernels, whole causal rows, a mask, and each document alone.
 
-On a CPU the variable-length kernels are stood in for by their twin, through the same registration and arguments.
+On a CPU a reference implementation stands in for the variable-length kernels, with the same registration and arguments.
+
+1. Each kernel (`_kernel`): outputs and gradients of `varlen.attend` against a softmax over whole score matrices in fp64.
+2. Each model family (`_model`): first, packed rows with a mask against every document alone, both in fp32, which shows
+   that documents do not see each other. Then every path in the dtype of the device against that fp32 result; it may be
+   at most twice as far from it as the plain masked path in the same dtype.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Relative L2 error against fp64 that a kernel may have: sums of some thousand terms of fp32, and five roundings of
-2⁻⁸ (scores, weights, output, and as many in backward)."""
+"""Largest relative L2 error of a kernel against fp64. fp32: sums of a few thousand terms; bf16: five roundings of 2⁻⁸
+(scores, weights and output, and those of the backward pass)."""
 _COMMON = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}
 _GPT2_SIZES = {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256, **_COMMON}
 _SIZES = {
@@ -46,7 +51,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Compares all paths that this device has, values and gradients.
+    """Compare the values and gradients of all paths that this device supports.
 
     Args:
         tiny: small sizes, for a CPU.
@@ -55,23 +60,23 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         Relative L2 errors by name.
 
     Raises:
-        AssertionError: one is above its bound, or a forward waited for the GPU.
+        AssertionError: an error is above its bound, or a forward pass waited for the GPU.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    why = varlen.no_kernel(device)
-    assert device.type != "cuda" or why is None, f"no variable-length attention on this GPU: {why}"
+    missing = varlen.no_kernel(device)
+    assert device.type != "cuda" or missing is None, f"no variable-length attention on this GPU: {missing}"
     packages = [name for name in VARLEN if name == "torch" or (installed(name) and device.type == "cuda")]
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for package, (heads, groups, size, window) in itertools.product(packages, _shapes(tiny)):
         name = f"{package} {heads}/{groups} heads of {size}{f', window {window}' if window else ''}"
-        found |= _kernel(name, package, heads, groups, size, window, dtype=dtype, device=device, tiny=tiny)
-    for name, error in found.items():
+        errors |= _kernel(name, package, heads, groups, size, window, dtype=dtype, device=device, tiny=tiny)
+    for name, error in errors.items():
         assert error <= _BOUND[dtype], f"{name}: relative error {error:.1e}, at most {_BOUND[dtype]:.0e} is rounding"
     for family, package in itertools.product(_FAMILIES, packages):
         if family == "gemma2" and package == "torch" and device.type == "cuda":
             continue  # torch's kernels have no soft cap
-        found |= _model(family, package, dtype=dtype, device=device)
-    return found
+        errors |= _model(family, package, dtype=dtype, device=device)
+    return errors
 
 
 def _shapes(tiny: bool) -> list[tuple[int, int, int, int | None]]:
@@ -82,7 +87,7 @@ def _shapes(tiny: bool) -> list[tuple[int, int, int, int | None]]:
 
 
 def _positions(rows: int, width: int, seed: int = 0) -> np.ndarray:
-    """int64 [rows, width]: documents of any length, the last row one document; what is padding does not matter here."""
+    """int64 [rows, width]: positions of five random documents per row, and a last row of one document."""
     draw, positions = np.random.default_rng(seed), np.tile(np.arange(width), (rows, 1))
     for row in range(rows - 1):
         for start in np.sort(draw.choice(np.arange(1, width), size=4, replace=False)):
@@ -111,7 +116,7 @@ def _kernel(
     weight = torch.randn(rows, width, heads, size, generator=draw).to(device, dtype)
     module = nn.Module()
     module.num_key_value_groups = heads // groups  # type: ignore[assignment]
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for kind in ("packed", "whole rows"):
         if kind == "whole rows" and window is not None:
             continue
@@ -125,67 +130,62 @@ def _kernel(
         def oracle(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray = positions) -> Tensor:
             return _oracle(q, k, v, positions, window)
 
-        ours, wanted = (
-            _with_gradients(attend, inputs, weight),
-            _with_gradients(oracle, [each.double() for each in inputs], weight.double()),
-        )
-        found |= {
-            f"{name}, {kind}: {what}": _error(one, other)
-            for what, one, other in zip(("output", "dq", "dk", "dv"), ours, wanted)
-        }
-    return found
+        values = _with_gradients(attend, inputs, weight)
+        truth = _with_gradients(oracle, [tensor.double() for tensor in inputs], weight.double())
+        for i, what in enumerate(("output", "dq", "dk", "dv")):
+            errors[f"{name}, {kind}: {what}"] = _error(values[i], truth[i])
+    return errors
 
 
 def _oracle(query: Tensor, key: Tensor, value: Tensor, positions: np.ndarray, window: int | None) -> Tensor:
-    """[R, S, H, E] by whole matrices of scores, row by row and head by head group."""
+    """Attention [R, S, H, E] by its definition, with whole score matrices, one row at a time."""
     width, size = query.shape[2], query.shape[3]
     document = torch.from_numpy((positions == 0).cumsum(-1)).to(query.device)
-    place = torch.arange(width, device=query.device)
-    distance = place[:, None] - place
+    index = torch.arange(width, device=query.device)
+    distance = index[:, None] - index
     near = (distance >= 0) & (distance < (window or width))
     repeat = query.shape[1] // key.shape[1]
     out = []
     for row in range(len(query)):
-        seen = near & (document[row][:, None] == document[row])
-        k, v = (each[row].repeat_interleave(repeat, 0) for each in (key, value))
-        scores = (query[row] @ k.transpose(-1, -2) * size**-0.5).masked_fill(~seen, -torch.inf)
+        visible = near & (document[row][:, None] == document[row])
+        k, v = (tensor[row].repeat_interleave(repeat, 0) for tensor in (key, value))
+        scores = (query[row] @ k.transpose(-1, -2) * size**-0.5).masked_fill(~visible, -torch.inf)
         out.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.stack(out)
 
 
 def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def _error(values: Tensor, truth: Tensor) -> float:
+    return ((values.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """A small model of random weights by all paths, logits and gradients. In bf16 a path may be twice as far from fp32
-    as the one with a mask."""
+    """Errors of the logits and gradients of a small random model on all paths; see the steps above."""
     ids, positions, real = _documents(rows=3, width=128)
     exact = _paths(family, "eager", torch.float32, device, ids, positions, real)
-    alone = _paths(family, "eager", torch.float32, device, ids, positions, real, apart=True)
-    found = {f"{family}, documents alone: {what}": _error(alone[what], exact[what]) for what in exact}
-    for name, error in found.items():
+    alone = _paths(family, "eager", torch.float32, device, ids, positions, real, separately=True)
+    errors = {f"{family}, documents alone: {what}": _error(alone[what], exact[what]) for what in exact}
+    for name, error in errors.items():
         assert error <= _BOUND[torch.float32] * 10, f"{name}: relative error {error:.1e}: documents see each other"
     masked = _paths(family, "eager", dtype, device, ids, positions, real)
     others = {package: VARLEN[package]} | ({} if family == "gemma2" else {"sdpa with a mask": "sdpa"})
     for name, implementation in others.items():
-        ours = _paths(family, implementation, dtype, device, ids, positions, real)
+        result = _paths(family, implementation, dtype, device, ids, positions, real)
         for what in exact:
-            error, usual = _error(ours[what], exact[what]), _error(masked[what], exact[what])
-            found[f"{family}, {name}: {what}"] = error
-            message = f"{family}, {name}: {what}: relative error {error:.1e}, with plain operations it is {usual:.1e}"
+            error, usual = _error(result[what], exact[what]), _error(masked[what], exact[what])
+            errors[f"{family}, {name}: {what}"] = error
+            message = f"{family}, {name}: {what}: relative error {error:.1e}; of plain operations {usual:.1e}"
             assert error <= 2 * usual + _BOUND[torch.float32], message
-    return found
+    return errors
 
 
 def _documents(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, positions and which tokens are real, each [rows, width]: packed rows whose padding continues the last document."""
+    """Ids, positions and a mask of tokens that are not padding, each [rows, width], of packed rows."""
     draw = np.random.default_rng(1)
     positions = _positions(rows, width, seed=2)
     real = np.tile(np.arange(width) < width - 9, (rows, 1))
@@ -201,31 +201,33 @@ def _paths(
     positions: np.ndarray,
     real: np.ndarray,
     *,
-    apart: bool = False,
+    separately: bool = False,
 ) -> dict[str, Tensor]:
-    """Logits of real tokens, and the gradient of all weights as one vector; `apart`: every document alone in a forward."""
+    """Logits of real tokens, and the gradient of all weights as one vector.
+
+    `separately` gives every document a forward pass of its own.
+    """
     import transformers
 
-    name, own = _FAMILIES[family]
-    config = getattr(transformers, name)(**(_GPT2_SIZES if family == "gpt2" else _SIZES), **own)
+    name, options = _FAMILIES[family]
+    config = getattr(transformers, name)(**(_GPT2_SIZES if family == "gpt2" else _SIZES), **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = _build(config, implementation)
-    for parameter in model.parameters():  # rotary frequencies stay in fp32, as in a model that is loaded
+    for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32, as in a loaded model
         parameter.data = parameter.data.to(dtype)
     model.to(device).train()
     weight = torch.randn(*ids.shape, 256, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     pieces = []
-    for rows, columns in _pieces(positions) if apart else [(slice(None), slice(None))]:
-        place = positions[rows, columns]
-        documents = varlen.Documents.of(place, device)
-        inputs = [torch.from_numpy(each[rows, columns]).to(device) for each in (ids, positions)]
+    for rows, columns in _documents_of(positions) if separately else [(slice(None), slice(None))]:
+        documents = varlen.Documents.of(positions[rows, columns], device)
+        inputs = [torch.from_numpy(array[rows, columns]).to(device) for array in (ids, positions)]
         with _no_synchronisation(device, varlen.reads_documents(config)):
             logits = families.logits(model, inputs[0], inputs[1], documents)
         mask = torch.from_numpy(real[rows, columns]).to(device)
         (logits * weight[rows, columns] * mask[..., None]).sum().backward()
         pieces.append(logits.detach().float()[mask])
-    gradient = torch.cat([each.grad.flatten().float() for each in model.parameters() if each.grad is not None])
+    gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     return {"logits": torch.cat(pieces), "gradient": gradient}
 
 
@@ -238,16 +240,17 @@ def _build(config: Any, implementation: str) -> PreTrainedModel:
     return model
 
 
-def _pieces(positions: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    for row, places in enumerate(positions):
-        for start, stop in itertools.pairwise([*np.flatnonzero(places == 0), len(places)]):
+def _documents_of(positions: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of every single document."""
+    for row, row_positions in enumerate(positions):
+        for start, stop in itertools.pairwise([*np.flatnonzero(row_positions == 0), len(row_positions)]):
             yield slice(row, row + 1), slice(int(start), int(stop))
 
 
 @contextmanager
-def _no_synchronisation(device: torch.device, wanted: bool) -> Iterator[None]:
-    """Raises AssertionError where work on a GPU is waited for."""
-    if device.type != "cuda" or not wanted:
+def _no_synchronisation(device: torch.device, enabled: bool) -> Iterator[None]:
+    """Raise AssertionError if the host waits for the GPU."""
+    if device.type != "cuda" or not enabled:
         yield
         return
     torch.cuda.set_sync_debug_mode("error")

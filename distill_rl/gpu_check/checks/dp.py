@@ -1,4 +1,4 @@
-"""The aligner's dynamic programme on a device against numpy's, window by window."""
+"""The aligner's dynamic programme on a device against NumPy's, window by window."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 STUDENT = ("", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "cab")
 TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")
-"""Short strings over few letters: many equal tokens and joins. The empty one stands for a special token."""
+"""Short strings over few letters, so that many tokens and joins are equal. "" stands for a special token."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """How many windows were compared and how many tokens found a partner.
+    """The number of windows compared and of tokens that were aligned.
 
     Raises:
-        AssertionError: a window's chunk numbers differ from numpy's.
-        SkipTest: Numba is not here, or has no CUDA target for a GPU.
+        AssertionError: a window's chunk numbers differ from NumPy's.
+        SkipTest: Numba is missing, or has no CUDA target for a GPU.
     """
     if find_spec("numba") is None:
         raise SkipTest("needs numba, which is not installed")
@@ -39,25 +39,25 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     ]
     backend, matched = "cuda" if device.type == "cuda" else "numba", 0
     for band in (1, 8, 64):
-        found, wanted = (align_windows(windows, tables, backend=name, band=band) for name in (backend, "numpy"))  # type: ignore[arg-type]
-        for number, (one, other) in enumerate(zip(found, wanted)):
-            same = all(np.array_equal(ours, theirs) for ours, theirs in zip(one, other))
-            assert same, f"window {number}, band {band}: {backend} and numpy align it differently"
-            matched += int((other[0] >= 0).sum())
+        results, expected = (align_windows(windows, tables, backend=name, band=band) for name in (backend, "numpy"))  # type: ignore[arg-type]
+        for i, (sides, expected_sides) in enumerate(zip(results, expected)):
+            same = all(np.array_equal(side, truth) for side, truth in zip(sides, expected_sides))
+            assert same, f"window {i}, band {band}: {backend} and numpy align it differently"
+            matched += int((expected_sides[0] >= 0).sum())
     assert matched > 0, "no window had anything in common"
     return {"windows": 3.0 * count, "tokens_matched": float(matched)}
 
 
 def vocabulary(tokens: Sequence[str | bytes]) -> Vocabulary:
-    """Token i spells the i-th string; "" is a special."""
-    spelled = [token.encode() if isinstance(token, str) else token for token in tokens]
-    lengths = np.array([len(token) for token in spelled], np.int32)
+    """A vocabulary whose token i spells the i-th string; "" is a special token."""
+    spellings = [token.encode() if isinstance(token, str) else token for token in tokens]
+    lengths = np.array([len(token) for token in spellings], np.int32)
     return Vocabulary(
-        flat=np.frombuffer(b"".join(spelled), np.uint8),
+        flat=np.frombuffer(b"".join(spellings), np.uint8),
         starts=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
         lengths=lengths,
         special=lengths == 0,
-        byte_fallback=np.zeros(len(spelled), bool),
+        byte_fallback=np.zeros(len(spellings), bool),
         roles={},
         normalization="none",
         lossy=None,

@@ -1,4 +1,4 @@
-"""What the machine is, and whether its simplest products and copies are right."""
+"""Facts about the machine, and whether its matrix products and copies are right."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegac
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 FP32_BOUND = 2e-6
-"""Relative error of a product of 1,024 terms in fp32: 6e-8 per rounding, in sums of some tens of partial sums. TF32 keeps
-ten bits of its factors and would be at 3e-4."""
+"""Largest relative error of an fp32 product with sums of 1,024 terms: 6e-8 per rounding, over a few dozen partial sums.
+TF32 keeps ten bits of its factors and would reach 3e-4."""
 BF16_BOUND = 2**-8
-"""Factors are exact, sums are fp32, and the result is rounded to 8 bits: at most 2^-9 of each entry, twice if the kernel
-adds up its parts in bf16."""
+"""Factors are exact, sums are in fp32, and the result is rounded to 8 bits: at most 2^-9 of each entry, and twice that if
+the kernel adds partial results in bf16."""
 
 
 def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """The machine for the head of the page; `gpus` is empty where torch sees none, and `why_no_gpu` says why."""
-    found: dict[str, Any] = {
+    """Facts for the head of the page. If torch sees no GPU, `gpus` is empty and `why_no_gpu` gives the reason."""
+    machine: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
         "optional": {name: _version(name) for name in OPTIONAL},
@@ -44,11 +44,11 @@ def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
         "gpus": [],
     }
     if device.type != "cuda":
-        return found
+        return machine
     if not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        return found | {"why_no_gpu": f"torch {torch.__version__} {built} and sees no GPU"}
-    return found | {
+        return machine | {"why_no_gpu": f"torch {torch.__version__} {built} and sees no GPU"}
+    return machine | {
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "driver": _driver(),
         "cudnn": _dotted(torch.backends.cudnn.version()),
@@ -58,11 +58,11 @@ def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Matrix products against fp64, copies to the device and back, and what is said where a GPU runs out of memory.
+    """Check matrix products against fp64, copies to the device and back, and the error of a GPU out of memory.
 
     Raises:
         AssertionError: a product is worse than its dtype allows, TF32 is on, a copy changes its content, or torch's
-            words on memory are not understood.
+            out-of-memory message is not parsed.
     """
     size = 128 if tiny else 1024
     draw = torch.Generator().manual_seed(0)
@@ -82,18 +82,18 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _run_out_of_memory(device: torch.device) -> None:
-    told = "nothing: 64 TiB were granted"
+    message = "no error: 64 TiB were granted"
     try:
         with gpu_phase("forward"):
             torch.empty(2**46, dtype=torch.uint8, device=device)
     except GpuMemoryError as error:
-        told = str(error)
+        message = str(error)
     amounts = r"65536\.00 GiB asked, .+ held and .+ reserved by PyTorch, .+ free of "
-    assert re.search(amounts, told), f"out of memory must be told with all amounts, and is told as {told}"
+    assert re.search(amounts, message), f"an out-of-memory error must give all amounts; got {message}"
 
 
-def _relative(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+def _relative(values: Tensor, truth: Tensor) -> float:
+    return float((values.double() - truth).norm() / truth.norm())
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version, from its tool or, where that is missing, from the kernel."""
+    """The driver's version, from nvidia-smi or, if that is missing, from the kernel."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.split("\n", 1)[0].strip()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return result.stdout.split("\n", 1)[0].strip()
     with suppress(OSError, IndexError):
         return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
     return None

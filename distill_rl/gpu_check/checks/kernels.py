@@ -1,8 +1,9 @@
-"""What a step is made of, timed alone, beside what the card's bandwidth and arithmetic allow.
+"""The kernels of a training step, each timed alone and compared with what the card's bandwidth and FLOP/s allow.
 
-Both ceilings are measured first: a copy inside the device's memory, and a bf16 product of large matrices. A kernel's bound
-is the time for the bytes that it must read and write at the copy's bandwidth, or for its FLOPs at the product's rate.
-`of bound` is the bound over the time: 1 is as fast as the card can.
+1. Measure two ceilings: a copy inside the device's memory, and a bf16 product of large matrices.
+2. Bound each kernel from below by the time for the bytes it must read and write at the copy's bandwidth, or for its
+   FLOPs at the product's rate.
+3. Time the kernel. `of bound` is bound / time: 1 is as fast as the card can be.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ TOP_K = 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """N tokens, V columns and H hidden size of the losses, and the sizes of the other kernels."""
+    """Sizes of all kernels; tokens, columns (vocabulary) and hidden are those of the losses."""
 
     tokens: int
     columns: int
     hidden: int
     intermediate: int
     copied: int
-    """bytes of the copy"""
+    """Bytes of the copy."""
     product: int
-    """rows and columns of the square product"""
+    """Rows and columns of the square matrices."""
     parameters: int
-    """that AdamW updates"""
+    """Parameters that AdamW updates."""
     attention: tuple[int, int, int, int]
-    """rows, heads, positions, head size"""
+    """Rows, heads, positions, head size."""
 
 
 LARGE = Sizes(4096, 128_256, 2048, 8192, 4 << 30, 8192, 1 << 28, (4, 32, 2048, 64))
@@ -48,22 +49,22 @@ SMALL = Sizes(64, 1000, 32, 64, 1 << 20, 64, 1 << 14, (1, 2, 64, 16))
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One thing to time. `make` returns what to call; its inputs live as long as that."""
+    """A kernel to time. `make` allocates the inputs and returns the function to call."""
 
     name: str
     shape: str
     make: Callable[[], Callable[[], object]]
     num_bytes: float = 0.0
-    """that it must move; 0 where arithmetic is the bound"""
+    """Bytes that it must read and write; 0 if it is bound by FLOPs."""
     flops: float = 0.0
     logits: int = 0
-    """N·V, where extra memory is said in bytes per logit"""
+    """Tokens × columns, if extra memory is reported in bytes per logit; otherwise 0."""
 
 
 def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """`copy, GB/s` and `product, TFLOP/s`, the ceilings; `kernels`, a table of all kernels against them.
+    """The ceilings `copy, GB/s` and `product, TFLOP/s`, and `kernels`, a table of all kernels against them.
 
-    A kernel that fails for want of memory is a row that says so.
+    A kernel that runs out of memory gets a row that says so.
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -120,9 +121,9 @@ def _product_rate(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> flo
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
     yield from _loss_kernels(sizes, device, dtype)
     yield from _model_kernels(sizes, device, dtype)
-    # Weight, gradient and two moments are read, all but the gradient written: 7 numbers of 4 bytes.
-    moved = 28.0 * sizes.parameters
-    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), moved)
+    # Reads weight, gradient and two moments, writes all but the gradient: 7 numbers of 4 bytes.
+    num_bytes = 28.0 * sizes.parameters
+    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), num_bytes)
 
 
 def _loss_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
@@ -161,14 +162,14 @@ def _loss_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Ite
         teacher = randn(tokens, columns)
         return lambda: vocab_parallel_topk(teacher, TOP_K)
 
-    # The student's logits are read for the softmax's sum, read again, and their gradient is written; a dense teacher's
-    # are read twice.
+    # Reads the student's logits twice (softmax sum, then loss and gradient) and writes their gradient; reads the logits of
+    # a dense teacher twice.
     yield Kernel("kd_loss, top-k", shape, loss(top), 3.0 * item * logits, logits=logits)
     yield Kernel(
         "kd_loss, dense", shape, loss(lambda: DenseLogits(randn(tokens, columns))), 5.0 * item * logits, logits=logits
     )
     yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * logits, logits=logits)
-    # One product forward, two backward.
+    # One matrix product in the forward pass, two in the backward pass.
     flops = 6.0 * logits * hidden
     yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=logits)
 
@@ -192,18 +193,18 @@ def _model_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> It
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    # Two products forward and five backward, over half of the positions' square.
+    # Two matrix products forward and five backward, 2·S²·E FLOPs each, halved by the causal mask.
     flops = 7.0 * rows * heads * positions**2 * head_size
     shape = (rows, heads, positions, head_size)
     yield Kernel("sdpa, causal, both ways", str(list(shape)), both_ways(attention, shape, shape, shape), flops=flops)
-    size, numbers = (tokens, sizes.hidden), tokens * sizes.hidden
-    # Forward reads and writes, backward reads input and gradient and writes.
+    size, numel = (tokens, sizes.hidden), tokens * sizes.hidden
+    # Forward: one read, one write. Backward: reads input and gradient, writes one.
     make = both_ways(_rms_norm(sizes.hidden, device, dtype), size)
-    yield Kernel("RMSNorm of transformers, both ways", str(list(size)), make, 5.0 * item * numbers)
-    size, numbers = (tokens, sizes.intermediate), tokens * sizes.intermediate
-    # Forward reads two and writes one, backward reads three and writes two.
+    yield Kernel("RMSNorm of transformers, both ways", str(list(size)), make, 5.0 * item * numel)
+    size, numel = (tokens, sizes.intermediate), tokens * sizes.intermediate
+    # Forward: two reads, one write. Backward: three reads, two writes.
     make = both_ways(lambda gate, up: F.silu(gate) * up, size, size)
-    yield Kernel("SwiGLU elementwise, both ways", str(list(size)), make, 8.0 * item * numbers)
+    yield Kernel("SwiGLU elementwise, both ways", str(list(size)), make, 8.0 * item * numel)
 
 
 def _rms_norm(hidden: int, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -213,7 +214,7 @@ def _rms_norm(hidden: int, device: torch.device, dtype: torch.dtype) -> Callable
 
 
 def _adamw(sizes: Sizes, device: torch.device) -> Callable[[], object]:
-    """The student's own optimizer over one matrix."""
+    """A step of the student's optimizer on one matrix."""
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
     return build_optimizer(model, OptimizerConfig()).step

@@ -1,4 +1,4 @@
-"""Losses on a device against the plain fp64 reference: one vocabulary, fused with the output layer, and two vocabularies."""
+"""Losses against plain fp64 references: one vocabulary, fused with the output layer, and across tokenizers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from distill_rl.losses import (
 )  # fmt: skip
 from distill_rl.losses.targets import Teacher
 
-# A bf16 gradient is rounded once, to 2^-9 of itself at most; the fused loss also rounds its logits' gradient for the
-# products. In fp32 only the order of summation differs.
+# A bf16 gradient is rounded once, by at most 2^-9 of itself; the fused loss also rounds the gradient of its logits before
+# the matrix products. In fp32 only the order of summation differs.
 BOUNDS = {"logits": 3e-3, "fused": 1e-2, "chunks": 1e-5}
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """The largest relative error of a gradient, by kind of loss; fp32 for chunks, bf16 for the others.
+    """The largest relative error of a gradient by kind of loss; in fp32 for chunks, in bf16 for the others.
 
     Raises:
-        AssertionError: one is above its bound in `BOUNDS`; the line names it.
+        AssertionError: an error is above its bound in `BOUNDS`; names the loss.
     """
     rows, columns = (24, 503) if tiny else (512, 32_003)
     draw = torch.Generator().manual_seed(0)
-    found = dict.fromkeys(BOUNDS, 0.0)
+    worst = dict.fromkeys(BOUNDS, 0.0)
     for kind, name, error in [*_same_vocabulary(device, rows, columns, draw), *_two_vocabularies(device, tiny, draw)]:
         assert error <= BOUNDS[kind], f"{name}: gradient off by {error:.1e} of its norm; the bound is {BOUNDS[kind]:g}"
-        found[kind] = max(found[kind], error)
-    return {f"{kind}_gradient_error": error for kind, error in found.items()}
+        worst[kind] = max(worst[kind], error)
+    return {f"{kind}_gradient_error": error for kind, error in worst.items()}
 
 
 def _same_vocabulary(
@@ -69,44 +69,52 @@ def _same_vocabulary(
             truth = _gradients(lambda leaf: loss_of(reference.kd_loss, leaf), logits.double())
             yield "logits", name, _error(_gradients(lambda leaf: loss_of(kd_loss, leaf), logits), truth)
             truth = _gradients(lambda *leaves: loss_of(plain_fused, *leaves), hidden.double(), weight.double())
-            given = _gradients(lambda *leaves: loss_of(fused_linear_kd_loss, *leaves), hidden, weight)
-            yield "fused", f"{name}, fused", _error(given, truth)
+            gradients = _gradients(lambda *leaves: loss_of(fused_linear_kd_loss, *leaves), hidden, weight)
+            yield "fused", f"{name}, fused", _error(gradients, truth)
 
 
 def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
     student, teacher, repeats = (53, 71, 2) if tiny else (2003, 3001, 8)
-    kinds = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
-    sides = [torch.repeat_interleave(torch.tensor([kind[side] for kind in kinds])) for side in (0, 1)]
-    chunks, bridge = Chunks(sides[0], sides[1], len(kinds)), _bridge(student, teacher)
-    ours, theirs = (
+    chunk_sizes = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
+    sides = [torch.repeat_interleave(torch.tensor([sizes[side] for sizes in chunk_sizes])) for side in (0, 1)]
+    chunks, projection = Chunks(sides[0], sides[1], len(chunk_sizes)), _projection(student, teacher)
+    student_logits, teacher_logits = (
         2 * torch.randn(len(side), columns, generator=draw, dtype=torch.float64)
         for side, columns in zip(sides, (student, teacher))
     )
-    labels, their_labels = (torch.randint(0, columns, (len(side),), generator=draw)
-                            for side, columns in zip(sides, (student, teacher)))  # fmt: skip
-    target = DenseLogits(theirs, theirs.log_softmax(1).gather(1, their_labels[:, None])[:, 0])
-    there = DenseLogits(theirs.to(device), target.label_logprob.to(device))  # type: ignore[union-attr]
-    chunks_there = Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count)
+    labels, teacher_labels = (
+        torch.randint(0, columns, (len(side),), generator=draw) for side, columns in zip(sides, (student, teacher))
+    )
+    label_logprob = teacher_logits.log_softmax(1).gather(1, teacher_labels[:, None])[:, 0]
+    target = DenseLogits(teacher_logits, label_logprob)
+    device_target = DenseLogits(teacher_logits.to(device), label_logprob.to(device))
+    device_chunks = Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count)
     for method in METHODS:
         for average in ("mean", "chain"):
             settings = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
 
             def plain(leaf: Tensor, settings: dict = settings) -> Tensor:
-                output = reference_chunks.chunk_kd_loss(leaf, target, chunks, bridge, labels=labels, **settings)
+                output = reference_chunks.chunk_kd_loss(leaf, target, chunks, projection, labels=labels, **settings)
                 return output.kd + output.ce
 
             def loss(leaf: Tensor, settings: dict = settings) -> Tensor:
                 output = chunk_kd_loss(
-                    leaf, there, chunks_there, bridge.to(device), labels=labels.to(device), chunk_size=16, **settings
+                    leaf,
+                    device_target,
+                    device_chunks,
+                    projection.to(device),
+                    labels=labels.to(device),
+                    chunk_size=16,
+                    **settings,
                 )
                 return output.kd + output.ce
 
-            truth = _gradients(plain, ours)
-            yield "chunks", f"{method}, {average}", _error(_gradients(loss, ours.float().to(device)), truth)
+            truth = _gradients(plain, student_logits)
+            yield "chunks", f"{method}, {average}", _error(_gradients(loss, student_logits.float().to(device)), truth)
 
 
-def _bridge(student: int, teacher: int) -> VocabularyProjection:
-    """Even ids are common; an odd one goes into two teacher tokens, mostly the first."""
+def _projection(student: int, teacher: int) -> VocabularyProjection:
+    """Even ids are common to both; an odd one maps to two teacher tokens, with weights 3/4 and 1/4."""
     indices, values, indptr = [], [], [0]
     for token in range(student):
         indices += [token] if token % 2 == 0 else [token, token + 1]
@@ -123,9 +131,9 @@ def _gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss(*leaves), leaves))
 
 
-def _error(given: list[Tensor], truth: list[Tensor]) -> float:
-    """Relative to the norm of the truth, the worst of several."""
+def _error(gradients: list[Tensor], truths: list[Tensor]) -> float:
+    """The largest error of several gradients, each relative to the norm of its truth."""
     return max(
-        float((one.double().cpu() - other.cpu()).norm() / other.norm().cpu().clamp_min(1e-30))
-        for one, other in zip(given, truth)
+        float((gradient.double().cpu() - truth.cpu()).norm() / truth.norm().cpu().clamp_min(1e-30))
+        for gradient, truth in zip(gradients, truths)
     )

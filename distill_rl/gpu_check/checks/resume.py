@@ -1,4 +1,4 @@
-"""The same bits: from run to run under `train.deterministic`, and after a checkpoint, written at once or beside the training."""
+"""Bit-identical training with `train.deterministic`: run to run, while saving, and after resuming a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from distill_rl.gpu_check.material import (
     batch_of,
     differing,
     documents,
+    one_rank,
     settings,
     targets_from,
     weights,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 
 STEPS, SAVED = 4, 2
 Run = tuple[list[float], dict[str, Tensor]]
-"""losses of all steps, weights at the end"""
+"""Losses of all steps, weights at the end."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """How many tensors and losses were compared, bit for bit.
+    """The number of runs and tensors that were compared bit for bit.
 
     Raises:
         AssertionError: a loss or a weight differs in any bit, or a checkpoint was not written.
     """
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     compared: dict[str, float] = {"runs": 0, "tensors": 0}
-    try:
+    with one_rank(device) as world:
         for dtype in ("fp32", "bf16"):
             with tempfile.TemporaryDirectory() as folder:
                 runs = _runs(Path(folder), dtype, world, tiny)
@@ -47,13 +47,11 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
                 _same(f"{dtype}, {what}", run, first)
                 compared["runs"] += 1
                 compared["tensors"] += len(run[1])
-    finally:
-        close_world(world)
     return compared
 
 
 def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
-    """The same training six times, in other ways."""
+    """The same training six times: twice straight, and saved and resumed in two ways."""
     shape = Shape("llama") if tiny else Shape("llama", 384, 4, 6, 2)
     student, teacher = write_model(root / "student", shape, seed=1), write_model(root / "teacher", shape, seed=2)
     config = settings(student, teacher, dtype=dtype, optimizer__lr=1e-3, train__deterministic=True)
@@ -67,24 +65,24 @@ def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
 
 
 def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine, root: Path) -> dict[str, Run]:
-    """Runs that save half-way, and runs that go on from what was saved."""
+    """Runs that save half-way, and runs that resume from these checkpoints."""
     runs = {}
-    for what, marker in (("a save at once", None), ("a save beside the training", root / "written.json")):
+    for what, marker in (("a synchronous save", None), ("an asynchronous save", root / "written.json")):
         saved, engine = root / what.replace(" ", "-"), new()
         saved.mkdir()
         losses, _ = _train(engine, teacher, range(SAVED))
         engine.save(saved, {"note": what}, marker)
-        rest, final = _train(engine, teacher, range(SAVED, STEPS))  # while it is being written
+        rest, final = _train(engine, teacher, range(SAVED, STEPS))  # the checkpoint may still be being written
         engine.finish_saving()
         if marker is not None:
-            said = json.loads(marker.read_text("utf-8"))
-            assert said["error"] is None, f"{what}: {said['error']}"
+            content = json.loads(marker.read_text("utf-8"))
+            assert content["error"] is None, f"{what}: {content['error']}"
         runs[f"the run with {what}"] = (losses + rest, final)
         resumed = new()
         extra = resumed.load(saved)
-        assert extra == {"note": what}, f"{what}: the checkpoint says {extra}"
+        assert extra == {"note": what}, f"{what}: the checkpoint holds {extra}"
         rest, final = _train(resumed, teacher, range(SAVED, STEPS))
-        runs[f"what resumes from {what}"] = (losses + rest, final)
+        runs[f"the run resumed from {what}"] = (losses + rest, final)
     return runs
 
 
@@ -96,9 +94,9 @@ def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) 
     return losses, weights(engine.model)
 
 
-def _same(what: str, run: Run, wanted: Run) -> None:
-    for step, (loss, truth) in enumerate(zip(run[0], wanted[0], strict=True)):
+def _same(what: str, run: Run, expected: Run) -> None:
+    for step, (loss, truth) in enumerate(zip(run[0], expected[0], strict=True)):
         assert loss == truth, f"{what}: the loss of step {step + 1} is {loss!r} instead of {truth!r}"
-    if names := differing(run[1], wanted[1]):
-        error = (run[1][names[0]].double() - wanted[1][names[0]].double()).abs().max()
+    if names := differing(run[1], expected[1]):
+        error = (run[1][names[0]].double() - expected[1][names[0]].double()).abs().max()
         raise AssertionError(f"{what}: {len(names)} tensors differ, {names[0]} by up to {error:.1e}")

@@ -1,4 +1,4 @@
-"""One training step on the device: the fused optimizer, gradient accumulation, evaluations, copies, and host waits."""
+"""A training step on the device: gradient accumulation, evaluations, the fused optimizer, copies and host waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distill_rl.config.schema import Config, OptimizerConfig, StudentConfig, TeacherConfig
+from distill_rl.gpu_check.material import gradients, one_rank, relative_error, weights
 from distill_rl.losses.targets import target_of
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer, clip_gradients
 from distill_rl.student.staging import Staging
@@ -24,47 +25,44 @@ from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
 VOCABULARY, TOP_K, ROWS, WIDTH = 320, 16, 8, 64
 GRADIENT_BOUND = 1e-5
-"""fp32: the same products, added up in another order"""
+"""fp32: the same products, summed in another order."""
 WEIGHTS_BOUND = 1e-4
-"""of what three steps change: AdamW divides a gradient by its own size, so a small gradient's roundings count more"""
+"""Relative to the change over three steps. AdamW divides a gradient by its size, which amplifies the rounding of small
+gradients."""
 ADAMW_BOUND = 1e-6
-"""two fp32 kernels of one formula"""
+"""Two fp32 kernels for the same formula."""
 LIGER_BOUND = 0.06
-"""two gradients in bf16 that round by 4e-3 at other places, each up to 0.03 from fp32 on such a model"""
+"""Two bf16 gradients that round by 4e-3 in different places; on such a model each is up to 0.03 from fp32."""
 WAITS_PER_MICRO_BATCH = 1
-"""transformers asks whether positions restart; see docs/architecture.md"""
+"""transformers checks whether positions restart; see docs/architecture.md."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """What can be wrong with a step on a GPU and right on a CPU; relative errors, and host waits per micro-batch.
+    """Check what may fail on a GPU but not on a CPU; relative errors, and host waits per micro-batch.
 
-    `tiny` changes nothing: all models here are small.
+    `tiny` changes nothing, because all models here are small.
 
     Raises:
-        AssertionError: an error above its bound, a wait that is not documented, or a copy that differs.
+        AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
     """
-    world = open_world(rank=0, dp=1, tp=1, device=device)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            student = _write_model(Path(folder, "student"))
-            figures = {
-                "micro-batches, gradient": _micro_batches(world, student),
-                "evaluations between steps, weights": _evaluations(world, student),
-                "fused AdamW against the CPU": _adamw(world.device),
-                "copies that differ": _copies(world.device),
-                "host waits per micro-batch": _waits(world, student),
-            }
-            if device.type == "cuda" and find_spec("liger_kernel") is not None:
-                figures["liger's kernels, gradient in bf16"] = _liger(world, student)
-    finally:
-        close_world(world)
+    with one_rank(device) as world, tempfile.TemporaryDirectory() as folder:
+        student = _write_model(Path(folder, "student"))
+        figures = {
+            "micro-batches, gradient": _micro_batches(world, student),
+            "evaluations between steps, weights": _evaluations(world, student),
+            "fused AdamW against the CPU": _adamw(world.device),
+            "copies that differ": _copies(world.device),
+            "host waits per micro-batch": _waits(world, student),
+        }
+        if device.type == "cuda" and find_spec("liger_kernel") is not None:
+            figures["liger's kernels, gradient in bf16"] = _liger(world, student)
     return figures
 
 
 def _micro_batches(world: World, student: Path) -> float:
-    """The gradient of one batch in two calls of four micro-batches against one micro-batch."""
+    """The gradient of a batch computed in two calls of four micro-batches, against a single micro-batch."""
     engine, batch = _engine(world, student), _batch(0)
-    found = []
+    results = []
     for size in (ROWS, 1):
         engine.config.train.micro_batch_size = size
         half = ROWS // 2 if size == 1 else ROWS
@@ -73,45 +71,46 @@ def _micro_batches(world: World, student: Path) -> float:
             engine.forward_backward(part, _targets(0), last=first + half == ROWS)
             if first + half < ROWS:
                 engine.evaluate(batch, _targets(0))
-        found.append(_gradients(engine))
+        results.append(gradients(engine.model))
         engine.optimizer.zero_grad()
-    return _at_most(_relative(found[1], found[0]), GRADIENT_BOUND, "micro-batches must not change the gradient")
+    error = relative_error(results[1], results[0])
+    return _at_most(error, GRADIENT_BOUND, "micro-batches must not change the gradient")
 
 
 def _evaluations(world: World, student: Path) -> float:
-    """Weights after three steps with evaluations between them against weights without, relative to what has changed."""
-    start, ended = _weights(_engine(world, student)), []
-    for evaluated in (False, True):
+    """Weights after three steps with evaluations in between against weights without, relative to their change."""
+    start, changes = weights(_engine(world, student).model), []
+    for with_evaluations in (False, True):
         engine = _engine(world, student)
         for step in range(3):
-            if evaluated:
+            if with_evaluations:
                 engine.evaluate(_batch(step), _targets(step))
             engine.train_step(_batch(step), _targets(step))
-        ended.append(_weights(engine) - start)
-    return _at_most(_relative(ended[1], ended[0]), WEIGHTS_BOUND, "evaluations must not change training")
+        changes.append({name: tensor.double() - start[name] for name, tensor in weights(engine.model).items()})
+    return _at_most(relative_error(changes[1], changes[0]), WEIGHTS_BOUND, "evaluations must not change training")
 
 
 def _adamw(device: torch.device) -> float:
-    """Three clipped steps of AdamW as the device takes them against foreach on the CPU."""
-    config, ended = OptimizerConfig(lr=1e-2, weight_decay=0.1), []
-    for place in (torch.device("cpu"), device):
+    """Three clipped AdamW steps of the device's implementation against foreach on the CPU."""
+    config, results = OptimizerConfig(lr=1e-2, weight_decay=0.1), []
+    for optimizer_device in (torch.device("cpu"), device):
         draw = torch.Generator().manual_seed(3)
         model = nn.Sequential(nn.Linear(65, 33), nn.Linear(33, 7))
         for parameter in model.parameters():
             parameter.data = torch.randn(parameter.shape, generator=draw)
-        model.to(place)
-        optimizer = build_optimizer(model, config, fused=place.type == "cuda")
+        model.to(optimizer_device)
+        optimizer = build_optimizer(model, config, fused=optimizer_device.type == "cuda")
         for _ in range(3):
             for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=draw).to(place)
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to(optimizer_device)
             clip_gradients(list(model.parameters()), 1.0)
             optimizer.step()
-        ended.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
-    return _at_most(_relative(ended[1], ended[0]), ADAMW_BOUND, "the fused AdamW must be AdamW")
+        results.append(weights(model))
+    return _at_most(relative_error(results[1], results[0]), ADAMW_BOUND, "the fused AdamW must compute AdamW")
 
 
 def _copies(device: torch.device) -> float:
-    """How many of some tensors differ from their copies, while the device goes on to overwrite them."""
+    """The number of tensors that differ from their copies, although the device overwrites them right afterwards."""
     draw = torch.Generator().manual_seed(5)
     sizes = [(), (3,), (1000, 7), (0, 2), (4097,)]
     sources = {str(size): torch.randn(size, generator=draw) for size in sizes}
@@ -122,11 +121,11 @@ def _copies(device: torch.device) -> float:
     for tensor in tensors.values():
         tensor.zero_()
     wrong = sum(not torch.equal(copies[name], source + 1) for name, source in sources.items())
-    return _at_most(wrong, 0, "a copy must hold what was queued before it, and nothing that was queued after")
+    return _at_most(wrong, 0, "a copy must include work queued before it, and none queued after it")
 
 
 def _waits(world: World, student: Path) -> float:
-    """Synchronising CUDA calls that torch warns of, per micro-batch; 0 on a CPU, which has none."""
+    """Synchronising CUDA calls per micro-batch, counted by torch's warnings; 0 on a CPU."""
     if world.device.type != "cuda":
         return 0.0
     engine, counts = _engine(world, student), []
@@ -141,24 +140,24 @@ def _waits(world: World, student: Path) -> float:
                 engine.forward_backward(_batch(0), _targets(0))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchroniz" in str(each.message) for each in caught))
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
         engine.optim_step()
     waits = (counts[1] - counts[0]) / (ROWS - 1)
     return _at_most(waits, WAITS_PER_MICRO_BATCH, "a micro-batch must not make the host wait")
 
 
 def _liger(world: World, student: Path) -> float:
-    found = []
+    results = []
     for kernels in ("torch", "liger"):
         engine = _engine(world, student, dtype="bf16", kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
-        found.append(_gradients(engine))
-    return _at_most(_relative(found[1], found[0]), LIGER_BOUND, "liger must compute what torch does")
+        results.append(gradients(engine.model))
+    return _at_most(relative_error(results[1], results[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
 def _engine(world: World, student: Path, **settings: Any) -> StudentEngine:
     config = Config(student=StudentConfig(model=str(student), **({"dtype": "fp32"} | settings)))
-    config.teachers = [TeacherConfig(name="teacher", model="targets are made up")]
+    config.teachers = [TeacherConfig(name="teacher", model="unused: the targets are random")]
     config.loss.top_k, config.loss.ce_weight, config.train.micro_batch_size = TOP_K, 0.5, 2
     config.optimizer.lr, config.optimizer.eps = 1e-3, 1e-5
     return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=8)
@@ -178,7 +177,7 @@ def _write_model(folder: Path) -> Path:
 
 
 def _batch(seed: int) -> RankBatch:
-    """Rows of one document each, all of it learnt."""
+    """Rows of one document each, with all tokens trained on."""
     ids = np.random.default_rng(seed).integers(5, VOCABULARY, (ROWS, WIDTH)).astype(np.int32)
     labels = np.roll(ids, -1, 1)
     labels[:, -1] = IGNORE_INDEX
@@ -187,7 +186,7 @@ def _batch(seed: int) -> RankBatch:
 
 
 def _targets(seed: int) -> Any:
-    """Random top-k targets in host memory, as the object store brings them."""
+    """Random top-k targets in host memory, as they arrive from the object store."""
     draw = torch.Generator().manual_seed(100 + seed)
     logprobs = torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw).mul_(2).log_softmax(1)
     top, ids = logprobs.topk(TOP_K, 1)
@@ -200,22 +199,6 @@ def _targets(seed: int) -> Any:
         yield [target_of({name: tensor[rows] for name, tensor in tensors.items()}, 1.0)]
 
     return source
-
-
-def _gradients(engine: StudentEngine) -> Tensor:
-    return torch.cat([_flat(parameter.grad) for parameter in engine.parameters])
-
-
-def _weights(engine: StudentEngine) -> Tensor:
-    return torch.cat([_flat(parameter.detach()) for parameter in engine.parameters])
-
-
-def _flat(tensor: Any) -> Tensor:
-    return tensor.full_tensor().flatten().double().cpu()
-
-
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:

@@ -1,4 +1,4 @@
-"""StudentEngine and TeacherEngine on the device, against the same training written plainly in fp64 on the CPU."""
+"""StudentEngine and TeacherEngine on the device, against the plain fp64 training on the CPU (`material`)."""
 
 from __future__ import annotations
 
@@ -18,48 +18,45 @@ from distill_rl.gpu_check.material import (
     batch_of,
     documents,
     gradients,
+    one_rank,
     plain_model,
     plain_topk,
     relative_error,
     settings,
+    shapes,
     targets_from,
     weights,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 
 STEPS = 4
-TINY = (Shape("llama"), Shape("qwen3"))
-MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
-
 LOSS_BOUND = 1e-5
 GRADIENT_BOUND = 2e-5
-"""fp32 rounds by 6e-8, and a gradient passes some hundred roundings in sums that partly cancel: CPUs come to 1e-6. TF32,
-which must be off, would be at 1e-3, and a token that sees another document's at 1e-1."""
+"""fp32 rounds by 6e-8, and a gradient goes through a few hundred roundings in sums that partly cancel: CPUs reach 1e-6.
+TF32, which must be off, would give 1e-3, and attention across documents 1e-1."""
 WEIGHTS_BOUND = 1e-4
-"""of what four steps change. AdamW divides a gradient by its own size, so small gradients' roundings count more."""
+"""Relative to the change over four steps. AdamW divides a gradient by its size, which amplifies the rounding of small
+gradients."""
 BF16_GRADIENT_BOUND = 0.06
-"""bf16 rounds by 4e-3, and a gradient passes the layers twice; CPUs come to half of this."""
+"""bf16 rounds by 4e-3, and a gradient goes through the layers twice; CPUs reach half of this."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Worst errors over the models, each relative to fp64.
+    """The largest errors over all models, relative to fp64.
 
     Raises:
         AssertionError: an error above its bound; TF32 is on.
     """
-    assert not torch.backends.cuda.matmul.allow_tf32, "TF32 must be off; something has set allow_tf32"
-    world = open_world(rank=0, dp=1, tp=1, device=device)
+    assert not torch.backends.cuda.matmul.allow_tf32, "TF32 must be off, but allow_tf32 is set"
     figures: dict[str, float] = {}
-    try:
-        for shape in TINY if tiny else TINY + MIDDLE:
+    with one_rank(device) as world:
+        for shape in shapes(tiny):
             with tempfile.TemporaryDirectory() as folder:
                 for name, value in _compare(Path(folder), shape, world).items():
                     figures[name] = max(value, figures.get(name, 0.0))
-    finally:
-        close_world(world)
     return figures
 
 
@@ -68,23 +65,23 @@ def _compare(folder: Path, shape: Shape, world: World) -> dict[str, float]:
     what = f"{shape.family}, hidden size {shape.hidden}"
     student = write_model(folder / "student", shape, seed=1, tied=True)
     teacher = write_model(folder / "teacher", shape, seed=2)
-    # An epsilon well above the roundings of gradients, which AdamW would otherwise make into whole steps.
+    # An epsilon well above the rounding errors of gradients, which AdamW would otherwise scale up to full steps.
     config = settings(student, teacher, optimizer__lr=1e-3, optimizer__eps=1e-5)
     texts = [documents(5, 40, seed=step) for step in range(STEPS)]
     oracle = plain_model(teacher)
-    plain = PlainStudent(config, [plain_topk(oracle, each) for each in texts])
+    plain = PlainStudent(config, [plain_topk(oracle, step_texts) for step_texts in texts])
     truth = plain.backward(0, texts[0])
-    gradient = gradients(plain.model)
+    true_gradient = gradients(plain.model)
     figures: dict[str, float] = {}
     for name, packing in (("padded", False), ("packed", True)):
-        losses, found = _first_gradient(config, world, texts[0], packing=packing)
-        error = max(abs(loss / wanted - 1) for loss, wanted in zip(losses, truth))
+        losses, gradient = _first_gradient(config, world, texts[0], packing=packing)
+        error = max(abs(loss / expected - 1) for loss, expected in zip(losses, truth))
         figures["loss"] = max(figures.get("loss", 0.0), at_most(f"{what}, loss of {name} rows", error, LOSS_BOUND))
-        error = relative_error(found, gradient)
+        error = relative_error(gradient, true_gradient)
         figures[f"gradient, {name}"] = at_most(f"{what}, gradient of {name} rows", error, GRADIENT_BOUND)
     half = settings(student, teacher, dtype="bf16")
-    _, found = _first_gradient(half, world, texts[0], packing=True)
-    error = relative_error(found, gradient)
+    _, gradient = _first_gradient(half, world, texts[0], packing=True)
+    error = relative_error(gradient, true_gradient)
     figures["gradient, bf16"] = at_most(f"{what}, gradient in bf16", error, BF16_GRADIENT_BOUND)
     return figures | _steps(config, world, texts, plain, what)
 
@@ -92,7 +89,7 @@ def _compare(folder: Path, shape: Shape, world: World) -> dict[str, float]:
 def _first_gradient(
     config: Config, world: World, texts: Sequence[Encoded], *, packing: bool
 ) -> tuple[tuple[float, float], dict[str, torch.Tensor]]:
-    """(KD, CE), and the gradient of the first step."""
+    """(KD, CE) and the gradient of the first step."""
     batch = batch_of(texts, 96, packing=packing)
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
@@ -103,20 +100,22 @@ def _first_gradient(
 def _steps(
     config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent, what: str
 ) -> dict[str, float]:
-    """A few steps on packed rows; `plain` has the gradient of the first one."""
+    """Errors over a few steps on packed rows; `plain` already holds the gradient of the first step."""
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
     before, worst = weights(plain.model), 0.0
-    for step, each in enumerate(texts):
-        batch = batch_of(each, 96, packing=True, index=step)
+    for step, step_texts in enumerate(texts):
+        batch = batch_of(step_texts, 96, packing=True, index=step)
         metrics = engine.train_step(batch, targets_from(teacher, batch))
         if step:
-            kd, _ = plain.backward(step, each)
+            kd, _ = plain.backward(step, step_texts)
             worst = max(worst, abs(metrics["train/kl_loss"].value / kd - 1))
         plain.update()
-    moved = {name: weight - before[name] for name, weight in weights(plain.model).items()}
-    found = {name: weight.double() - before[name] for name, weight in weights(engine.model).items()}
+    expected = {name: weight - before[name] for name, weight in weights(plain.model).items()}
+    change = {name: weight.double() - before[name] for name, weight in weights(engine.model).items()}
     return {
         "loss, later steps": at_most(f"{what}, loss of a later step", worst, WEIGHTS_BOUND),
-        "change of weights": at_most(f"{what}, what {STEPS} steps change", relative_error(found, moved), WEIGHTS_BOUND),
+        "change of weights": at_most(
+            f"{what}, change of weights over {STEPS} steps", relative_error(change, expected), WEIGHTS_BOUND
+        ),
     }

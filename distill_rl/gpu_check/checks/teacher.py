@@ -1,4 +1,4 @@
-"""What TeacherEngine exports on the device, against the definition in fp64 on the CPU."""
+"""The targets that TeacherEngine exports on the device, against their definition in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -16,44 +16,40 @@ from distill_rl.gpu_check.material import (
     batch_of,
     documents,
     on_host,
+    one_rank,
     plain_labels,
     plain_logits,
     plain_model,
     settings,
+    shapes,
     write_model,
 )
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 BOUND = 5e-5
-"""of log-probabilities, absolute, and of hidden states, relative: logits of some units in fp32, which rounds by 6e-8, after
-some hundred roundings; CPUs come to 3e-6. TF32 would be at 1e-2."""
+"""Absolute for log-probabilities, relative for hidden states. fp32 rounds by 6e-8, and logits of a few units go through a
+few hundred roundings: CPUs reach 3e-6. TF32 would give 1e-2."""
 FP16_BOUND = 2**-10
-"""of log-probabilities that travel in fp16, relative to the larger of 1 and their size: half of the last of eleven bits,
-twice for what fp32 adds"""
+"""For log-probabilities sent as fp16, relative to max(1, size): half a unit in the last of eleven bits, doubled for the
+error of fp32."""
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Worst errors over the models and the exports.
+    """The largest errors over all models and exports.
 
     Raises:
         AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
     """
-    shapes = [Shape("llama"), Shape("qwen3")]
-    if not tiny:
-        shapes += [Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2)]
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     figures: dict[str, float] = {}
-    try:
-        for shape in shapes:
+    with one_rank(device) as world:
+        for shape in shapes(tiny):
             with tempfile.TemporaryDirectory() as folder:
                 for name, error, bound in _errors(Path(folder), shape, world):
                     what = f"{shape.family}, hidden size {shape.hidden}: {name}"
                     assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
                     figures[name] = max(error, figures.get(name, 0.0))
-    finally:
-        close_world(world)
     return figures
 
 
@@ -62,14 +58,14 @@ def _errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, flo
     path = write_model(folder / "model", shape, seed=3)
     texts = documents(5, 60)
     batch = batch_of(texts, 128, packing=True)
-    kept = _document_order(batch, texts)
+    order = _document_order(batch, texts)
     model = plain_model(path)
     with torch.no_grad():
         logits = plain_logits(model, texts)
     logprobs, labels = logits.log_softmax(1), plain_labels(texts)
-    learnt = labels != IGNORE_INDEX
+    labelled = labels != IGNORE_INDEX
 
-    top = _exported(path, world, batch, kept, export="topk")
+    top = _exported(path, world, batch, order, export="topk")
     ids = top["ids"].long()
     assert int(ids.max()) < VOCABULARY, "a padded column is among the top k"
     best = logprobs.topk(ids.shape[1], 1).values
@@ -77,45 +73,45 @@ def _errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, flo
     yield "log-probs at the ids", _largest(top["logprobs"], logprobs.gather(1, ids)), BOUND
     rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1)
     yield "log of the rest", _largest(top["rest_logprob"], rest), BOUND
-    of_label = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    yield "label log-probs", _largest(top["label_logprob"][learnt], of_label[learnt]), BOUND
+    label_logprobs = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    yield "label log-probs", _largest(top["label_logprob"][labelled], label_logprobs[labelled]), BOUND
 
-    half = _exported(path, world, batch, kept, export="topk", wire_dtype="fp16")
+    half = _exported(path, world, batch, order, export="topk", wire_dtype="fp16")
     error = (half["logprobs"].double() - best).abs() / best.abs().clamp(min=1)
     yield "top-k log-probs in fp16", float(error.max()), FP16_BOUND
 
-    dense = _exported(path, world, batch, kept, export="logits")["logits"]
+    dense = _exported(path, world, batch, order, export="logits")["logits"]
     assert dense.shape[1] == shape.columns, f"logits have {dense.shape[1]} columns instead of {shape.columns}"
     assert bool((dense[:, VOCABULARY:] == -torch.inf).all()), "a padded column of the logits is not at -inf"
     yield "logits", _largest(dense[:, :VOCABULARY].double().log_softmax(1), logprobs), BOUND
 
-    hidden = _exported(path, world, batch, kept, export="hidden")
-    wanted = _plain_hidden(model, texts)
-    (states,) = (each for name, each in hidden.items() if each.ndim == 2)
-    yield "hidden states", float((states.double() - wanted).norm() / wanted.norm()), BOUND
-    yield "label log-probs beside them", _largest(hidden["label_logprob"][learnt], of_label[learnt]), BOUND
+    hidden = _exported(path, world, batch, order, export="hidden")
+    expected = _plain_hidden(model, texts)
+    (states,) = (tensor for tensor in hidden.values() if tensor.ndim == 2)
+    yield "hidden states", float((states.double() - expected).norm() / expected.norm()), BOUND
+    yield "label log-probs beside them", _largest(hidden["label_logprob"][labelled], label_logprobs[labelled]), BOUND
 
 
-def _exported(path: Path, world: World, batch: RankBatch, kept: Tensor, **export: str) -> dict[str, Tensor]:
-    """What an engine says of the documents' tokens, on the CPU, one document after the other."""
+def _exported(path: Path, world: World, batch: RankBatch, order: Tensor, **export: str) -> dict[str, Tensor]:
+    """An engine's targets for the documents' tokens, on the CPU, document by document."""
     config = settings(path, path)
     (teacher,) = config.teachers
     for name, value in export.items():
         setattr(teacher, name, value)
     engine = TeacherEngine(config, teacher, world, vocabulary_size=VOCABULARY)
     parts = [tensors for _, tensors in engine.forward(batch)]
-    return {name: torch.cat([on_host(part[name]) for part in parts])[kept] for name in parts[0]}
+    return {name: torch.cat([on_host(part[name]) for part in parts])[order] for name in parts[0]}
 
 
 def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
-    """Where the tokens of each document stand in the flattened rows."""
+    """The positions of all documents' tokens in the flattened rows, document by document."""
     flat = batch.rows.input_ids.reshape(-1)
-    places = []
+    positions = []
     for text in texts:
         size = len(text.input_ids)
         (start,) = [i for i in range(len(flat) - size + 1) if (flat[i : i + size] == text.input_ids).all()]
-        places.append(torch.arange(start, start + size))
-    return torch.cat(places)
+        positions.append(torch.arange(start, start + size))
+    return torch.cat(positions)
 
 
 @torch.no_grad()
@@ -127,5 +123,5 @@ def _plain_hidden(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
     return torch.cat(parts)
 
 
-def _largest(found: Tensor, truth: Tensor) -> float:
-    return float((found.double() - truth).abs().max())
+def _largest(values: Tensor, truth: Tensor) -> float:
+    return float((values.double() - truth).abs().max())

@@ -1,4 +1,4 @@
-"""Tokens per second of teacher and student with real shapes: `bench.engine_throughput`, as a part of the kit."""
+"""Tokens per second of teacher and student with real shapes: runs `bench.gpu.engine_throughput` as a part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ report = engine_throughput.report
 
 
 def measure(device: torch.device, tiny: bool, budget_s: float) -> dict[str, Any]:
-    """Per pair of models tokens/s, MFU, memory and time by part, beside the cost model's prediction.
+    """Per pair of models: tokens/s, MFU, memory and time by part, beside the cost model's prediction.
 
-    Models of real shape need a GPU: a CPU always gets tiny ones.
+    Models of real shape need a GPU; on a CPU the models are always tiny.
     """
     return engine_throughput.measure(device, tiny or device.type != "cuda", budget_s)
 

@@ -1,4 +1,4 @@
-"""Targets from one process to another, without Ray: CUDA IPC on a GPU, its twin in shared memory on a CPU."""
+"""Targets from one process to another without Ray: by CUDA IPC on a GPU, through shared memory on a CPU."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from distill_rl.transport.choose import make
 from distill_rl.transport.ring import bytes_needed
 
 SLOTS, GENERATIONS = 2, 6
-ANSWER_S = 60.0
-"""for the reader to answer"""
+REPLY_S = 60.0
+"""For the reader to reply."""
 _NODE = "this machine"
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """A writer here and a reader in a process of its own, over one ring.
+    """Connect a writer in this process and a reader in another by one ring, and check contents, rules and order.
 
     Raises:
-        AssertionError: content changes on its way, the reader sees what is written later, or a rule of the ring
-            (docs/transport.md) is not kept.
+        AssertionError: content arrives changed, the reader sees later writes, or a rule of the ring
+            (docs/transport.md) is broken.
     """
     name = "cuda_ipc" if device.type == "cuda" else "shared_memory"
     tokens = 64 if tiny else 16384
     ring = Ring(SLOTS, bytes_needed([tensor.nbytes for tensor in _content(0, tokens, device).values()]))
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    reader = context.Process(target=_read, args=(theirs, name, str(device)), daemon=True)
-    writer = make(name, deadline_s=ANSWER_S, node_id=_NODE, ring=ring, source="teacher", device=device)
+    connection, reader_end = context.Pipe()
+    reader = context.Process(target=_read, args=(reader_end, name, str(device)), daemon=True)
+    writer = make(name, deadline_s=REPLY_S, node_id=_NODE, ring=ring, source="teacher", device=device)
     reader.start()
-    theirs.close()
+    reader_end.close()
     try:
-        receipt: Receipt = _ask(ours, "open", writer.offer(0))
+        receipt: Receipt = _ask(connection, "open", writer.offer(0))
         writer.accept(receipt)
-        figures = _contents(writer, ours, tokens, device)
-        _rules(writer, ours, tokens, device)
-        figures |= _order_on_the_device(writer, ours, tokens, device)
-        _ask(ours, "close")
+        figures = _contents(writer, connection, tokens, device)
+        _rules(writer, connection, tokens, device)
+        figures |= _order_on_the_device(writer, connection, tokens, device)
+        _ask(connection, "close")
     finally:
-        ours.close()  # the reader ends when nobody can ask it any more
-        reader.join(ANSWER_S)
+        connection.close()  # the reader exits when its connection is closed
+        reader.join(REPLY_S)
         reader.kill()
         writer.close()
     assert reader.exitcode == 0, f"the reader ended with exit code {reader.exitcode}"
@@ -56,43 +56,43 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _content(seed: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Top-k targets of `tokens` tokens: every dtype that travels."""
+    """Targets of `tokens` tokens, with every dtype that is transported."""
     draw = torch.Generator().manual_seed(seed)
-    made = {
+    tensors = {
         "ids": torch.randint(0, 150_000, (tokens, 64), generator=draw, dtype=torch.int32),
         "logprobs": torch.randn(tokens, 64, generator=draw).half(),
         "states": torch.randn(tokens, 96, generator=draw).bfloat16(),
         "rest_logprob": torch.randn(tokens, generator=draw),
     }
-    return {name: tensor.to(device) for name, tensor in made.items()}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Several generations of every slot arrive as they were, bit for bit; how fast."""
-    seconds, moved = {"publish": 0.0, "fetch": 0.0}, 0
+    """Check that several generations of every slot arrive bit for bit, and measure how fast."""
+    seconds, num_bytes = {"publish": 0.0, "fetch": 0.0}, 0
     for turn in range(SLOTS * GENERATIONS):
         tensors = _content(turn, tokens, device)
         _wait_for(device)
         began = time.perf_counter()
         handle = writer.publish(_slot(turn), tensors, Layout(0, 1, tokens))
         _wait_for(device)
-        took = time.perf_counter() - began
-        seen, fetched_s = _ask(reader, "read", handle)
+        publish_s = time.perf_counter() - began
+        received, fetch_s = _ask(reader, "read", handle)
         for name, tensor in tensors.items():
-            assert np.array_equal(seen[name], _bytes(tensor)), f"{name} of generation {turn} changed on its way"
-        if turn >= SLOTS:  # the first time a slot is used its pages may be new
-            seconds["publish"] += took
-            seconds["fetch"] += fetched_s
-            moved += handle.num_bytes
+            assert np.array_equal(received[name], _bytes(tensor)), f"{name} of generation {turn} arrived changed"
+        if turn >= SLOTS:  # not the first use of a slot, whose pages may be new
+            seconds["publish"] += publish_s
+            seconds["fetch"] += fetch_s
+            num_bytes += handle.num_bytes
     return {
         "MiB per slot": handle.num_bytes / 2**20,
-        "publish, GB/s": moved / seconds["publish"] / 1e9,
-        "fetch with a copy, GB/s": moved / seconds["fetch"] / 1e9,
+        "publish, GB/s": num_bytes / seconds["publish"] / 1e9,
+        "fetch with a copy, GB/s": num_bytes / seconds["fetch"] / 1e9,
     }
 
 
 def _rules(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> None:
-    """A slot is not written before its reader is done, and what was overwritten cannot be read."""
+    """Check that a slot is not written before its reader is done, and that an overwritten slot cannot be read."""
     tensors, first = _content(0, tokens, device), SLOTS * GENERATIONS
     old = writer.publish(_slot(first), tensors, Layout(0, 1, tokens))
     message = _refusal(lambda: writer.publish(_slot(first + SLOTS), tensors, Layout(0, 1, tokens)))
@@ -105,7 +105,7 @@ def _rules(writer: Transport, reader: Connection, tokens: int, device: torch.dev
 
 
 def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Kernels that have been submitted and not run: a read waits for the write, and the next write for the read."""
+    """Check that a read waits for a write whose kernels have not run yet, and the next write for that read."""
     turns = range(SLOTS * (GENERATIONS + 2), SLOTS * (GENERATIONS + 12), SLOTS)
     for turn in turns:
         value = torch.full((tokens, 64), float(turn), device=device)
@@ -113,12 +113,12 @@ def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, dev
         handle = writer.publish(_slot(turn), {"x": value}, Layout(0, 1, tokens))
         _ask(reader, "mean later", handle)
     means = _ask(reader, "means")
-    assert means == [float(turn) for turn in turns], f"a reader saw {means} instead of {list(turns)}"
+    assert means == [float(turn) for turn in turns], f"the reader saw {means} instead of {list(turns)}"
     return {"ordered writes and reads": float(len(means))}
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    """uint8 [bytes]; a tensor itself would go through shared memory of torch's own."""
+    """uint8 [bytes]. Sending the tensor itself would use torch's own shared memory."""
     return tensor.cpu().flatten().view(torch.uint8).numpy()
 
 
@@ -136,17 +136,17 @@ def _refusal(action: Any) -> str:
 
 def _ask(reader: Connection, what: str, argument: Any = None) -> Any:
     reader.send((what, argument))
-    assert reader.poll(ANSWER_S), f"the reader did not answer {what!r} within {ANSWER_S:.0f} s"
+    assert reader.poll(REPLY_S), f"the reader did not reply to {what!r} within {REPLY_S:.0f} s"
     try:
-        answer, error = reader.recv()
+        reply, error = reader.recv()
     except EOFError:
         raise AssertionError(f"the reader died at {what!r}") from None
     assert error is None, f"the reader failed at {what!r}: {error}"
-    return answer
+    return reply
 
 
 def _be_busy(device: torch.device) -> None:
-    """Keeps the current stream of a GPU busy for some ten milliseconds."""
+    """Keep the current stream of a GPU busy for about ten milliseconds."""
     if device.type == "cuda":
         torch.cuda._sleep(20_000_000)
 
@@ -157,18 +157,18 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _read(connection: Connection, name: str, device: str) -> None:
-    """The reader's process: does what it is asked until nobody can ask any more."""
-    side = _Reader(name, torch.device(device))
+    """The reader's process: handles requests until the connection is closed."""
+    reader = _Reader(name, torch.device(device))
     while True:
         try:
             what, argument = connection.recv()
         except EOFError:
             return
         try:
-            answer, error = side.answer(what, argument), None
+            reply, error = reader.handle(what, argument), None
         except Exception as failure:
-            answer, error = None, f"{type(failure).__name__}: {failure}"
-        connection.send((answer, error))
+            reply, error = None, f"{type(failure).__name__}: {failure}"
+        connection.send((reply, error))
 
 
 class _Reader:
@@ -176,9 +176,9 @@ class _Reader:
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
         self.device, self.means = device, list[Tensor]()
-        self.transport = make(name, deadline_s=ANSWER_S, node_id=_NODE, device=device)
+        self.transport = make(name, deadline_s=REPLY_S, node_id=_NODE, device=device)
 
-    def answer(self, what: str, argument: Any) -> Any:
+    def handle(self, what: str, argument: Any) -> Any:
         if what == "open":
             return self.transport.open(argument)
         if what == "read":
@@ -195,7 +195,7 @@ class _Reader:
         return self.transport.close()
 
     def read(self, handle: Handle) -> tuple[Mapping[str, np.ndarray], float]:
-        """The content, and the seconds until a copy of it was made on this side's device."""
+        """The content, and the seconds until it was copied on the reader's device."""
         began = time.perf_counter()
         with self.transport.fetch(handle) as tensors:
             copies = {name: tensor.clone() for name, tensor in tensors.items()}

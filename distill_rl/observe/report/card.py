@@ -1,4 +1,4 @@
-"""The README.md of an exported model: where it comes from and how good it is."""
+"""The model card (README.md) of an exported model: its origin and its scores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from distill_rl import __version__
 from distill_rl.config.save import fingerprint, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import printable
+from distill_rl.observe.report.page import environment
 from distill_rl.system.redact import redact
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -24,26 +25,18 @@ def model_card(
     scores: Mapping[str, float] | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> str:
-    """The card as Markdown with a YAML header, as model hubs read it.
+    """The card as Markdown with the YAML header that model hubs read.
 
-    Names and paths are shown as text whatever they hold: no markup of theirs takes effect.
+    Names and paths are escaped, so markup in them has no effect.
 
     Args:
-        step: optimizer steps behind these weights.
-        data_fingerprint: sha256 of the training data.
+        step: optimizer steps that these weights were trained for.
+        data_fingerprint: SHA-256 of the training data.
         scores: measure → value, such as `validation/kl_loss` or `eval/exact_match`.
-        facts: further lines of the table, such as the number of rows or of parameters.
+        facts: further lines of the table, such as the number of rows or parameters.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("distill_rl.observe", "."),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"md": _text, "code": _code, "cell": _cell}
+    jinja = environment(keep_trailing_newline=True)
+    jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
     teachers = [str(redact(teacher.model)) for teacher in config.teachers]
     yaml = to_yaml(config).strip()
     table = {"Student": str(redact(config.student.model))}
@@ -57,7 +50,7 @@ def model_card(
         "Seed": str(config.run.seed),
         "Configuration": fingerprint(config),
     }
-    return environment.get_template("card.md.jinja").render(
+    return jinja.get_template("card.md.jinja").render(
         header=_header(config),
         name=config.run.name or "Distilled model",
         version=__version__,
@@ -71,7 +64,7 @@ def model_card(
 
 
 def _header(config: Config) -> str:
-    """YAML for the hub. JSON is YAML, so each value is written as JSON and cannot break out."""
+    """The YAML header. JSON is valid YAML, so values are written as JSON, which also quotes them safely."""
     entries: dict[str, object] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -84,7 +77,7 @@ def _header(config: Config) -> str:
 
 
 def _text(text: object) -> str:
-    """`text` on one line with everything escaped that Markdown or HTML would take as markup."""
+    """`text` on one line, with all Markdown and HTML markup escaped."""
     return re.sub(r"([\\`*_{}\[\]<>()#|&~])", r"\\\1", printable(text))
 
 
@@ -97,10 +90,10 @@ def _code(text: object) -> str:
 
 
 def _cell(text: object) -> str:
-    """A code span in a table, where a bar ends the cell even inside of code."""
+    """`text` as a code span in a table, where a vertical bar would end the cell even inside code."""
     return _code(text).replace("|", "\\|")
 
 
 def _fence(text: str, least: int) -> str:
-    """More backticks than stand together anywhere in `text`."""
+    """A run of backticks longer than any in `text`, and at least `least` long."""
     return "`" * max(least, 1 + max((len(run) for run in re.findall("`+", text)), default=0))

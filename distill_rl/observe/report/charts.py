@@ -1,6 +1,11 @@
-"""Geometry of the report's charts: numbers in, coordinates out. The template draws them as SVG.
+"""The geometry of the report's charts: turns series into coordinates, which the template draws as SVG.
 
-Coordinates are those of a view box of WIDTH × HEIGHT with the plot between LEFT, RIGHT, TOP and BOTTOM.
+Coordinates refer to a view box of WIDTH × HEIGHT with the plot between LEFT, RIGHT, TOP and BOTTOM. Steps:
+
+1. Thin the points by averaging, so that a long run does not make a large page (`thin`).
+2. Choose the axes: steps are linear; positive values that span more than LOG_RATIO get a logarithmic axis.
+3. Draw each curve as one path with gaps at values that are not finite; a noisy one faintly, under its moving average.
+4. Cut the plot into strips, each with the values to show while the pointer is over it (`_probes`).
 """
 
 from __future__ import annotations
@@ -15,24 +20,24 @@ WIDTH, HEIGHT = 560, 236
 LEFT, RIGHT, TOP, BOTTOM = 52, 548, 32, 206
 MAX_POINTS, MAX_AREA_POINTS, MAX_PROBES = 400, 80, 100
 LOG_RATIO = 20.0
-"""a chart of positive values that span more than this gets a logarithmic axis"""
+"""Positive values that span more than this factor get a logarithmic axis."""
 CLIP_RATIO = 4.0
-"""a stack whose highest step is more than this times the median is cut at CLIP_RATIO / 2 medians"""
+"""A stack whose highest step exceeds this many medians is cut off at CLIP_RATIO / 2 medians."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve. `points` are (step, value) by step; a value that is not finite is a gap.
-
-    A `noisy` one is drawn faint, with a moving average over it. `color` indexes the palette.
-    """
+    """A named curve."""
 
     label: str
     points: Sequence[Point]
+    """(step, value) by ascending step; a value that is not finite makes a gap."""
     color: int
+    """Index into the palette."""
     noisy: bool = False
+    """Drawn faintly, under its moving average."""
     dashed: bool = False
 
 
@@ -47,7 +52,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the chart says while the pointer is over one strip of it."""
+    """The text and dots that a chart shows while the pointer is over one strip of it."""
 
     x: float
     left: float
@@ -71,38 +76,38 @@ class Chart:
 
 
 def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) -> Chart | None:
-    """A chart of the series that have a finite value; nothing when none has. `linear` forbids a log axis."""
-    series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
+    """A chart of the series that have finite values; None if there are none. `linear` rules out a log axis."""
+    series = [curve for curve in series if any(math.isfinite(y) for _, y in curve.points)]
     if not series:
         return None
-    finite = [y for one in series for _, y in one.points if math.isfinite(y)]
+    finite = [y for curve in series for _, y in curve.points if math.isfinite(y)]
     logarithmic = not linear and min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
     chart = Chart(title, notes=["log scale"] if logarithmic else [])
-    gaps = sum(len(one.points) for one in series) - len(finite)
+    gaps = sum(len(curve.points) for curve in series) - len(finite)
     if gaps:
         chart.notes.append(f"{gaps} not finite")
-    x, chart.x_ticks = _step_axis([step for one in series for step, _ in one.points])
+    x, chart.x_ticks = _step_axis([step for curve in series for step, _ in curve.points])
     y, chart.y_ticks = _value_axis(min(finite), max(finite), logarithmic)
-    for one in series:
-        points = thin(one.points, MAX_POINTS)
-        smooth = _smooth(points) if one.noisy and len(points) > 20 else points
+    for curve in series:
+        points = thin(curve.points, MAX_POINTS)
+        smooth = _smooth(points) if curve.noisy and len(points) > 20 else points
         if smooth is not points:
-            chart.marks.append(Mark(_path(points, x, y), one.color, "raw"))
-        chart.marks.append(Mark(_path(smooth, x, y), one.color, "line dashed" if one.dashed else "line"))
+            chart.marks.append(Mark(_path(points, x, y), curve.color, "raw"))
+        chart.marks.append(Mark(_path(smooth, x, y), curve.color, "line dashed" if curve.dashed else "line"))
         if len(points) <= 30:
-            chart.dots += [(x(step), y(value), one.color) for step, value in points if math.isfinite(value)]
-        chart.legend.append((one.label, one.color, one.dashed))
+            chart.dots += [(x(step), y(value), curve.color) for step, value in points if math.isfinite(value)]
+        chart.legend.append((curve.label, curve.color, curve.dashed))
     chart.probes = _probes(series, x, y)
     return chart
 
 
 def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | None:
-    """Areas stacked in the order given; series share their steps, and the legend tells each one's share."""
+    """Areas stacked in the given order. All series have the same steps; the legend shows each one's share."""
     steps = [step for step, _ in series[0].points] if series else []
-    totals = [sum(one.points[i][1] for one in series) for i in range(len(steps))]
+    totals = [sum(curve.points[i][1] for curve in series) for i in range(len(steps))]
     if not totals or not sum(totals) > 0:
         return None
-    chart, coarse = Chart(title), [thin(one.points, MAX_AREA_POINTS) for one in series]
+    chart, coarse = Chart(title), [thin(curve.points, MAX_AREA_POINTS) for curve in series]
     heights = [sum(points[i][1] for points in coarse) for i in range(len(coarse[0]))]
     top, usual = max(heights), median(heights)
     if usual > 0 and top > CLIP_RATIO * usual:
@@ -111,30 +116,28 @@ def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | No
     x, chart.x_ticks = _step_axis(steps)
     y, chart.y_ticks = _value_axis(0.0, top, False)
     floor = [(step, 0.0) for step, _ in coarse[0]]
-    for one, points in zip(series, coarse):
+    for curve, points in zip(series, coarse):
         ceiling = [(step, low + value) for (step, low), (_, value) in zip(floor, points)]
         outline = [(step, min(value, top)) for step, value in (*ceiling, *reversed(floor))]
-        chart.marks.append(Mark(_path(outline, x, y) + "Z", one.color, "area"))
-        share = sum(value for _, value in one.points) / sum(totals)
-        chart.legend.append((f"{one.label} {share:.0%}", one.color, False))
+        chart.marks.append(Mark(_path(outline, x, y) + "Z", curve.color, "area"))
+        share = sum(value for _, value in curve.points) / sum(totals)
+        chart.legend.append((f"{curve.label} {share:.0%}", curve.color, False))
         floor = ceiling
     chart.probes = _probes(series, x, None)
     return chart
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points: means over equal runs of neighbours. A run without a finite value stays a gap."""
+    """At most `limit` points, each the mean of a run of neighbours. A run without finite values stays a gap."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / limit)
-    return [
-        (_mean(step for step, _ in run), _mean(value for _, value in run))
-        for run in (points[start : start + size] for start in range(0, len(points), size))
-    ]
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(_mean(step for step, _ in run), _mean(value for _, value in run)) for run in runs]
 
 
 def number(value: float) -> str:
-    """Four significant digits, thousands separated, exponent only where it is shorter."""
+    """Four significant digits with thousands separators; with an exponent if it is very small or large."""
     if not math.isfinite(value):
         return "—"
     if value == 0 or 1e-3 <= abs(value) < 1e7:
@@ -185,7 +188,12 @@ def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[f
     if logarithmic:
         scale = _scale(math.log10(low) - 0.05, math.log10(high) + 0.05, BOTTOM, TOP)
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        digits = (1,) if len(decades) > 4 else (1, 3) if len(decades) > 3 else (1, 2, 5)
+        if len(decades) > 4:
+            digits: tuple[int, ...] = (1,)
+        elif len(decades) > 3:
+            digits = (1, 3)
+        else:
+            digits = (1, 2, 5)
         every = math.ceil(len(decades) / 6)
         ticks = [digit * 10.0**decade for decade in decades[::every] for digit in digits]
 
@@ -203,39 +211,39 @@ def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[f
 
 
 def _nice(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between low and high, about `count` of them, a step of 1, 2 or 5 times a power of ten apart."""
+    """About `count` round numbers from low to high; their distance is 1, 2 or 5 times a power of ten."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
+    return [i * step for i in range(first, last + 1)]
 
 
 def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[float], float] | None) -> list[Probe]:
-    """One strip per step, or per few steps. A series that has no value in a strip is not named there."""
-    steps = sorted({step for one in series for step, _ in one.points})
+    """One strip per step, or per few steps. Series without a value in a strip are left out of its text."""
+    steps = sorted({step for curve in series for step, _ in curve.points})
     size = math.ceil(len(steps) / MAX_PROBES)
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
-    places = [x(_mean(group)) for group in groups]
-    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), RIGHT]
-    by_step = [dict(one.points) for one in series]
+    centers = [x(_mean(group)) for group in groups]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(centers)), RIGHT]
+    by_step = [dict(curve.points) for curve in series]
     probes = []
-    for index, (group, place) in enumerate(zip(groups, places)):
+    for i, (group, center) in enumerate(zip(groups, centers)):
         first, last = group[0], group[-1]
         texts, dots = [f"step {first:,.0f}" if first == last else f"steps {first:,.0f}–{last:,.0f}"], []
-        for one, values in zip(series, by_step):
+        for curve, values in zip(series, by_step):
             value = _mean(values[step] for step in group if step in values)
             if math.isfinite(value):
-                texts.append(f"{one.label} {number(value)}")
+                texts.append(f"{curve.label} {number(value)}")
                 if y is not None:
-                    dots.append((place, y(value), one.color))
-        width = edges[index + 1] - edges[index]
-        probes.append(Probe(place, edges[index], width, _wrapped(texts), tuple(dots)))
+                    dots.append((center, y(value), curve.color))
+        width = edges[i + 1] - edges[i]
+        probes.append(Probe(center, edges[i], width, _wrapped(texts), tuple(dots)))
     return probes
 
 
 def _wrapped(texts: Sequence[str]) -> tuple[str, ...]:
-    """Joined into lines that fit the chart's width; what does not fit two of them is left to the legend."""
+    """Join texts into at most two lines that fit the chart's width; the rest is left out."""
     lines = [texts[0]]
     for text in texts[1:]:
         if len(lines[-1]) + len(text) < 84:

@@ -1,4 +1,4 @@
-"""One static HTML page about evaluated models, side by side."""
+"""A static HTML page that compares evaluated models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from distill_rl.observe.report.scores import FACTS, Evaluation
 
 
 def write_comparison(evaluation: Evaluation, path: Path) -> None:
-    """Writes the page.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page. Raises OSError if it cannot be written."""
     models, suites = evaluation.models, evaluation.by_suite()
     facts = {"models": f"{len(models)}", "suites": f"{len(suites)}"}
     if evaluation.baseline is not None:
@@ -23,7 +19,7 @@ def write_comparison(evaluation: Evaluation, path: Path) -> None:
         path,
         "comparison.html.jinja",
         title=" · ".join(models[:3]) + (f" and {len(models) - 3} more" if len(models) > 3 else ""),
-        facts=facts | {"report by": f"distill_rl {__version__}"},
+        facts=facts | {"created by": f"distill_rl {__version__}"},
         evaluation=evaluation,
         fact_names=[name for name in FACTS if any(name in score.facts for score in evaluation.scores)],
     )

@@ -1,4 +1,4 @@
-"""One static HTML page about a run: no script, no reference to anything outside the file."""
+"""A static HTML page about a run: no script, no reference to anything outside the file."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from distill_rl.observe.sinks.sinks import RATE, SECONDS, TOKENS, read_records
 from distill_rl.types import RunPaths
 
 INLINE_TASKS = 6
-"""more tasks than these get a table of their own"""
+"""With more tasks than this, the scores by task get a separate table."""
 NAMED = ("train/kl_loss", "validation/kl_loss", "train/nll_loss", "validation/nll_loss", "train/lr", "train/grad_norm")
+"""Metrics with a chart among the main ones; `_chart_groups` knows further ones by their prefix."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds, read tolerantly: a file that is absent or cut off is as if empty."""
+    """The records and the configuration of a run directory. Missing files and damaged lines are skipped."""
 
     name: str
     records: list[dict[str, Any]]
-    """by step, ascending; the records of one step joined"""
+    """By ascending step; records of the same step are merged."""
     config: str
 
     def points(self, metric: str, default: float | None = None) -> list[charts.Point]:
-        """(step, value) of the records that have the metric, or of all with `default` for it."""
-        found = []
+        """(step, value) of the records with the metric, or of all records if there is a `default`."""
+        points = []
         for record in self.records:
-            value = record.get(metric, default)
             if metric in record or default is not None:
-                found.append((float(record["step"]), float(value) if isinstance(value, int | float) else math.nan))
-        return found
+                value = record.get(metric, default)
+                points.append((float(record["step"]), float(value) if isinstance(value, int | float) else math.nan))
+        return points
 
     def last(self, metric: str) -> float | None:
         finite = [value for _, value in self.points(metric) if math.isfinite(value)]
@@ -58,25 +59,24 @@ def write_report(
     evaluation: Evaluation | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes `<run_dir>/report.html`.
+    """Write `<run_dir>/report.html`.
 
     Args:
-        run_dir: holds metrics.jsonl and, where they exist, config.yaml, evals/<model>/<suite>.json as
-            `evaluate` writes them, and summary.json.
-        comparisons: other run directories, whose losses and scores are shown beside.
-        facts: further lines of the header, such as a fingerprint.
-        evaluation: the scores of all these, with what was made of them (`evals.compare.of_run` adds the differences
-            between models); None: they are read from the run directories.
-        out: written instead.
+        run_dir: holds metrics.jsonl, and optionally config.yaml, summary.json and evals/<model>/<suite>.json.
+        comparisons: other run directories, whose losses and scores are shown for comparison.
+        facts: further entries of the header, such as a fingerprint.
+        evaluation: scores of all these runs, possibly with differences between models
+            (`evals.results.compare.of_run`); None: read the scores from the run directories.
+        out: path of the page, if not `<run_dir>/report.html`.
 
     Raises:
-        DataError: a directory holds no metrics.jsonl.
+        DataError: a directory without metrics.jsonl.
         OSError: the page cannot be written.
     """
     run, others = read_run(run_dir), [read_run(other) for other in comparisons]
     if evaluation is None:
         roots = [Path(folder) for folder in (run_dir, *comparisons)]
-        evaluation = read_runs(roots, [each.name for each in (run, *others)])
+        evaluation = read_runs(roots, [one_run.name for one_run in (run, *others)])
     final = evaluation.only(lambda score: score.step is None)
     during = evaluation.only(lambda score: score.step is not None)
     path = RunPaths(Path(run_dir)).report if out is None else Path(out)
@@ -87,7 +87,7 @@ def write_report(
         run=run,
         facts=_header(run, RunPaths(Path(run_dir)).config) | dict(facts or {}),
         tiles=_tiles(run),
-        groups=[(title, drawn) for title, drawn in _chart_groups(run, others) if drawn],
+        groups=[(title, group) for title, group in _chart_groups(run, others) if group],
         score_chart=_score_chart(run, others),
         evaluation=evaluation,
         final=final if final.scores else during,
@@ -99,7 +99,7 @@ def write_report(
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Raises: DataError: no metrics.jsonl in it."""
+    """Read a run directory. Raises DataError if it has no metrics.jsonl."""
     paths = RunPaths(Path(folder))
     try:
         records = read_records(paths.metrics)
@@ -107,11 +107,11 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         raise DataError(
             f"report of {folder}", "a run directory holds metrics.jsonl", error.strerror, "give the folder of a run"
         ) from error
-    joined: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for record in records:
-        joined[record["step"]] = joined.get(record["step"], {}) | record
+        by_step[record["step"]] = by_step.get(record["step"], {}) | record
     config = paths.config.read_text("utf-8", errors="replace") if paths.config.is_file() else ""
-    return Run(paths.root.resolve().name, [joined[step] for step in sorted(joined)], config)
+    return Run(paths.root.resolve().name, [by_step[step] for step in sorted(by_step)], config)
 
 
 def _header(run: Run, config: Path) -> dict[str, str]:
@@ -124,7 +124,7 @@ def _header(run: Run, config: Path) -> dict[str, str]:
             facts["configuration"] = fingerprint(load_config(config))[:16]
         except DistillError:
             facts["configuration"] = "written by another version"
-    return facts | {"report by": f"distill_rl {__version__}"}
+    return facts | {"created by": f"distill_rl {__version__}"}
 
 
 def _date(seconds: float) -> str:
@@ -132,12 +132,12 @@ def _date(seconds: float) -> str:
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
-    """(label, figure), the few numbers that a reader looks for first."""
+    """(label, figure) of the most important numbers."""
     tiles: list[tuple[str, str]] = []
 
-    def add(label: str, value: float | None, form: Callable[[float], str] = charts.number) -> None:
+    def add(label: str, value: float | None, text: Callable[[float], str] = charts.number) -> None:
         if value is not None and math.isfinite(value):
-            tiles.append((label, form(value)))
+            tiles.append((label, text(value)))
 
     add("steps", run.records[-1]["step"] if run.records else 0, lambda value: f"{value:,.0f}")
     add("KD, validation", run.last("validation/kl_loss"))
@@ -148,34 +148,42 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     add("tokens", sum(tokens) if tokens else None, lambda value: f"{value:,.0f}")
     rates = [value for _, value in run.points(RATE) if math.isfinite(value)]
     add("tokens/s, median", median(rates) if rates else None, lambda value: f"{value:,.0f}")
-    seconds, before = 0.0, 0.0
+    seconds, previous_step = 0.0, 0.0
     for step, mean in run.points(SECONDS):
-        seconds, before = seconds + (mean * (step - before) if math.isfinite(mean) else 0.0), step
-    add("time in steps", seconds or None, lambda value: f"{value:,.1f} s" if value < 120 else f"{value / 60:,.1f} min")
+        # A record holds the mean over all steps since the record before it.
+        if math.isfinite(mean):
+            seconds += mean * (step - previous_step)
+        previous_step = step
+    add(
+        "time spent in steps",
+        seconds or None,
+        lambda value: f"{value:,.1f} s" if value < 120 else f"{value / 60:,.1f} min",
+    )
     for label, points in _faults(run).items():
         add(label, points[-1][1])
     return tiles
 
 
 def _faults(run: Run) -> dict[str, list[charts.Point]]:
-    """What happened at least once → how often by each step. The counts of a run that is resumed begin anew."""
-    counted = {}
+    """Label → cumulative count by step, for faults that occurred. Counts restart at 0 when a run is resumed."""
+    curves = {}
     for name, label in FAULTS.items():
-        total, before, points = 0.0, 0.0, []
+        total, previous_count, points = 0.0, 0.0, []
         for step, count in run.points(name, default=0.0):
-            total += max(0.0, count - before) if math.isfinite(count) else 0.0
-            before = count if math.isfinite(count) else before
+            if math.isfinite(count):
+                total += max(0.0, count - previous_count)
+                previous_count = count
             points.append((step, total))
         if total:
-            counted[label] = points
-    return counted
+            curves[label] = points
+    return curves
 
 
 def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
     main = [
         _loss_chart("Distillation loss (KD)", "kl_loss", run, others),
         _loss_chart("Cross-entropy with the data (CE)", "nll_loss", run, others),
-        charts.line_chart("Alignment across tokenizers", _shares(run), linear=True),
+        charts.line_chart("Alignment across tokenizers", _alignment_shares(run), linear=True),
         charts.line_chart("Learning rate", [Series("learning rate", run.points("train/lr"), 3)], linear=True),
         charts.line_chart(
             "Gradient norm before clipping", [Series("norm", run.points("train/grad_norm"), 4, noisy=True)]
@@ -183,31 +191,31 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
         charts.line_chart("Tokens per second", [Series("tokens/s", run.points(RATE), 2, noisy=True)], linear=True),
         _time_chart(run),
         charts.line_chart(
-            "Faults, counted",
-            [Series(label, points, index) for index, (label, points) in enumerate(_faults(run).items())],
+            "Faults (cumulative)",
+            [Series(label, points, i) for i, (label, points) in enumerate(_faults(run).items())],
             linear=True,
         ),
     ]
-    timed = _timing_parts(run)
-    shares = [f"align/{series.label}" for series in _shares(run)]
-    seen = {"step", "time", RATE, SECONDS, "train/skipped", *NAMED, *FAULTS, *timed, *shares}
-    named = {name for record in run.records for name in record if not _is_score(name)}
-    rest = sorted(named - seen)
-    others_drawn = [charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in rest]
-    return [("", [chart for chart in main if chart]), ("All other metrics", [chart for chart in others_drawn if chart])]
+    shares = [f"align/{series.label}" for series in _alignment_shares(run)]
+    shown = {"step", "time", RATE, SECONDS, "train/skipped", *NAMED, *FAULTS, *_timing_parts(run), *shares}
+    metrics = {name for record in run.records for name in record if not _is_score(name)}
+    rest = [
+        charts.line_chart(name, [Series(name, run.points(name), 5, noisy=True)]) for name in sorted(metrics - shown)
+    ]
+    return [("", [chart for chart in main if chart]), ("All other metrics", [chart for chart in rest if chart])]
 
 
 def _score_chart(run: Run, others: Sequence[Run]) -> Chart | None:
-    """The scores of evaluations during training, where there is more than one."""
+    """The scores of evaluations during training; None unless some curve has at least two points."""
     names = sorted({name for record in run.records for name in record if _is_score(name)})
     series = []
-    for index, name in enumerate(names):
+    for i, name in enumerate(names):
         suite = name.removeprefix("eval/")
-        series.append(Series(suite, run.points(name), index))
-        series += [Series(f"{suite}, {other.name}", other.points(name), index, dashed=True) for other in others]
-    if all(len(one.points) < 2 for one in series):
+        series.append(Series(suite, run.points(name), i))
+        series += [Series(f"{suite}, {other.name}", other.points(name), i, dashed=True) for other in others]
+    if all(len(curve.points) < 2 for curve in series):
         return None
-    return charts.line_chart("Score during training", [one for one in series if one.points], linear=True)
+    return charts.line_chart("Score during training", [curve for curve in series if curve.points], linear=True)
 
 
 def _is_score(metric: str) -> bool:
@@ -219,35 +227,31 @@ def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Cha
         Series("train", run.points(f"train/{metric}"), 0, noisy=True),
         Series("validation", run.points(f"validation/{metric}"), 1),
     ]
-    for index, other in enumerate(others):
+    for i, other in enumerate(others):
         points = other.points(f"validation/{metric}")
         split = "validation" if points else "train"
         points = points or other.points(f"train/{metric}")
-        series.append(Series(f"{split}, {other.name}", points, 2 + index, noisy=split == "train", dashed=True))
+        series.append(Series(f"{split}, {other.name}", points, 2 + i, noisy=split == "train", dashed=True))
     return charts.line_chart(title, series)
 
 
-def _shares(run: Run) -> list[Series]:
-    """How much of the student's tokens is compared with a teacher of another tokenizer, and how much of it one to one."""
-    named = {
-        name for record in run.records for name in record if name.startswith(("align/coverage", "align/one_to_one"))
-    }
-    return [
-        Series(name.removeprefix("align/"), run.points(name), index, noisy=True)
-        for index, name in enumerate(sorted(named))
-    ]
+def _alignment_shares(run: Run) -> list[Series]:
+    """The fraction of the student's tokens that is compared across tokenizers, and of chunks that are one to one."""
+    prefixes = ("align/coverage", "align/one_to_one")
+    names = sorted({name for record in run.records for name in record if name.startswith(prefixes)})
+    return [Series(name.removeprefix("align/"), run.points(name), i, noisy=True) for i, name in enumerate(names)]
 
 
 def _timing_parts(run: Run) -> list[str]:
-    """The parts that add up to the driver's time; a worker's own times have one more slash in their name."""
+    """The parts that add up to the driver's time. Names of workers' times have one more slash."""
     names = {name for record in run.records for name in record if name.startswith("timing/") and name.count("/") == 1}
-    totals = {name: sum(v for _, v in run.points(name) if math.isfinite(v)) for name in names - {SECONDS}}
+    totals = {name: sum(y for _, y in run.points(name) if math.isfinite(y)) for name in names - {SECONDS}}
     return sorted(totals, key=lambda name: (name == "timing/other", -totals[name], name))
 
 
 def _time_chart(run: Run) -> Chart | None:
     series = []
-    for index, name in enumerate(_timing_parts(run)):
+    for i, name in enumerate(_timing_parts(run)):
         points = [(step, value if math.isfinite(value) else 0.0) for step, value in run.points(name, default=0.0)]
-        series.append(Series(name.removeprefix("timing/"), points, index))
+        series.append(Series(name.removeprefix("timing/"), points, i))
     return charts.stacked_chart("Seconds per step, by part", series, "s")

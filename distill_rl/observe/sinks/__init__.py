@@ -1,1 +1,1 @@
-"""Where metrics go: JSON lines, TensorBoard, the terminal, W&B and MLflow."""
+"""Destinations for metrics: JSON lines, TensorBoard, the terminal, W&B and MLflow."""

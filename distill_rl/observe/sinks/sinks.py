@@ -1,4 +1,4 @@
-"""Where metrics go: a file for machines, TensorBoard, and the terminal."""
+"""The observer, and its sinks for metrics: `metrics.jsonl`, TensorBoard and the terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
 _WIDE = 100
-"""columns of a terminal that hold the bar, the steps and everything said of them"""
+"""Terminal columns needed for a wide bar, the steps and all figures beside them."""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
-_OF_A_STEP = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
-"""metric → what it is a step's share of"""
+_PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
+"""Derived metric → the metric that is divided by the seconds of the step."""
 
 
 class Sink(Protocol):
-    """A place that takes records. A record is a step and plain numbers by metric name."""
+    """A destination for records. A record is a step and plain numbers by metric name."""
 
     def write(self, step: int, record: Mapping[str, float]) -> None: ...
 
@@ -38,13 +39,13 @@ class Sink(Protocol):
 
 
 class Observer:
-    """Collects the metrics of every step and hands them to the sinks.
+    """Collects the metrics of every step and writes them to the sinks.
 
     Args:
-        sinks: take one record per `every` steps (when the step is a multiple of it), in which each metric
-            is reduced over those steps as it says itself; nothing logged in between is lost.
+        sinks: get one record whenever the step is a multiple of `every`. Each metric is reduced over the steps since
+            the last record with its own reduction, so nothing logged in between is lost.
         every: steps per record.
-        live: take every step as it comes (the progress bar).
+        live: sinks that get every single step, such as the progress bar.
     """
 
     def __init__(self, sinks: Sequence[Sink], every: int, *, live: Sequence[Sink] = ()):
@@ -55,17 +56,17 @@ class Observer:
         self._pending: dict[str, Metric] = {}
 
     def log(self, step: int, *parts: Metrics) -> None:
-        """Adds metrics of `step`. A name given twice in one call (by two ranks) is reduced too.
+        """Add metrics of `step`. A name that occurs in several parts (of several ranks) is reduced too.
 
-        Adds `train/tokens_per_second` where the parts hold `train/tokens` and `timing/step`, and
-        `transport/teacher_wait`, the share of the step that was spent waiting for teachers; as means weighted by
-        the seconds they stay exact when steps are merged.
+        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`, and `transport/teacher_wait`, the
+        share of the step spent waiting for teachers. Both are means weighted by seconds, so they stay exact when
+        steps are merged.
 
         Raises:
-            ValueError: one name with two reductions.
+            ValueError: a name has two different reductions.
         """
         metrics = merge(parts)
-        metrics |= _shares(metrics)
+        metrics |= _per_second(metrics)
         for sink in self._live:
             sink.write(step, values(metrics))
         self._pending = merge((self._pending, metrics))
@@ -74,55 +75,46 @@ class Observer:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is pending as a record of the last step logged. Call it before a checkpoint."""
+        """Write pending metrics as a record of the last step logged. Call it before a checkpoint."""
         if self._pending:
             record, self._pending = values(self._pending), {}
             for sink in self._sinks:
                 sink.write(self._step, record)
 
     def record(self, step: int, record: Mapping[str, float]) -> None:
-        """Writes a record of its own, of any step: what was measured on that step's weights while others followed."""
+        """Write a separate record for any step, such as an evaluation of that step's weights that ended later."""
         for sink in self._sinks:
             sink.write(step, record)
 
     def close(self) -> None:
-        """Flushes, then closes every sink, also when one of them fails."""
-        try:
+        """Flush, then close every sink even if one of them fails."""
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks + self._live):
+                stack.callback(sink.close)
             self.flush()
-        finally:
-            _close_all(self._sinks + self._live)
 
 
-def _shares(metrics: Metrics) -> dict[str, Metric]:
-    """What is so much of the seconds of a step."""
+def _per_second(metrics: Metrics) -> dict[str, Metric]:
+    """The derived metrics of `_PER_SECOND` whose sources are present."""
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
     return {
         name: Metric(metrics[source].value / seconds, "mean", seconds)
-        for name, source in _OF_A_STEP.items()
+        for name, source in _PER_SECOND.items()
         if source in metrics
     }
-
-
-def _close_all(sinks: Sequence[Sink]) -> None:
-    if sinks:
-        try:
-            sinks[0].close()
-        finally:
-            _close_all(sinks[1:])
 
 
 class JsonlSink:
     """`metrics.jsonl`: one JSON object per record, `{"step": …, "time": …, "<metric>": …}`.
 
-    A record is in the file when `write` returns. NaN and infinities have no JSON: they are written as
-    null. `time` is seconds since the epoch.
+    A record is in the file when `write` returns. JSON has no NaN or infinity, so they are written as null. `time` is
+    seconds since the epoch.
 
     Args:
-        path: opened for appending; a last line that a killed process left half-written is removed.
-        resume_step: records of later steps are removed, because the resumed run writes them again;
-            None keeps all.
+        path: opened for appending; a half-written last line of a killed process is removed.
+        resume_step: records of later steps are removed, because the resumed run writes them again; None keeps all.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None):
@@ -141,7 +133,7 @@ class JsonlSink:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in file order; lines that are no record are left out.
+    """The records of a metrics.jsonl in file order; lines that are not records are skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -175,8 +167,8 @@ class TensorBoardSink:
     """TensorBoard scalars, through tensorboard's own event writer (importing it needs no torch).
 
     Args:
-        folder: gets one event file per process that trains.
-        resume_step: TensorBoard is told to drop what an earlier process wrote for later steps.
+        folder: gets one event file per attempt of the run.
+        resume_step: makes TensorBoard drop what earlier attempts wrote for later steps.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None):
@@ -200,13 +192,13 @@ class TensorBoardSink:
 
 
 class ProgressSink:
-    """The step, the loss, tokens per second and the time left: a bar on a terminal, lines elsewhere.
+    """Step, losses, tokens per second and time left: a progress bar on a terminal, lines of text elsewhere.
 
     Args:
         total_steps: steps of the whole run.
-        start_step: steps done before this process (a resume).
+        start_step: steps done before this attempt.
         console: where to write; None: stdout.
-        interval_s: seconds between lines where there is no terminal; the last step is always written.
+        interval_s: seconds between lines of text; the last step is always written.
         clock: seconds from any origin.
     """
 
@@ -225,7 +217,7 @@ class ProgressSink:
         self._total, self._interval, self._clock = total_steps, interval_s, clock
         self._written = 0.0
         self._first: tuple[int, float] | None = None
-        """the first step seen and its time; it compiles and warms up, so it does not count towards the speed"""
+        """The first step seen and its time. It includes compiling and warm-up, so the speed is measured from its end."""
         self._wide = not self._console.is_terminal or self._console.width >= _WIDE
         self._progress, self._task = _bar(self._console, total_steps, start_step, 24 if self._wide else 6)
 
@@ -235,36 +227,37 @@ class ProgressSink:
         now = self._clock()
         due = self._first is None or step >= self._total or now - self._written >= self._interval
         self._first = self._first or (step, now)
-        facts = self._facts(step, record, now, self._first)
+        figures = self._figures(step, record, now, self._first)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, facts=facts)
+            self._progress.update(self._task, completed=step, figures=figures)
         elif due:
             self._written = now
             width = len(str(self._total))
-            # Rich would wrap and colour a line that is meant for a log file.
-            print(f"step {step:>{width}}/{self._total}  {facts}", file=self._console.file, flush=True)
+            # Not through rich, which would wrap and colour lines that go to a log file.
+            print(f"step {step:>{width}}/{self._total}  {figures}", file=self._console.file, flush=True)
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
-    def _facts(self, step: int, record: Mapping[str, float], now: float, first: tuple[int, float]) -> str:
-        facts = []
+    def _figures(self, step: int, record: Mapping[str, float], now: float, first: tuple[int, float]) -> str:
+        figures = []
         for label, name in _LOSSES if self._wide else _LOSSES[:1]:
             if name in record:
-                facts.append(f"{label} {record[name]:.4f}")
+                figures.append(f"{label} {record[name]:.4f}")
         if RATE in record:
-            facts.append(f"{record[RATE]:,.0f} tokens/s")
+            figures.append(f"{record[RATE]:,.0f} tokens/s")
         if step > first[0]:
-            facts.append(f"{_clock_time((now - first[1]) / (step - first[0]) * max(0, self._total - step))} left")
-        faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each had a line of its own when it happened
+            seconds_left = (now - first[1]) / (step - first[0]) * max(0, self._total - step)
+            figures.append(f"{_clock_time(seconds_left)} left")
+        faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each was printed when it happened
         if faults:
-            facts.append(f"faults {faults}")
-        return "  ".join(facts)
+            figures.append(f"faults {faults}")
+        return "  ".join(figures)
 
 
 def _bar(console: Console, total: int, start: int, width: int) -> tuple[Progress | None, Any]:
-    """A running progress bar and its task, or nothing where the console is no terminal."""
+    """A running progress bar and its task; None if the console is not a terminal."""
     if not console.is_terminal:
         return None, None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -273,10 +266,10 @@ def _bar(console: Console, total: int, start: int, width: int) -> tuple[Progress
         TextColumn("train"),
         BarColumn(bar_width=width),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[facts]}", markup=False),
+        TextColumn("{task.fields[figures]}", markup=False),
         console=console,
     )
-    task = progress.add_task("train", total=total, completed=start, facts="")
+    task = progress.add_task("train", total=total, completed=start, figures="")
     progress.start()
     return progress, task
 
@@ -295,12 +288,12 @@ def open_observer(
     resume_step: int | None = None,
     others: Sequence[Sink] = (),
 ) -> Observer:
-    """The observer of a run directory, as `observe.*` asks for it.
+    """The observer of a run, with the sinks that `observe.*` enables.
 
     Args:
-        total_steps: steps of the whole run, for the bar.
-        resume_step: step of the checkpoint resumed from; None: a run that starts.
-        others: sinks besides.
+        total_steps: steps of the whole run, for the progress bar.
+        resume_step: step of the checkpoint the run resumes from; None for a new run.
+        others: further sinks.
     """
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
     if config.observe.tensorboard:

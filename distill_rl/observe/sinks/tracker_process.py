@@ -1,7 +1,8 @@
-"""The process that speaks to a tracker: `python -m distill_rl.observe.sinks.tracker_process wandb | mlflow`.
+"""The process that sends records to a tracker: `python -m distill_rl.observe.sinks.tracker_process wandb | mlflow`.
 
-It takes JSON lines from stdin and says on stdout how far it is (see `TrackerSink`); what the tracker's library prints goes
-to stderr. When stdin ends, also because the driver was killed, it has CLOSE_S seconds to finish.
+It reads JSON lines from stdin and reports its progress on stdout (the protocol is described at `TrackerSink`). The
+output of the tracker's library goes to stderr. When stdin is closed, which also happens if the driver is killed, it has
+CLOSE_S seconds to finish.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from typing import IO, Any, Protocol
 from distill_rl.config.save import flat
 
 PROJECT = "distill_rl"
-"""of W&B and experiment of MLflow, where WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says nothing else"""
+"""Default project of W&B (WANDB_PROJECT) and experiment of MLflow (MLFLOW_EXPERIMENT_NAME)."""
 RETRY_S = 15.0
+"""Seconds between attempts to reach the tracker."""
 CLOSE_S = 20.0
-"""in which everything must have reached the tracker at the end"""
+"""Seconds to send what is left at the end."""
 
-Say = Callable[[str], None]
+Reply = Callable[[str], None]
 
 
 class Tracker(Protocol):
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """`at`: seconds since the epoch."""
+        """Send one record; `at` is its time in seconds since the epoch."""
 
     def close(self) -> None: ...
 
 
 class Wandb:
-    """A run of Weights & Biases. The step is a metric of its own, so that a record of an earlier step is no error.
+    """A run of Weights & Biases. The step is logged as a metric, so that records of earlier steps are accepted.
 
-    WANDB_API_KEY, WANDB_MODE, WANDB_BASE_URL and the like are W&B's own.
+    WANDB_API_KEY, WANDB_MODE, WANDB_BASE_URL and the like are read by W&B itself.
     """
 
     def __init__(self, start: Mapping[str, Any]):
         import wandb
 
-        ids = Ids(Path(start["folder"]), "wandb")
+        run_id = RunId(Path(start["folder"]), "wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=start["name"],
-            id=ids.keep(ids.known or secrets.token_hex(4)),
+            id=run_id.store(run_id.stored or secrets.token_hex(4)),
             resume="allow",
             allow_val_change=True,
             dir=start["folder"],
@@ -69,10 +71,10 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow: at MLFLOW_TRACKING_URI, or in files in the run directory."""
+    """A run of MLflow: at MLFLOW_TRACKING_URI, or in files in the run directory if that is not set."""
 
     def __init__(self, start: Mapping[str, Any]):
-        # MLflow's files are in maintenance and have to be allowed; its other store would need a database's packages.
+        # MLflow only maintains its file store and requires this opt-in; its other store needs database packages.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunStatus
         from mlflow.tracking import MlflowClient
@@ -80,18 +82,18 @@ class Mlflow:
         folder = Path(start["folder"])
         self._ended = RunStatus.to_string(RunStatus.FINISHED)
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").as_uri())
-        ids = Ids(folder, "mlflow")
-        if ids.known is None:
+        run_id = RunId(folder, "mlflow")
+        if run_id.stored is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-            found = self._client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else self._client.create_experiment(name)
-            self._id = ids.keep(self._client.create_run(experiment, run_name=start["name"]).info.run_id)
+            experiment = self._client.get_experiment_by_name(name)
+            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            self._id = run_id.store(self._client.create_run(experiment_id, run_name=start["name"]).info.run_id)
             try:
                 self._log_settings(start["config"])
-            except Exception:  # what a run was started with is worth less than its metrics
+            except Exception:  # the settings are not worth losing the metrics for
                 traceback.print_exc()
         else:
-            self._id = ids.known
+            self._id = run_id.stored
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
 
     def _log_settings(self, config: Mapping[str, Any]) -> None:
@@ -114,58 +116,58 @@ class Mlflow:
 TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-class Ids:
-    """The tracker's own name of a run, kept in the run directory, so that a resumed run goes on in the same one."""
+class RunId:
+    """The id that the tracker uses for a run, stored in the run directory so that a resumed run continues in it."""
 
     def __init__(self, folder: Path, tracker: str):
         self._file = folder / f"{tracker}.id"
 
     @property
-    def known(self) -> str | None:
+    def stored(self) -> str | None:
         return self._file.read_text("utf-8").strip() if self._file.exists() else None
 
-    def keep(self, name: str) -> str:
-        self._file.write_text(name + "\n", "utf-8")
-        return name
+    def store(self, run_id: str) -> str:
+        self._file.write_text(run_id + "\n", "utf-8")
+        return run_id
 
 
 def metric_name(name: str) -> str:
-    """One slash at most: `timing/student` is a metric and `timing/student/step` another, and in files both cannot be."""
+    """The name with one slash at most: MLflow's files cannot hold both `timing/student` and `timing/student/step`."""
     first, slash, rest = name.partition("/")
     return first + slash + rest.replace("/", ".")
 
 
-def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], say: Say) -> None:
-    """Hands every record to the tracker; one that cannot be reached is tried again, one that fails a record goes on."""
+def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Reply) -> None:
+    """Send every record to the tracker. Retry until it can be reached; report records that fail and go on."""
     start = json.loads(lines.readline())
-    tracker = _reach(make, start, say)
-    say("ready")
-    taken = 0
+    tracker = _connect(make, start, reply)
+    reply("ready")
+    num_taken = 0
     for line in lines:
         record = json.loads(line)
         try:
             tracker.log(record["step"], record["time"], record["metrics"])
         except Exception as error:
-            say(f"step {record['step']}: {_one_line(error)}")
+            reply(f"step {record['step']}: {_one_line(error)}")
         else:
-            taken += 1
-            say(f"took {taken}")
+            num_taken += 1
+            reply(f"took {num_taken}")
     tracker.close()
 
 
-def _reach(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, Any], say: Say) -> Tracker:
+def _connect(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, Any], reply: Reply) -> Tracker:
     while True:
         try:
             return make(start)
         except Exception as error:
-            say(f"cannot be reached: {_one_line(error)}")
+            reply(f"cannot be reached: {_one_line(error)}")
             time.sleep(RETRY_S)
 
 
 def _end_after(stdin: int) -> None:
-    """Ends this process some seconds after nobody writes to its stdin any more, whatever it is doing then."""
+    """Kill this process CLOSE_S seconds after its stdin was closed, even if it is stuck."""
     poll = select.poll()
-    poll.register(stdin, 0)  # a hang-up is always told
+    poll.register(stdin, 0)  # POLLHUP is always reported
     poll.poll()
     time.sleep(CLOSE_S)
     os._exit(1)
@@ -176,18 +178,18 @@ def _one_line(error: Exception) -> str:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # A scheduler's, for the whole job; here, the end of stdin says when to end.
-        signal.signal(number, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # Schedulers signal the whole job. This process ends when its stdin does.
+        signal.signal(signal_number, signal.SIG_IGN)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def say(text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+    def reply(text: str) -> None:
+        with suppress(OSError):  # the driver is gone
             out.write(text + "\n")
 
     threading.Thread(target=_end_after, args=(sys.stdin.fileno(),), daemon=True).start()
-    run(TRACKERS[sys.argv[1]], sys.stdin, say)
+    run(TRACKERS[sys.argv[1]], sys.stdin, reply)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""W&B and MLflow, in a process of their own: whatever becomes of the tracker, training goes on at full speed.
+"""W&B and MLflow, each in a child process: whatever happens to the tracker, training goes on at full speed.
 
-Consumes: records. Waits for: nothing, but for `close`, which has a deadline. Produces: lines on the child's stdin.
-A tracker's library is imported in the child only (`tracker_process`), which is ended with all that it started.
+Consumes: records. Waits for: nothing, except in `close`, which has a deadline. Produces: lines on the child's stdin.
+Only the child imports the tracker's library (`tracker_process`). It is killed with all processes it started.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from distill_rl.system.redact import redact
 from distill_rl.types import RunPaths
 
 TRACKERS = ("wandb", "mlflow")
-"""keys of `observe`"""
+"""Keys of `observe`."""
 QUEUE = 1000
-"""records that wait for a slow tracker; what comes while they wait is dropped"""
+"""Records that may wait for a slow tracker; further ones are dropped."""
 UNREACHED_S = 5.0
-"""seconds that a tracker gets at the end that was never reached"""
+"""Seconds that `close` waits for a tracker that was never reached."""
 
 log = logging.getLogger(__name__)
 
 
 def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
-    """Those that `observe` asks for, started; a run that is resumed goes on in the tracker's same run."""
+    """Start the trackers that `observe` enables. A resumed run continues in the same run of the tracker."""
     start = {
         "name": config.run.name,
         "folder": str(paths.root / "logs"),
@@ -56,16 +56,18 @@ def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
 class TrackerSink:
     """Hands records to a child process without ever waiting for it.
 
-    The child reads JSON from stdin, one object per line: `start`, then `{"step": …, "time": …, "metrics": {…}}` per
-    record. It ends when stdin does. Its stdout is read line by line: `ready` once the tracker was reached, `took N` when
-    it has handed N records to the tracker in all, and anything else is a warning, of which the console sees the first.
+    The protocol: the child reads one JSON object per line from stdin, first `start`, then one
+    `{"step": …, "time": …, "metrics": {…}}` per record, and ends when stdin is closed. It writes lines to stdout:
+    `ready` when it has reached the tracker, `took N` when it has sent N records in total; any other line is a warning.
+    Only the first warning is shown on the console.
 
     Args:
-        name: for messages.
-        command: the child's.
+        name: of the tracker, for messages.
+        command: starts the child.
+        start: the first object for the child.
         log_file: gets the child's stderr.
         size: records that may wait.
-        close_s: seconds that `close` leaves the child at most.
+        close_s: most seconds that `close` waits for the child.
     """
 
     def __init__(
@@ -80,14 +82,14 @@ class TrackerSink:
     ):
         self._name, self._close_s, self._log_file = name, close_s, log_file
         self._waiting: queue.Queue[str | None] = queue.Queue(size)
-        """None: nothing more comes"""
-        self._ending, self._ready = threading.Event(), threading.Event()
-        self._offered = self._taken = 0
-        self._full = self._warned = False
+        """Lines for the child; None ends them."""
+        self._closing, self._ready = threading.Event(), threading.Event()
+        self._num_offered = self._num_taken = 0
+        self._full = self._has_warned = False
         self._lock = threading.Lock()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as errors:
-            # A session of its own: Ctrl-C and a scheduler's signals are for the driver.
+            # In a new session, so that Ctrl-C and a scheduler's signals reach only the driver.
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
@@ -101,53 +103,56 @@ class TrackerSink:
 
     @property
     def missing(self) -> int:
-        """Records that the tracker does not have, as far as is known."""
-        return self._offered - self._taken
+        """Records that the child has not confirmed as sent."""
+        return self._num_offered - self._num_taken
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        self._offered += 1
+        self._num_offered += 1
         try:
             self._waiting.put_nowait(_line({"step": step, "time": time.time(), "metrics": dict(record)}))
         except queue.Full:
             if not self._full:
                 self._full = True
-                self._complain(f"is too slow: {self._waiting.maxsize} records wait, and those that come are dropped")
+                self._warn(f"is too slow: {self._waiting.maxsize} records are waiting, and new ones are dropped")
 
     def close(self) -> None:
-        """Gives the child what time it has for the rest, then ends it with everything that it started."""
-        self._ending.set()
+        """Wait for the child to send the rest, up to the deadline, then kill it with everything it started."""
+        self._closing.set()
         deadline = time.monotonic() + (self._close_s if self._ready.is_set() else min(self._close_s, UNREACHED_S))
         if self._child.poll() is None:
             self._end(deadline)
         else:
-            with suppress(queue.Full):  # nobody takes anything out any more
+            with suppress(queue.Full):  # the feeding thread has ended already
                 self._waiting.put_nowait(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
         if self.missing:
             log.warning(
-                "%s did not get %d of %d records; metrics.jsonl has them all", self._name, self.missing, self._offered
+                "%s did not receive %d of %d records; metrics.jsonl has all of them",
+                self._name,
+                self.missing,
+                self._num_offered,
             )
 
     def _end(self, deadline: float) -> None:
-        """Waits for the child until `deadline`, of `time.monotonic()`, then kills what is left of it."""
-        family = _family(self._child.pid)
+        """Wait for the child until `deadline` (`time.monotonic()`), then kill what is left of it."""
+        tree = _process_tree(self._child.pid)
         try:
             self._waiting.put(None, timeout=max(0.0, deadline - time.monotonic()))
             self._child.wait(timeout=max(0.0, deadline - time.monotonic()))
         except (queue.Full, subprocess.TimeoutExpired):
-            self._complain("did not end in time")
-            family = _family(self._child.pid)
+            self._warn("did not finish in time")
+            tree = _process_tree(self._child.pid)
         finally:
-            _kill(family)
+            _kill(tree)
             self._child.wait()
 
     def _feed(self) -> None:
-        """The only writer to the child; stuck where the child is, until that is killed."""
+        """Thread: the only writer to the child. Blocks if the child does, until the child is killed."""
         stdin = self._child.stdin
         assert stdin is not None
         with suppress(OSError), stdin:
@@ -160,32 +165,32 @@ class TrackerSink:
         assert stdout is not None
         with stdout:
             for line in stdout:
-                self._hear(line.decode(errors="replace").strip())
-        if not self._ending.is_set():
-            self._complain("has ended")
+                self._read(line.decode(errors="replace").strip())
+        if not self._closing.is_set():
+            self._warn("its process has ended")
 
-    def _hear(self, text: str) -> None:
-        word, _, number = text.partition(" ")
+    def _read(self, text: str) -> None:
+        word, _, count = text.partition(" ")
         if text == "ready":
             self._ready.set()
-            log.info("%s is reached", self._name)
-        elif word == "took" and number.isdecimal():
-            self._taken = int(number)
+            log.info("%s: connected", self._name)
+        elif word == "took" and count.isdecimal():
+            self._num_taken = int(count)
         elif text:
-            self._complain(text)
+            self._warn(text)
 
-    def _complain(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         with self._lock:
-            level, self._warned = logging.INFO if self._warned else logging.WARNING, True
-        log.log(level, "%s: %s; the run goes on without it (see %s)", self._name, text, self._log_file)
+            level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
+        log.log(level, "%s: %s; the run continues without it (see %s)", self._name, text, self._log_file)
 
 
 def _line(message: Mapping[str, Any]) -> str:
     return json.dumps(message) + "\n"
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """A process with all below it."""
+def _process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

@@ -67,7 +67,7 @@ def test_waits_are_medians_after_the_warm_up_and_shares_of_their_own_step(tmp_pa
 @pytest.mark.parametrize(
     ("figures", "word"),
     [
-        (figures(0.19, 0.0), "too little"),
+        (figures(0.19, 0.0), "at least 20%"),
         (figures(0.3, 0.02), "below 2%"),
         (figures(0.3, 0.0, same=False), "differ"),
     ],

@@ -92,7 +92,7 @@ def test_several_runs_share_the_report_of_the_first(tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "kd"), make_run(tmp_path / "ce")
     assert main(["report", str(first), str(second), "--baseline", "ce: student"]) == 0
     texts = Page((first / "report.html").read_text()).texts
-    assert {"validation, ce", "ce: student", "difference to ce: student, 95\xa0% interval"} <= set(texts)
+    assert {"validation, ce", "ce: student", "difference from ce: student, 95\xa0% interval"} <= set(texts)
     assert not (second / "report.html").exists()
 
 

@@ -1,4 +1,4 @@
-"""Where the assistant speaks, for templates of the kinds that models ship with."""
+"""The assistant's turns in rendered chats, for the kinds of templates that models ship with."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ INSTRUCTION = (
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
 )
 NO_END = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-# The last turn carries an empty block of thought, earlier ones do not: Qwen3's way.
+# Only the last turn carries an empty block of thought, as in Qwen3.
 THOUGHT_LAST = (
     "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m.content + '<|end|>\n' }}{% endfor %}" + PROMPT
 )
-# The prompt begins a thought that written turns do not have: DeepSeek-R1's way.
+# The prompt opens a block of thought that rendered turns do not have, as in DeepSeek-R1.
 THOUGHT_PROMPT = TURNS + "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
-# Earlier turns are shortened beyond recognition.
+# Earlier turns are shortened.
 SHORTENED = (
     "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
     "{{ (m.content if loop.last or m.role == 'user' else m.content[:3] + '...') + '<|end|>\n' }}{% endfor %}" + PROMPT
@@ -48,7 +48,7 @@ STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('a user must beg
 CHAT = [
     {"role": "user", "content": "2 + 2?"},
     {"role": "assistant", "content": "four, é 中"},
-    {"role": "user", "content": "four, é 中"},  # repeats what the assistant said
+    {"role": "user", "content": "four, é 中"},  # repeats the assistant's content
     {"role": "assistant", "content": "end"},
 ]
 
@@ -58,7 +58,7 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def spoken(tokenizer, template, chat):
+def assistant_turns(tokenizer, template, chat):
     tokenizer.chat_template = template
     text, spans = render_document(tokenizer, chat, 0, find_assistant=True)
     return [text[first:stop] for first, stop in spans]
@@ -88,32 +88,32 @@ def spoken(tokenizer, template, chat):
     ],
 )
 def test_spans_hold_each_turn_and_its_end_token(tokenizer, template, expected):
-    assert spoken(tokenizer, template, CHAT) == expected
+    assert assistant_turns(tokenizer, template, CHAT) == expected
 
 
-def test_words_of_the_template_inside_a_turn_do_not_mislead(tokenizer):
+def test_turns_that_contain_words_of_the_template(tokenizer):
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "think"}]
     chat += [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
     chat += [{"role": "user", "content": "?"}, {"role": "assistant", "content": " \n"}]
-    assert spoken(tokenizer, THOUGHT_LAST, chat[:2]) == ["<think>\n\n</think>\n\nthink<|end|>"]
-    assert spoken(tokenizer, THOUGHT_LAST, chat[:4]) == ["think<|end|>", "<think>\n\n</think>\n\n<|end|>"]
-    assert spoken(tokenizer, TURNS + PROMPT, chat) == ["think<|end|>", "<|end|>", " \n<|end|>"]
+    assert assistant_turns(tokenizer, THOUGHT_LAST, chat[:2]) == ["<think>\n\n</think>\n\nthink<|end|>"]
+    assert assistant_turns(tokenizer, THOUGHT_LAST, chat[:4]) == ["think<|end|>", "<think>\n\n</think>\n\n<|end|>"]
+    assert assistant_turns(tokenizer, TURNS + PROMPT, chat) == ["think<|end|>", "<|end|>", " \n<|end|>"]
 
 
-def test_two_assistant_turns_in_a_row_and_one_at_the_start(tokenizer):
+def test_consecutive_assistant_turns_from_the_start(tokenizer):
     chat = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert spoken(tokenizer, TURNS + PROMPT, chat) == ["a<|end|>", "b<|end|>"]
+    assert assistant_turns(tokenizer, TURNS + PROMPT, chat) == ["a<|end|>", "b<|end|>"]
 
 
-def test_rewritten_history_without_marks_is_refused_by_row(tokenizer):
+def test_template_that_rewrites_history_is_refused(tokenizer):
     tokenizer.chat_template = SHORTENED
     with pytest.raises(DataError, match=r"row 41: .*generation.*data\.loss_on=all"):
         render_document(tokenizer, CHAT, 41, find_assistant=True)
     assert render_document(tokenizer, CHAT, 41, find_assistant=False)[1] == []
-    assert spoken(tokenizer, SHORTENED, CHAT[:2]) == ["four, é 中<|end|>"]
+    assert assistant_turns(tokenizer, SHORTENED, CHAT[:2]) == ["four, é 中<|end|>"]
 
 
-def test_chat_that_the_template_refuses_names_row_and_reason(tokenizer):
+def test_template_error_names_row_and_reason(tokenizer):
     tokenizer.chat_template = STRICT
     with pytest.raises(DataError, match=r"row 7: .*template of the student's tokenizer.*a user must begin"):
         render_document(tokenizer, CHAT[1:], 7, find_assistant=False)
@@ -123,9 +123,9 @@ def test_chat_that_the_template_refuses_names_row_and_reason(tokenizer):
 
 def test_tokenizer_without_a_chat_template_is_refused(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"row 0: .*chat template, which the student's tokenizer has not"):
+    with pytest.raises(DataError, match=r"row 0: .*chat template; the student's tokenizer has none"):
         render_document(tokenizer, CHAT, 0, find_assistant=False)
-    with pytest.raises(DataError, match="which teacher big's tokenizer has not"):
+    with pytest.raises(DataError, match="teacher big's tokenizer has none"):
         render_document(tokenizer, CHAT, 0, find_assistant=False, whose="teacher big's tokenizer")
 
 
@@ -133,7 +133,7 @@ def test_dated_templates_do_not_depend_on_the_day(tokenizer):
     tokenizer.chat_template = DATED
     text, _ = render_document(tokenizer, CHAT, 0, find_assistant=False)
     assert text.startswith("Today is 26 Jul 2024\n")
-    # Contents are looked for, by the aligner, in the very text of the data.
+    # The aligner searches for contents in exactly the text that the data module renders.
     assert text == render(tokenizer, CHAT) == render_for_alignment(tokenizer, CHAT)
     assert text == TokenAligner(tokenizer, tokenizer).tokenize_messages(CHAT, "student").text
     prompted = render(tokenizer, CHAT[:1], add_generation_prompt=True)
@@ -142,7 +142,7 @@ def test_dated_templates_do_not_depend_on_the_day(tokenizer):
     assert dated.startswith("Today is today\n")
 
 
-def test_masked_tokens_spell_the_assistant_turns_of_many_chats(tokenizer):
+def test_label_mask_spells_the_assistant_turns(tokenizer):
     for template in (TURNS + PROMPT, INSTRUCTION):
         tokenizer.chat_template = template
         tokenization = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=10_000)
@@ -150,5 +150,5 @@ def test_masked_tokens_spell_the_assistant_turns_of_many_chats(tokenizer):
             encoded = tokenization.encode({"row": row, **document})
             text = tokenizer.decode(encoded.input_ids[encoded.label_mask])
             end = "<|end|>" if template != INSTRUCTION else "</s>"
-            said = [message["content"] for message in document["messages"] if message["role"] == "assistant"]
-            assert [turn.strip() for turn in text.split(end)] == [*said, ""], json.dumps(document)
+            contents = [message["content"] for message in document["messages"] if message["role"] == "assistant"]
+            assert [turn.strip() for turn in text.split(end)] == [*contents, ""], json.dumps(document)

@@ -1,4 +1,4 @@
-"""Documents → rows: every id, label and position where it belongs, cut evenly for student and teachers."""
+"""Documents → rows: ids, labels and positions, divided evenly for the student and the teachers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer():
 
 
 def documents(rows: list[dict], index: int = 0) -> DocumentBatch:
-    return DocumentBatch(index, tuple({"row": row, **each} for row, each in enumerate(rows)), Cursor(0, len(rows)))
+    return DocumentBatch(index, tuple({"row": i, **row} for i, row in enumerate(rows)), Cursor(0, len(rows)))
 
 
 def plan(*, packing: bool = True, max_length: int = 64, student: BatchSharding = ONE, teachers=()) -> BatchPlan:
@@ -51,7 +51,7 @@ class TestTokenization:
         assert tokenizer.decode(tokenization.encode({"row": 0, "text": "kalo"}).input_ids) == "kalo"
         assert len(tokenization.encode({"row": 0, "text": ""}).input_ids) == 0
 
-    def test_special_tokens_that_the_tokenizer_adds_are_kept_for_text_and_not_doubled_for_chats(self):
+    def test_text_gets_special_tokens_and_chats_get_none_twice(self):
         from tokenizers.processors import TemplateProcessing
 
         tokenizer = tiny_tokenizer()
@@ -64,7 +64,7 @@ class TestTokenization:
         assert tokenizer.decode(ids) == "<s><|turn|>user\nmi<|end|>\n"
 
     @pytest.mark.parametrize(("length", "truncated"), [(3, True), (8, False), (7, True)])
-    def test_long_documents_are_cut_and_say_so(self, tokenizer, length, truncated):
+    def test_long_documents_are_truncated(self, tokenizer, length, truncated):
         text = "1 2 3 4"  # seven tokens and the end token
         whole = Tokenization(tokenizer, format="text", loss_on="all", max_length=99).encode({"row": 0, "text": text})
         assert len(whole.input_ids) == 8
@@ -73,17 +73,17 @@ class TestTokenization:
         assert len(cut.label_mask) == length
         assert cut.truncated is truncated
 
-    def test_a_token_across_the_start_of_a_turn_belongs_to_where_it_starts(self):
-        """The template ends the header with a space that the tokenizer joins to the first word of the turn."""
+    def test_a_token_across_the_start_of_a_turn_is_not_in_it(self):
+        """The template ends the header with a space, which the tokenizer joins to the first word of the turn."""
         tokenizer = tiny_tokenizer(400)
         tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
         )
         chat = {"row": 0, "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "an be"}]}
-        found = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=99).encode(chat)
-        assert " an" in [tokenizer.decode([token]) for token in found.input_ids]
-        assert tokenizer.decode(found.input_ids[found.label_mask]) == " be<|end|>"
+        document = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=99).encode(chat)
+        assert " an" in [tokenizer.decode([token]) for token in document.input_ids]
+        assert tokenizer.decode(document.input_ids[document.label_mask]) == " be<|end|>"
 
     def test_loss_on_the_assistant_needs_messages(self, tokenizer):
         with pytest.raises(DataError, match=r"data\.loss_on=assistant: chat messages"):
@@ -99,7 +99,7 @@ class TestTokenization:
         with pytest.raises(DataError, match=r"tokenizer\.json"):
             Tokenization(Slow(), format="text", loss_on="all", max_length=9)
 
-    def test_pad_id_falls_back_to_the_end_token_and_then_to_zero(self):
+    def test_pad_id_falls_back_to_eos_then_zero(self):
         tokenizer = tiny_tokenizer()
         assert pad_id(tokenizer) == tokenizer.pad_token_id == PAD
         tokenizer.pad_token = None
@@ -140,14 +140,14 @@ class TestLayOut:
         ],
     )
     @pytest.mark.parametrize("packing", [True, False])
-    def test_rows_are_as_wide_as_a_multiple_for_the_device(self, longest, limit, on_cpu, on_gpu, packing):
+    def test_row_width_is_a_multiple_for_the_device(self, longest, limit, on_cpu, on_gpu, packing):
         layout = plan(packing=packing, max_length=limit)
         documents = [encoded([5] * longest)]
         assert lay_out(documents, layout).shape == (1, on_cpu)
         assert lay_out(documents, layout.for_device(on_gpu=True)).shape == (1, on_gpu)
         assert layout.for_device(on_gpu=False) == layout
 
-    def test_the_device_never_decides_which_documents_share_a_row(self):
+    def test_packing_does_not_depend_on_the_device(self):
         layout = plan(max_length=13)
         documents = [encoded([5 + size] * size) for size in (7, 7, 6, 6, 13, 3)]
         narrow, wide = (lay_out(documents, layout.for_device(on_gpu=gpu)) for gpu in (False, True))
@@ -156,19 +156,19 @@ class TestLayOut:
             assert np.array_equal(getattr(narrow, name), getattr(wide, name)[:, :16])
         assert (wide.labels[:, 16:] == IGNORE_INDEX).all()
 
-    def test_an_empty_document_begins_none_that_the_padding_continues(self):
+    def test_empty_documents_do_not_restart_positions(self):
         rows = lay_out([encoded([5, 6, 7]), encoded([]), encoded([9])], plan(max_length=8))
         assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
         rows = lay_out([encoded([5, 6, 7]), encoded([])], plan(max_length=8))
         assert rows.position_ids.tolist() == [list(range(8))]
 
-    def test_documents_without_tokens_or_labels_are_kept_and_teach_nothing(self):
+    def test_documents_without_labels_keep_their_rows(self):
         rows = lay_out([encoded([]), encoded([5]), encoded([6, 7], [True, False])], plan(packing=False))
         assert rows.input_ids[:, 0].tolist() == [PAD, 5, 6]
         assert (rows.labels == IGNORE_INDEX).all()
         assert lay_out([encoded([])], plan()).shape == (1, 8)
 
-    def test_the_number_of_rows_suits_student_and_teachers(self):
+    def test_number_of_rows_divides_for_student_and_teachers(self):
         layout = plan(packing=False, student=BatchSharding(2, 2), teachers=[BatchSharding(3, 1), BatchSharding(1, 8)])
         assert layout.row_multiple == 24
         rows = lay_out([encoded([5, 6])] * 5, layout)
@@ -184,7 +184,7 @@ class TestBuildBatch:
         return build_batch(documents(corpus_rows(rows, 1, messages), index=3), tokenization, layout)
 
     @pytest.mark.parametrize("packing", [True, False])
-    def test_info_counts_what_is_in_the_rows(self, tokenizer, packing):
+    def test_info_counts_the_rows(self, tokenizer, packing):
         info, (part,), _ = self.build(tokenizer, plan(packing=packing))
         lengths = [len(tokenizer(row["text"]).input_ids) + 1 for row in corpus_rows(20, 1)]
         assert max(lengths) > 64 > min(lengths)
@@ -215,24 +215,24 @@ class TestBuildBatch:
                 ]
             )
         for whole in wholes[1:]:
-            assert all(np.array_equal(mine, other) for mine, other in zip(whole, wholes[0]))
+            assert all(np.array_equal(array, expected) for array, expected in zip(whole, wholes[0]))
 
-    def test_student_rows_do_not_change_when_no_teacher_is_there(self, tokenizer):
+    def test_student_rows_do_not_depend_on_teachers(self, tokenizer):
         _, with_teacher, _ = self.build(tokenizer, plan(teachers=[BatchSharding(1, 1)]))
         _, without, teachers = self.build(tokenizer, plan())
         assert teachers == []
         assert np.array_equal(with_teacher[0].rows.input_ids, without[0].rows.input_ids)
 
-    def test_assistant_labels_count_only_what_the_assistant_says(self, tokenizer):
+    def test_assistant_loss_labels_only_assistant_turns(self, tokenizer):
         chats = corpus_rows(20, 1, messages=True)
         info, (part,), _ = self.build(
             tokenizer, plan(max_length=4096), messages=True, loss_on="assistant", max_length=4096
         )
         turns = [m["content"] + "<|end|>" for chat in chats for m in chat["messages"] if m["role"] == "assistant"]
-        learnt = part.rows.labels[part.rows.labels != IGNORE_INDEX]
-        assert info.num_labels == len(learnt) == sum(len(tokenizer(turn).input_ids) for turn in turns)
+        trained = part.rows.labels[part.rows.labels != IGNORE_INDEX]
+        assert info.num_labels == len(trained) == sum(len(tokenizer(turn).input_ids) for turn in turns)
         # First fit reorders documents, so turns are compared as a collection.
-        assert sorted(tokenizer.decode(learnt).split("<|end|>")) == sorted("".join(turns).split("<|end|>"))
+        assert sorted(tokenizer.decode(trained).split("<|end|>")) == sorted("".join(turns).split("<|end|>"))
 
     def test_plan_follows_the_config(self):
         config = Config()

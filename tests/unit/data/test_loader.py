@@ -1,4 +1,4 @@
-"""The loader by example; its properties for random sizes are in tests/properties/test_loader.py."""
+"""The loader by example; tests/properties/test_loader.py has properties for random sizes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXPECTED = {
 }
 
 
-class Letters:
-    """Documents with their row; counts how often each is read."""
+class CountingSource:
+    """A source of row numbers that counts reads."""
 
     def __init__(self, rows: int):
         self.rows, self.reads = rows, 0
@@ -32,15 +32,15 @@ class Letters:
 
 
 def loader(rows=10, *, batch_size=4, steps=None, epochs=None, start=TrainState(), seed=0) -> Loader:  # noqa: B008
-    return Loader(Letters(rows), batch_size=batch_size, seed=seed, steps=steps, epochs=epochs, start=start)
+    return Loader(CountingSource(rows), batch_size=batch_size, seed=seed, steps=steps, epochs=epochs, start=start)
 
 
 def sizes(loader: Loader) -> list[int]:
     return [len(batch.documents) for batch in loader]
 
 
-def test_the_order_never_changes_between_versions_and_machines():
-    """A checkpoint's cursor means something only as long as the order behind it stays: these values are for good."""
+def test_the_order_is_the_same_on_all_versions_and_machines():
+    """Checkpoints store a cursor into this order, so these values must never change."""
     assert permutation(0, 0, 8).tolist() == EXPECTED[(0, 0)]
     assert permutation(2**40, 3, 8).tolist() == EXPECTED[(2**40, 3)]
     digest = hashlib.sha256(permutation(7, 1, 100_000).astype("<i8").tobytes()).hexdigest()
@@ -52,7 +52,7 @@ def test_seeds_epochs_and_streams_give_different_orders():
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_negative_seeds_are_seeds_too():
+def test_negative_seeds_are_allowed():
     assert sorted(permutation(-1, 0, 5)) == list(range(5))
     assert permutation(-1, 0, 50).tolist() != permutation(1, 0, 50).tolist()
 
@@ -71,7 +71,7 @@ def test_negative_seeds_are_seeds_too():
         (0, None, []),
     ],
 )
-def test_a_run_ends_at_steps_or_epochs_whichever_comes_first(steps, epochs, expected):
+def test_a_run_ends_at_the_earlier_of_steps_and_epochs(steps, epochs, expected):
     run = loader(steps=steps, epochs=epochs)
     assert sizes(run) == expected
     assert run.total_steps == len(expected)
@@ -81,20 +81,20 @@ def test_a_batch_may_be_larger_than_the_data():
     assert sizes(loader(rows=3, batch_size=8, steps=2)) == [8, 8]
 
 
-def test_a_run_is_extended_by_more_steps():
+def test_more_steps_extend_a_run():
     state = TrainState(3, Cursor(1, 2))
     assert [batch.index for batch in loader(steps=5, start=state)] == [3, 4]
     assert list(loader(steps=3, start=state)) == []
     assert list(loader(steps=2, start=state)) == []
 
 
-def test_a_cursor_at_the_end_of_an_epoch_is_the_start_of_the_next():
+def test_end_of_an_epoch_equals_start_of_the_next():
     at_end = list(loader(steps=3, start=TrainState(1, Cursor(0, 10))))
     assert at_end == list(loader(steps=3, start=TrainState(1, Cursor(1, 0))))
 
 
-def test_rows_are_read_only_when_their_batch_is_asked_for():
-    source = Letters(100)
+def test_rows_are_read_lazily():
+    source = CountingSource(100)
     batches = iter(Loader(source, batch_size=4, seed=0, steps=9, epochs=None, start=TrainState()))
     assert source.reads == 0
     next(batches)
@@ -117,8 +117,8 @@ def test_a_cursor_beyond_the_data_is_refused():
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(512, [4, 4, 2]), (8, [4, 4]), (5, [4, 1]), (0, [])])
-def test_validation_goes_through_the_rows_in_order_up_to_the_limit(limit, expected):
-    batches = list(validation_batches(Letters(10), 4, limit))
+def test_validation_reads_rows_in_order_up_to_the_limit(limit, expected):
+    batches = list(validation_batches(CountingSource(10), 4, limit))
     assert [len(batch.documents) for batch in batches] == expected
     assert [document["row"] for batch in batches for document in batch.documents] == list(range(min(limit, 10)))
     assert [batch.index for batch in batches] == list(range(len(expected)))

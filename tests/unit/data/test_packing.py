@@ -1,4 +1,4 @@
-"""First fit by hand; its properties for random lengths are in tests/properties/test_packing.py."""
+"""First fit by example; tests/properties/test_packing.py has properties for random lengths."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_a_full_row_takes_only_empty_documents():
     assert first_fit([4, 0, 1], 4) == [[0, 1], [2]]
 
 
-def test_nothing_to_pack():
+def test_no_documents():
     assert first_fit([], 4) == []
 
 
 @pytest.mark.parametrize("length", [5, -1])
-def test_a_document_that_no_row_can_hold_is_refused(length):
+def test_lengths_outside_the_capacity_are_refused(length):
     with pytest.raises(ValueError, match="document 1"):
         first_fit([1, length], 4)

@@ -1,4 +1,4 @@
-"""Rows come out as they were written, whatever the form; what is wrong is named by file, row and column."""
+"""Sources return the rows that were written, in every form; errors name file, row and column."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(path: object, **settings: object) -> DataConfig:
 
 
 def problem(path: object, **settings: object) -> str:
-    """The message of opening and reading every row, which must fail."""
+    """The error message of opening the source and reading every row, which must fail."""
 
     def read_all() -> None:
         source = open_source(config(path, **settings))
@@ -63,14 +63,14 @@ def write_column(path: Path, values: list, name: str = "text", kind: pa.DataType
 class TestForms:
     @pytest.mark.parametrize("messages", [False, True])
     @pytest.mark.parametrize("form", FORMS)
-    def test_every_form_gives_the_rows_that_were_written(self, tmp_path, form, messages):
+    def test_every_form_returns_the_written_rows(self, tmp_path, form, messages):
         name = "corpus" if form == "folder" else f"corpus.{form}"
         path = write_corpus(tmp_path / name, rows=20, seed=3, messages=messages, form=form)
         source = open_source(config(path))
         assert source.kind == ("messages" if messages else "text")
         assert [source[row] for row in range(len(source))] == numbered(corpus_rows(20, 3, messages))
 
-    def test_json_list_random_access_arrow_and_absent_last_newline(self, tmp_path):
+    def test_json_list_blank_lines_and_random_access_arrow(self, tmp_path):
         rows = corpus_rows(5)
         as_list = tmp_path / "list.json"
         as_list.write_text("\ufeff\n" + json.dumps(rows, indent=1), encoding="utf-8")
@@ -96,12 +96,12 @@ class TestForms:
         for seed in range(2):
             write_corpus(tmp_path / f"shard-{seed}", rows=3, seed=seed, form="folder")
         expected = numbered(corpus_rows(3, 0) + corpus_rows(3, 1))
-        # The last pattern also matches the folders' own files, Arrow and JSON, which must not be read twice or as data.
+        # The last two patterns also match the Arrow and JSON files inside the folders, which must not be read as well.
         for pattern in ("shard-*", "shard-*/*", "**/*"):
             source = open_source(config(tmp_path / pattern))
             assert [source[row] for row in range(len(source))] == expected
 
-    def test_dataset_dict_folder_reads_the_split_that_is_set(self, tmp_path):
+    def test_dataset_dict_folder_reads_the_configured_split(self, tmp_path):
         splits = {
             "train": datasets.Dataset.from_list(corpus_rows(3)),
             "test": datasets.Dataset.from_list(corpus_rows(5, 1)),
@@ -122,7 +122,7 @@ class TestForms:
 
     @pytest.mark.parametrize("form", ["jsonl", "parquet"])
     @pytest.mark.parametrize("messages", [False, True])
-    def test_large_files_are_converted_once_to_a_memory_mapped_twin(self, tmp_path, monkeypatch, form, messages):
+    def test_large_files_are_converted_to_arrow_once(self, tmp_path, monkeypatch, form, messages):
         monkeypatch.setattr(files, "CACHE_FROM_BYTES", 0)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
         path = write_corpus(tmp_path / f"c.{form}", rows=30, messages=messages, form=form)
@@ -133,14 +133,14 @@ class TestForms:
         write_corpus(path, rows=31, seed=5, messages=messages, form=form)
         assert open_source(config(path))[30][source.kind] == corpus_rows(31, 5, messages)[30][source.kind]
 
-    def test_a_refused_large_file_leaves_nothing_in_the_cache(self, tmp_path, monkeypatch):
+    def test_a_refused_large_file_leaves_no_cache_file(self, tmp_path, monkeypatch):
         monkeypatch.setattr(files, "CACHE_FROM_BYTES", 0)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
         lines = [b'{"text": "a"}'] * 5000 + [b'{"text": 1}']
         assert "row 5000" in problem(write_lines(tmp_path / "c.jsonl", lines))
         assert list((tmp_path / "cache" / "distill_rl").iterdir()) == []
 
-    def test_source_opens_in_another_process_with_the_same_fingerprint(self, tmp_path):
+    def test_fingerprint_is_the_same_in_another_process(self, tmp_path):
         path = write_corpus(tmp_path / "c.jsonl", rows=4)
         code = (
             "import sys; from distill_rl.config.schema import DataConfig; from distill_rl.data.sources import open_source;"
@@ -172,7 +172,7 @@ class TestFingerprint:
         path.write_text(json.dumps({"text": "a", "other": "b"}))
         assert open_source(config(path)).fingerprint != open_source(config(path, text_key="other")).fingerprint
 
-    def test_large_data_are_sampled_at_head_tail_and_between(self, tmp_path, monkeypatch):
+    def test_large_data_are_hashed_by_samples(self, tmp_path, monkeypatch):
         monkeypatch.setattr(files, "HASH_WHOLE_BYTES", 0)
         content = bytearray(64 * (64 << 10) * 3)
         path = tmp_path / "big"
@@ -201,7 +201,7 @@ class TestValidationSplit:
         assert sorted(rows[0] + rows[1]) == list(range(50))
         assert all(train[i] == source[train[i]["row"]] for i in range(len(train)))
 
-    def test_is_drawn_by_the_seed_alone(self, tmp_path):
+    def test_only_the_seed_decides_the_split(self, tmp_path):
         data = config("", validation=ValidationConfig(fraction=0.3))
         source = self.source(tmp_path)
 
@@ -211,7 +211,7 @@ class TestValidationSplit:
 
         assert held_out(1) == held_out(1) != held_out(2)
 
-    def test_parts_have_fingerprints_of_their_own(self, tmp_path):
+    def test_each_part_has_a_different_fingerprint(self, tmp_path):
         source = self.source(tmp_path)
         data = config("", validation=ValidationConfig(fraction=0.3))
         prints = [source.fingerprint, *(part.fingerprint for part in split_validation(source, data, 1))]
@@ -222,7 +222,7 @@ class TestValidationSplit:
         source = self.source(tmp_path)
         assert split_validation(source, config(""), 0) == (source, None)
 
-    def test_own_path_wins_over_the_fraction(self, tmp_path):
+    def test_validation_path_overrides_the_fraction(self, tmp_path):
         source = self.source(tmp_path)
         other = write_corpus(tmp_path / "v.jsonl", rows=3, seed=9)
         data = config(tmp_path / "c.jsonl", validation=ValidationConfig(path=str(other), fraction=0.5))
@@ -230,7 +230,7 @@ class TestValidationSplit:
         assert train is source
         assert validation[2]["text"] == corpus_rows(3, 9)[2]["text"]
 
-    def test_own_path_with_splits_reads_the_validation_split(self, tmp_path):
+    def test_validation_path_reads_the_validation_split(self, tmp_path):
         splits = {name: datasets.Dataset.from_list(corpus_rows(n)) for name, n in (("train", 4), ("validation", 2))}
         datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
         data = config(tmp_path / "both", validation=ValidationConfig(path=str(tmp_path / "both")))
@@ -247,7 +247,7 @@ class TestBadPaths:
         write_corpus(tmp_path / "train.jsonl")
         assert f"did you mean {tmp_path}/train.jsonl?" in problem(tmp_path / "trian.jsonl")
 
-    def test_missing_absolute_folder_is_no_hub_name(self, tmp_path):
+    def test_missing_absolute_folder_is_not_a_hub_name(self, tmp_path):
         assert "data.path: an existing file" in problem(tmp_path / "nowhere" / "corpus")
 
     def test_glob_without_a_match(self, tmp_path):
@@ -257,25 +257,25 @@ class TestBadPaths:
         (tmp_path / "a.csv").write_text("text\nx\n")
         assert ".parquet" in problem(tmp_path / "a.csv")
 
-    def test_folder_of_plain_files_names_the_glob_to_use(self, tmp_path):
+    def test_folder_of_plain_files_suggests_a_glob(self, tmp_path):
         write_corpus(tmp_path / "data" / "a.parquet", form="parquet")
         assert f"{tmp_path}/data/**/*.parquet" in problem(tmp_path / "data")
         (tmp_path / "none").mkdir()
         assert "it holds no data files" in problem(tmp_path / "none")
 
-    def test_hub_name_that_cannot_be_reached_is_an_error_of_its_own(self, monkeypatch):
+    def test_unreachable_hub_name_raises_hub_error(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
             open_source(config("nobody-known/no-such-data"))
 
-    def test_a_hub_behind_a_dead_connection_is_given_up_at_once(self, monkeypatch):
+    def test_dead_hub_connection_fails_at_once(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
         with pytest.raises(HubError, match=r"data\.path: .*nobody-known/no-such-data"):
             open_source(config("nobody-known/no-such-data"))
 
-    def test_hub_names_are_told_from_missing_files(self, tmp_path, monkeypatch):
+    def test_hub_names_differ_from_missing_files(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "data").mkdir()
         assert is_hub_name("owner/name")
@@ -286,7 +286,7 @@ class TestBadPaths:
 
 class TestBadRows:
     @pytest.mark.parametrize("form", FORMS)
-    def test_missing_column_lists_the_columns_and_the_nearest(self, tmp_path, form):
+    def test_missing_column_lists_columns_and_the_closest(self, tmp_path, form):
         path = write_corpus(tmp_path / ("c" if form == "folder" else f"c.{form}"), rows=3, form=form)
         text = problem(path, text_key="txt")
         assert "column 'txt'" in text
@@ -304,7 +304,7 @@ class TestBadRows:
         ("value", "found"),
         [(b"7", "int '7'"), (b"null", "null"), (b'["x"]', "list"), (b'"\\ud83d!"', "lone surrogate")],
     )
-    def test_json_row_that_is_not_text_is_named_with_its_line(self, tmp_path, value, found):
+    def test_json_row_without_text_is_named_with_its_line(self, tmp_path, value, found):
         path = write_lines(tmp_path / "c.jsonl", [b'{"text": "a"}', b"", b'{"text": %s}' % value])
         text = problem(path)
         assert f"{path}: row 1 (line 3), column 'text'" in text
@@ -324,7 +324,7 @@ class TestBadRows:
     @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
     @pytest.mark.parametrize("check_bytes", [0, 1 << 20])
     def test_invalid_utf8_in_columns(self, tmp_path, monkeypatch, suffix, check_bytes):
-        """Above the size that is checked on opening, the row is found when it is read."""
+        """Columns too large to check on opening are checked row by row when read."""
         monkeypatch.setattr(locate, "CHECK_BYTES", check_bytes)
         values = pa.array([b"fine", b"\xc3\xa9", b"ab\xff"]).cast(pa.binary())
         broken = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
@@ -369,13 +369,13 @@ class TestBadRows:
         assert "at least one row" in problem(tmp_path / "c.json")
         assert "at least one row" in problem(tmp_path / "c.jsonl")
 
-    def test_json_that_is_not_objects(self, tmp_path):
+    def test_json_values_that_are_not_objects(self, tmp_path):
         assert "row 0 (line 1)" in problem(write_lines(tmp_path / "c.jsonl", [b'"just text"']))
         (tmp_path / "c.json").write_text('[{"text": "a"}, 3]')
         assert "row 1" in problem(tmp_path / "c.json")
 
     @pytest.mark.parametrize("line", [b'{"text": "a"', b'{"text": ' + b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
-    def test_json_that_cannot_be_parsed(self, tmp_path, line):
+    def test_invalid_json(self, tmp_path, line):
         assert "row 1 (line 2): is complete, valid JSON" in problem(
             write_lines(tmp_path / "c.jsonl", [b'{"text": "a"}', line])
         )
@@ -421,8 +421,8 @@ class TestBadMessages:
             write_column(path, [chat], name="messages")
         assert "row 0" in problem(path)
 
-    def test_null_inside_a_sliced_batch_is_named_by_its_row(self):
-        """Batches of a large file are slices; the row must count from the start of the file."""
+    def test_null_in_a_sliced_batch_is_named_by_its_row(self):
+        """Batches of a large file are slices; the row number must count from the start of the file."""
         from distill_rl.data.rows import check_column
 
         chats = pa.array([GOOD] * 10 + [[*GOOD, {"role": "user", "content": None}]])

@@ -1,4 +1,4 @@
-"""The page says first how it went, and shows every figure."""
+"""The page starts with the verdict and shows every figure."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def content(*parts: dict[str, Any], state: str = "done") -> dict[str, Any]:
 
 
 def test_the_first_line_is_the_verdict():
-    said = content(
+    failed = content(
         {"name": "a"}, {"name": "b", "status": "failed", "reason": "off"}, {"name": "c", "status": "skipped"}
     )
-    assert headline(said) == "GPU check: 1 of 3 parts ok, 1 not ok (b), 1 skipped; 13 s"
+    assert headline(failed) == "GPU check: 1 of 3 parts ok, 1 not ok (b), 1 skipped; 13 s"
     stopped = content({"name": "a"}, {"name": "b", "status": "waiting"}, state="stopped by SIGTERM")
     assert headline(stopped) == "GPU check: 1 of 2 parts ok, 1 not done; 13 s; stopped by SIGTERM"
-    assert render(said).splitlines()[0] == headline(said)
+    assert render(failed).splitlines()[0] == headline(failed)
 
 
-def test_the_machine_is_told_once_for_gpus_that_are_alike():
+def test_equal_gpus_are_listed_once():
     lines = render(content()).splitlines()
     assert (
         "GPU         2 × NVIDIA H200, 139.8 GiB (139.1 free), 132 multiprocessors, compute capability 9.0, L2 60 MiB"
@@ -57,18 +57,18 @@ def test_the_machine_is_told_once_for_gpus_that_are_alike():
     assert "called      device cuda, ray, budget 570 s; 2026-01-02T03:04:05+00:00" in lines
 
 
-def test_a_part_that_is_not_well_says_why_instead_of_what_it_is():
+def test_failed_parts_show_their_reason():
     page = render(content({"name": "a"}, {"name": "b", "status": "failed", "reason": "off by 1"}))
     rows = {line.split()[0]: line for line in page.splitlines() if line[:2] in ("a ", "b ")}
     assert rows["a"].split(maxsplit=3)[2:] == ["1.2", "what a shows"]
     assert rows["b"].endswith("off by 1")
 
 
-def test_tables_keep_their_columns_and_say_what_is_missing():
+def test_tables_keep_columns_with_missing_values():
     rows = [{"kernel": "first", "ms": 1.5, "of bound": 0.25}, {"kernel": "second", "ms": "out of memory", "none": None}]
     lines = render(content({"name": "a", "figures": {"copy, GB/s": 4312.7, "kernels": rows}})).splitlines()
-    at = lines.index("a: what a shows")
-    assert lines[at + 1 : at + 5] == [
+    start = lines.index("a: what a shows")
+    assert lines[start + 1 : start + 5] == [
         "  copy, GB/s  4,313",
         "  kernel  ms             of bound",
         "  first   1.5                0.25",
@@ -76,7 +76,7 @@ def test_tables_keep_their_columns_and_say_what_is_missing():
     ]
 
 
-def test_many_figures_stand_in_columns_and_none_is_lost():
+def test_many_figures_are_set_in_columns():
     figures = {f"error {i}": i / 1e7 for i in range(1, 31)}
     page = render(content({"name": "a", "figures": figures}))
     assert max(map(len, page.splitlines())) <= WIDTH
@@ -84,6 +84,6 @@ def test_many_figures_stand_in_columns_and_none_is_lost():
     assert sum("error" in line for line in page.splitlines()) < 10
 
 
-def test_a_part_s_own_text_takes_the_place_of_its_figures():
+def test_text_of_a_part_replaces_its_figures():
     page = render(content({"name": "a", "text": "two\nlines", "figures": {"x": 1}}))
     assert page.endswith("a: what a shows\n  two\n  lines\n")

@@ -1,4 +1,4 @@
-"""The runner: no part's end is another's, the budget holds, and the record is there after every part."""
+"""The runner: parts do not affect each other, the budget is kept, and the record is written after every part."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from time import monotonic
 
 import pytest
 
-from distill_rl.gpu_check import run as kit
+from distill_rl.gpu_check import run as runner
 from distill_rl.gpu_check.parts import PARTS, RAY_PARTS, Part, named
 from distill_rl.gpu_check.process import Call
 from distill_rl.gpu_check.record import JSON, TEXT, Record
 
 
 def part(name: str, **more) -> Part:
-    return Part(name, f"what {name} shows", "tests.helpers.kit_parts", name, **more)
+    return Part(name, f"what {name} shows", "tests.helpers.gpu_check_parts", name, **more)
 
 
 def run(out: Path, *parts: Part, budget_s: float = 300.0, began: float | None = None) -> dict:
     record = Record(out, {"device": "cpu"}, parts)
-    kit.run_parts(record, Call("cpu", True, out, out / "log"), monotonic() if began is None else began, budget_s)
+    runner.run_parts(record, Call("cpu", True, out, out / "log"), monotonic() if began is None else began, budget_s)
     record.state = "done"
     record.write()
     return json.loads((out / JSON).read_text())
 
 
-def test_the_others_run_whatever_becomes_of_one(tmp_path, capsys):
-    said = run(tmp_path, part("wrong"), part("crashes"), part("hangs", limit_s=10), part("skips"), part("well"))
-    assert [each["status"] for each in said["parts"]] == ["failed", "failed", "timed out", "skipped", "ok"]
-    assert said["failures"] == ["wrong", "crashes", "hangs"]
+def test_later_parts_run_after_a_failed_one(tmp_path, capsys):
+    content = run(tmp_path, part("wrong"), part("crashes"), part("hangs", limit_s=10), part("skips"), part("well"))
+    assert [part["status"] for part in content["parts"]] == ["failed", "failed", "timed out", "skipped", "ok"]
+    assert content["failures"] == ["wrong", "crashes", "hangs"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("] ")[1].split()[0] for line in lines] == ["wrong", "crashes", "hangs", "skips", "well"]
     page = (tmp_path / TEXT).read_text()
@@ -38,28 +38,28 @@ def test_the_others_run_whatever_becomes_of_one(tmp_path, capsys):
     assert "the gradient is off by 3.0e-01" in page
 
 
-def test_a_part_gets_what_the_budget_leaves_beside_what_is_reserved(tmp_path):
-    said = run(
+def test_a_part_gets_the_budget_less_the_reserve(tmp_path):
+    content = run(
         tmp_path, part("well"), part("budgeted", takes_budget=True, limit_s=290, reserve_s=60),
         began=monotonic() - 235, budget_s=300,
     )  # fmt: skip
-    first, second = said["parts"]
+    first, second = content["parts"]
     assert first["status"] == "not run", "5 seconds are left beside the 60 that are reserved"
     assert second["status"] == "ok"
     assert 0 < second["figures"]["budget"] < 65
-    assert said["failures"] == ["well"]
+    assert content["failures"] == ["well"]
 
 
 def test_the_record_is_written_after_each_part(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(kit, "run_part", lambda *_: seen.append(_statuses(tmp_path)) or kit.Outcome("ok"))
+    statuses = []
+    monkeypatch.setattr(runner, "run_part", lambda *_: statuses.append(_statuses(tmp_path)) or runner.Outcome("ok"))
     run(tmp_path, part("well"), part("skips"), part("wrong"))
-    assert seen == [None, ["ok", "waiting", "waiting"], ["ok", "ok", "waiting"]]
+    assert statuses == [None, ["ok", "waiting", "waiting"], ["ok", "ok", "waiting"]]
 
 
 def _statuses(out: Path) -> list[str] | None:
     path = out / JSON
-    return [each["status"] for each in json.loads(path.read_text())["parts"]] if path.exists() else None
+    return [part["status"] for part in json.loads(path.read_text())["parts"]] if path.exists() else None
 
 
 @pytest.mark.parametrize(
@@ -71,34 +71,34 @@ def _statuses(out: Path) -> list[str] | None:
         (["--out", "/proc/nobody/can"], "--out /proc/nobody/can: must be a folder that can be written to; "),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
-    assert kit.main(arguments) == 2
+def test_bad_input_exits_2_with_one_line(arguments, line, capsys):
+    assert runner.main(arguments) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("gpu_check: error: ")
     assert line in error
 
 
 @pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--novelty"], ["--budget-s", "long"]])
-def test_options_that_do_not_exist_are_refused(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        kit.main(arguments)
-    assert ended.value.code == 2
+def test_unknown_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        runner.main(arguments)
+    assert exit.value.code == 2
 
 
-def test_parts_are_chosen_by_name_in_the_order_of_the_kit():
+def test_selected_parts_keep_the_order_of_the_table():
     chosen = named(["kernels", "student"], PARTS)
-    assert [each.name for each in chosen] == ["student", "kernels"]
+    assert [part.name for part in chosen] == ["student", "kernels"]
 
 
-def test_every_part_has_a_name_of_its_own():
+def test_part_names_are_unique():
     parts = (*PARTS, *RAY_PARTS)
-    assert len({each.name for each in parts}) == len(parts)
+    assert len({part.name for part in parts}) == len(parts)
 
 
-def test_no_part_of_the_table_is_missing():
-    assert [each.name for each in PARTS if find_spec(each.module) is None] == []
+def test_every_part_of_the_table_exists():
+    assert [part.name for part in PARTS if find_spec(part.module) is None] == []
 
 
-def test_what_is_reserved_leaves_time_for_the_other_parts():
-    assert sum(each.reserve_s for each in PARTS) < kit.BUDGET_S / 2
-    assert all(each.reserve_s <= each.limit_s for each in PARTS)
+def test_the_reserve_leaves_time_for_other_parts():
+    assert sum(part.reserve_s for part in PARTS) < runner.BUDGET_S / 2
+    assert all(part.reserve_s <= part.limit_s for part in PARTS)

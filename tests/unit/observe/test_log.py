@@ -19,7 +19,7 @@ def _restore() -> Iterator[None]:
     logger.handlers[:] = handlers
 
 
-def test_the_console_is_quiet_unless_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_shows_warnings_by_default(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(log.VARIABLE, raising=False)
     log.setup_console()
     log.get("driver").info("detail")
@@ -27,7 +27,7 @@ def test_the_console_is_quiet_unless_asked(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "WARNING: trouble\n"
 
 
-def test_the_variable_sets_the_level_and_a_second_call_adds_no_second_line(
+def test_variable_sets_the_level_without_duplicate_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(log.VARIABLE, "INFO")
@@ -37,23 +37,23 @@ def test_the_variable_sets_the_level_and_a_second_call_adds_no_second_line(
     assert capsys.readouterr().err == "INFO: detail\n"
 
 
-def test_an_unknown_level_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log.VARIABLE, "loud")
     with pytest.raises(ConfigError, match="DISTILL_RL_LOG: must be one of debug, info, warning, error; got loud"):
         log.setup_console()
 
 
-def test_the_file_gets_what_the_console_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_file_gets_info_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(log.VARIABLE, raising=False)
     with log.log_file(tmp_path / "logs" / "driver.log") as path:
         log.get("driver").info("step 1 of %d", 10)
         log.get("driver").debug("too much")
     log.get("driver").warning("after the run")
     (line,) = path.read_text().splitlines()
-    assert line.endswith("INFO distill_rl.run.driver: step 1 of 10")
+    assert line.endswith("INFO distill_rl.driver: step 1 of 10")
 
 
-def test_a_traceback_is_in_the_file_with_its_lines_indented(tmp_path: Path) -> None:
+def test_tracebacks_are_indented_in_the_file(tmp_path: Path) -> None:
     with log.log_file(tmp_path / "driver.log") as path:
         try:
             raise ValueError("bad\nINFO distill_rl: all is well")
@@ -76,13 +76,11 @@ def test_a_traceback_is_in_the_file_with_its_lines_indented(tmp_path: Path) -> N
         ("größe 中文 ✓ \u00a0", "größe 中文 ✓ \u00a0"),
     ],
 )
-def test_printable_keeps_letters_and_escapes_what_moves_the_cursor(hostile: str, shown: str) -> None:
+def test_printable_escapes_control_characters(hostile: str, shown: str) -> None:
     assert log.printable(hostile) == shown
 
 
-def test_a_message_cannot_paint_the_terminal_or_forge_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_cannot_forge_log_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(log.VARIABLE, raising=False)
     log.setup_console()
     logging.getLogger("distill_rl.data").warning("row %s", "\x1b[2J\nERROR: forged")

@@ -1,4 +1,4 @@
-"""The step-time table: shares that add up, what belongs to whom, and when it is written."""
+"""The step-time table: shares add up, workers have their own block, and tables are written on schedule."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from distill_rl.types import RunPaths
 
 
 def record(student: float, wait: float = 0.0, **others: float) -> dict[str, float]:
-    """One step of `student` + `wait` + 0.1 s; `timing/…` and `transport/…` of others with two underscores for a slash."""
+    """One step of `student` + `wait` + 0.1 s; `others` are further metrics, with two underscores for a slash."""
     parts = {"timing/student": student, "timing/wait_teachers": wait, "timing/other": 0.1}
-    named = {name.replace("__", "/"): value for name, value in others.items()}
-    return parts | {"timing/step": sum(parts.values()), "train/loss": 1.0} | named
+    renamed = {name.replace("__", "/"): value for name, value in others.items()}
+    return parts | {"timing/step": sum(parts.values()), "train/loss": 1.0} | renamed
 
 
 def cells(table: str, label: str) -> list[str]:
@@ -26,7 +26,7 @@ def cells(table: str, label: str) -> list[str]:
     return line.strip().removeprefix(label).replace(" ms", "ms").split()
 
 
-def test_the_parts_of_the_driver_add_up_to_the_step() -> None:
+def test_driver_parts_add_up_to_the_step() -> None:
     table = step_table([record(0.5, 0.1), record(0.7, 0.1), record(0.6, 1.0)])
     assert cells(table, "student") == ["600.0ms", "600.0ms", "54.5%"]
     assert cells(table, "wait_teachers") == ["100.0ms", "400.0ms", "36.4%"]
@@ -34,43 +34,43 @@ def test_the_parts_of_the_driver_add_up_to_the_step() -> None:
     assert cells(table, "step")[2] == "100.0%"
 
 
-def test_parts_stand_longest_first_with_the_rest_and_the_step_at_the_end() -> None:
+def test_parts_are_sorted_by_time_before_other_and_step() -> None:
     lines = step_table([record(0.05, 0.9)]).splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["wait_teachers", "student", "other", "step"]
 
 
-def test_what_passes_between_steps_has_its_share_of_all_time() -> None:
+def test_time_between_steps_counts_towards_the_total() -> None:
     table = step_table([record(0.8, 0.1), record(0.8, 0.1, timing__validation=2.0)])
     assert cells(table, "validation") == ["1,000.0ms", "1,000.0ms", "50.0%"]
     assert cells(table, "step") == ["1,000.0ms", "1,000.0ms", "50.0%"]
 
 
-def test_workers_stand_apart_with_their_share_of_a_step() -> None:
+def test_workers_have_a_block_with_shares_of_the_step() -> None:
     table = step_table([record(0.8, 0.1, **{"timing/big/forward": 0.95, "timing/student/fetch": 0.01})])
-    before, _, workers = table.partition("in the workers, at the same time\n")
+    before, _, workers = table.partition("in the workers, concurrently\n")
     assert "forward" not in before
     assert cells(workers, "big/forward") == ["950.0ms", "950.0ms", "95.0%"]
     assert cells(workers, "student/fetch")[2] == "1.0%"
-    assert cells(table, "step")[2] == "100.0%", "no worker's time is part of the driver's"
+    assert cells(table, "step")[2] == "100.0%", "workers' times are not part of the driver's"
 
 
-def test_what_moved_is_in_units_that_can_be_read_and_by_teacher() -> None:
-    moved = {
+def test_transport_block_has_units_and_teachers() -> None:
+    transport = {
         "transport/bytes": 3 * 2.0**20,
         "transport/bytes_per_token": 392.0,
         "transport/slot_occupancy/big": 0.75,
         "transport/slot_occupancy/small": 1.0,
         "transport/teacher_wait": 0.031,
     }
-    table = step_table([record(1.0, **moved)])
+    table = step_table([record(1.0, **transport)])
     assert cells(table, "MiB of targets") == ["3.00", "3.00"]
     assert cells(table, "bytes per token") == ["392.0", "392.0"]
-    assert cells(table, "slots held at most, big") == ["75.0%", "75.0%"]
-    assert cells(table, "slots held at most, small") == ["100.0%", "100.0%"]
-    assert cells(table, "waited for teachers") == ["3.1%", "3.1%"]
+    assert cells(table, "peak slots in use, big") == ["75.0%", "75.0%"]
+    assert cells(table, "peak slots in use, small") == ["100.0%", "100.0%"]
+    assert cells(table, "waiting for teachers") == ["3.1%", "3.1%"]
 
 
-def test_columns_are_aligned_and_no_line_is_padded() -> None:
+def test_columns_are_aligned_without_trailing_spaces() -> None:
     lines = step_table([record(12.0, 0.1, **{"timing/big/forward": 0.95, "transport/bytes_per_token": 4.0})]).split(
         "\n"
     )
@@ -79,13 +79,13 @@ def test_columns_are_aligned_and_no_line_is_padded() -> None:
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_a_run_without_teachers_has_a_table_of_its_own_parts_only() -> None:
+def test_table_of_a_run_without_teachers() -> None:
     table = step_table([{"timing/step": 1.0, "timing/student": 0.9, "timing/other": 0.1}])
     assert "workers" not in table
     assert "teachers" not in table
 
 
-def test_a_table_is_written_every_so_many_steps_and_of_the_rest_at_the_end() -> None:
+def test_tables_are_written_every_n_steps_and_on_close() -> None:
     written: list[str] = []
     sink = TableSink(3, written.append)
     for step in range(2, 8):
@@ -96,18 +96,16 @@ def test_a_table_is_written_every_so_many_steps_and_of_the_rest_at_the_end() -> 
     sink.close()
     sink.close()
     assert [text.splitlines()[0] for text in written[2:]] == ["where the time went, step 7"]
-    assert cells(written[1], "student")[0] == "500.0ms", "a table is of its own steps alone"
+    assert cells(written[1], "student")[0] == "500.0ms", "a table covers only the steps since the last one"
 
 
-def test_no_table_can_be_written_every_zero_steps() -> None:
+def test_zero_steps_per_table_is_refused() -> None:
     with pytest.raises(ValueError, match="1 or more; got 0"):
         TableSink(0)
 
 
 @pytest.mark.parametrize(("table_every", "tables"), [(2, 3), (0, 0)])
-def test_a_run_s_log_gets_the_tables_that_the_configuration_asks_for(
-    tmp_path: Path, table_every: int, tables: int
-) -> None:
+def test_table_every_controls_the_tables_in_the_log(tmp_path: Path, table_every: int, tables: int) -> None:
     config, paths = Config(), RunPaths(tmp_path)
     config.observe.tensorboard, config.observe.table_every, config.observe.every = False, table_every, 100
     with log_file(paths.logs / "driver.log") as file:

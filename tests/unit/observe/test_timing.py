@@ -41,7 +41,7 @@ def test_parts_and_other_add_up_to_the_step(timer: StepTimer, clock: Clock) -> N
     assert seconds(timer) == {"timing/teacher_wait": 2, "timing/student": 4, "timing/step": 15, "timing/other": 9}
 
 
-def test_a_part_inside_a_part_is_counted_once(timer: StepTimer, clock: Clock) -> None:
+def test_nested_parts_are_counted_once(timer: StepTimer, clock: Clock) -> None:
     with timer.step(1), timer.part("student"):
         clock.pass_(1)
         with timer.part("fetch"):
@@ -57,7 +57,7 @@ def test_a_part_entered_twice_adds_up(timer: StepTimer, clock: Clock) -> None:
     assert seconds(timer)["timing/student"] == 6
 
 
-def test_a_part_outside_a_step_does_not_belong_to_it(timer: StepTimer, clock: Clock) -> None:
+def test_a_part_between_steps_is_not_in_the_step(timer: StepTimer, clock: Clock) -> None:
     with timer.part("checkpoint"):
         clock.pass_(5)
     with timer.step(2):
@@ -65,14 +65,14 @@ def test_a_part_outside_a_step_does_not_belong_to_it(timer: StepTimer, clock: Cl
     assert seconds(timer) == {"timing/checkpoint": 5, "timing/step": 1, "timing/other": 1}
 
 
-def test_flush_forgets(timer: StepTimer, clock: Clock) -> None:
+def test_flush_resets_the_timer(timer: StepTimer, clock: Clock) -> None:
     with timer.step(1):
         clock.pass_(1)
     timer.flush()
     assert timer.flush() == {}
 
 
-def test_a_step_that_raises_reports_nothing_and_leaves_the_timer_usable(timer: StepTimer, clock: Clock) -> None:
+def test_a_step_that_raises_leaves_the_timer_usable(timer: StepTimer, clock: Clock) -> None:
     def step_that_fails() -> None:
         with timer.step(1), timer.part("student"):
             clock.pass_(1)
@@ -85,6 +85,6 @@ def test_a_step_that_raises_reports_nothing_and_leaves_the_timer_usable(timer: S
     assert seconds(timer) == {"timing/step": 2, "timing/other": 2}
 
 
-def test_a_step_inside_a_step_is_refused(timer: StepTimer) -> None:
+def test_nested_steps_are_refused(timer: StepTimer) -> None:
     with timer.step(1), pytest.raises(RuntimeError, match="step 2 was started inside"), timer.step(2):
         pass

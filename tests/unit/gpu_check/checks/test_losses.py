@@ -1,4 +1,4 @@
-"""The kit's check of the losses: on a CPU here; it must see an error."""
+"""The check of the losses, on a CPU; it must detect an error."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from distill_rl.gpu_check.checks import losses
 CPU = torch.device("cpu")
 
 
-def test_every_kind_of_loss_is_within_its_bound_on_a_cpu() -> None:
-    found = losses.check(CPU, tiny=True)
-    assert set(found) == {f"{kind}_gradient_error" for kind in losses.BOUNDS}
-    assert all(error > 0 for error in found.values())
+def test_every_loss_is_within_its_bound_on_a_cpu() -> None:
+    errors = losses.check(CPU, tiny=True)
+    assert set(errors) == {f"{kind}_gradient_error" for kind in losses.BOUNDS}
+    assert all(error > 0 for error in errors.values())
 
 
-def test_a_gradient_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(losses.BOUNDS, "logits", 1e-9)
     with pytest.raises(AssertionError, match="forward_kl, dense: gradient off by"):
         losses.check(CPU, tiny=True)

@@ -18,7 +18,7 @@ def make_config(**student: str) -> Config:
     return config
 
 
-def test_the_card_says_where_the_model_comes_from_and_how_good_it_is() -> None:
+def test_card_shows_origin_and_scores() -> None:
     card = model_card(make_config(), step=600, data_fingerprint="f" * 64, scores={"eval/exact_match": 0.943})
     for fact in ("# quickstart", "`runs/teacher`", "`runs/student`", "`600`", "f" * 64, "0.9430", "Teacher big"):
         assert fact in card
@@ -26,7 +26,7 @@ def test_the_card_says_where_the_model_comes_from_and_how_good_it_is() -> None:
     assert card.endswith("```\n")
 
 
-def test_the_header_is_yaml_with_a_base_model_only_for_a_hub_name() -> None:
+def test_yaml_header_has_base_model_only_for_hub_names() -> None:
     def header(card: str) -> dict[str, object]:
         return yaml.safe_load(card.split("---\n")[1])
 
@@ -36,13 +36,13 @@ def test_the_header_is_yaml_with_a_base_model_only_for_a_hub_name() -> None:
     assert "base_model" not in header(model_card(make_config(model="/models/llama"), step=1, data_fingerprint=""))
 
 
-def test_without_teachers_the_card_says_cross_entropy() -> None:
+def test_card_without_teachers() -> None:
     config = make_config()
     config.teachers = []
     assert "no teacher (cross-entropy with the data only)" in model_card(config, step=1, data_fingerprint="")
 
 
-def test_markup_in_names_takes_no_effect() -> None:
+def test_markup_in_names_is_escaped() -> None:
     config = make_config(model=HOSTILE)
     config.run.name = config.teachers[0].name = config.teachers[0].model = config.data.path = HOSTILE
     card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0}, facts={HOSTILE: HOSTILE})

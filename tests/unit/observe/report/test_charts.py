@@ -35,7 +35,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_a_curve_spans_the_plot_and_larger_values_are_higher() -> None:
+def test_a_curve_spans_the_plot() -> None:
     chart = line_chart("t", [Series("a", [(1, 1.0), (2, 3.0), (3, 2.0)], 0)])
     assert chart is not None
     (x1, y1), (x2, y2), (x3, y3) = coordinates(chart.marks[0].d)
@@ -44,7 +44,7 @@ def test_a_curve_spans_the_plot_and_larger_values_are_higher() -> None:
     assert y1 > y3 > y2
 
 
-def test_a_value_that_is_not_finite_is_a_gap_and_is_counted() -> None:
+def test_values_that_are_not_finite_make_gaps() -> None:
     chart = line_chart("t", [Series("a", [(1, 1.0), (2, math.nan), (3, 2.0), (4, math.inf)], 0)])
     assert chart is not None
     assert chart.marks[0].d.count("M") == 2
@@ -52,7 +52,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_is_counted() -> None:
     assert "nan" not in chart.marks[0].d
 
 
-def test_values_over_several_decades_get_a_log_axis_with_equal_steps() -> None:
+def test_values_over_several_decades_get_a_log_axis() -> None:
     chart = line_chart("t", [Series("a", [(step, 10.0**-step) for step in range(5)], 0)])
     assert chart is not None
     assert "log scale" in chart.notes
@@ -63,7 +63,7 @@ def test_values_over_several_decades_get_a_log_axis_with_equal_steps() -> None:
     assert [label for _, label in chart.y_ticks] == ["1e-4", "0.001", "0.01", "0.1", "1"]
 
 
-def test_a_linear_axis_can_be_asked_for() -> None:
+def test_linear_axis_on_request() -> None:
     chart = line_chart("t", [Series("a", [(1, 1.0), (2, 50.5), (3, 100.0)], 0)], linear=True)
     assert chart is not None
     assert chart.notes == []
@@ -76,7 +76,7 @@ def test_nothing_to_draw_gives_no_chart(points: list[charts.Point]) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, -1.0, 1e-12, 1e12])
-def test_one_point_and_constant_curves_stay_inside_the_plot(value: float) -> None:
+def test_constant_curves_stay_inside_the_plot(value: float) -> None:
     for points in ([(7, value)], [(1, value), (2, value)]):
         chart = line_chart("t", [Series("a", points, 0)])
         assert chart is not None
@@ -87,7 +87,7 @@ def test_one_point_and_constant_curves_stay_inside_the_plot(value: float) -> Non
         assert chart.y_ticks
 
 
-def test_ten_thousand_steps_are_thinned_to_means_and_keep_their_range() -> None:
+def test_long_curves_are_thinned_to_means() -> None:
     points = [(float(step), float(step)) for step in range(1, 10_001)]
     thinned = thin(points, 400)
     assert len(thinned) <= 400
@@ -98,7 +98,7 @@ def test_ten_thousand_steps_are_thinned_to_means_and_keep_their_range() -> None:
     assert sum(probe.width for probe in chart.probes) == pytest.approx(charts.RIGHT - charts.LEFT)
 
 
-def test_a_noisy_curve_is_drawn_faint_with_its_mean_over_it() -> None:
+def test_noisy_curves_get_a_moving_average() -> None:
     points = [(float(step), float(step % 2)) for step in range(100)]
     chart = line_chart("t", [Series("a", points, 3, noisy=True)])
     assert chart is not None
@@ -107,7 +107,7 @@ def test_a_noisy_curve_is_drawn_faint_with_its_mean_over_it() -> None:
     assert max(smooth) - min(smooth) < 0.3 * (charts.BOTTOM - charts.TOP)
 
 
-def test_a_probe_names_the_series_that_have_a_value_there() -> None:
+def test_a_probe_lists_only_series_with_a_value() -> None:
     train, validation = Series("train", [(1, 1.0), (2, 2.0)], 0), Series("validation", [(2, 5.0)], 1)
     chart = line_chart("t", [train, validation])
     assert chart is not None
@@ -117,7 +117,7 @@ def test_a_probe_names_the_series_that_have_a_value_there() -> None:
     ]
 
 
-def test_stacked_areas_add_up_and_name_their_shares() -> None:
+def test_stacked_areas_add_up_and_show_shares() -> None:
     a = Series("a", [(1, 1.0), (2, 1.0)], 0)
     b = Series("b", [(1, 3.0), (2, 3.0)], 1)
     chart = stacked_chart("t", [a, b], "s")

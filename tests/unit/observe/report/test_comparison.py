@@ -16,7 +16,7 @@ def page_of(folder: Path) -> tuple[Page, str]:
     return Page(text), text
 
 
-def test_models_stand_side_by_side_with_differences_tasks_and_how_they_were_made(tmp_path: Path) -> None:
+def test_comparison_shows_scores_differences_tasks_and_settings(tmp_path: Path) -> None:
     write_result(tmp_path / "teacher", GOOD, tasks=["algebra", "history"], title="a quiz")
     write_result(tmp_path / "student_after", BAD, tasks=["algebra", "history"], num_fewshot=0, tokens_per_second=1234.5)
     page, _ = page_of(tmp_path)
@@ -28,7 +28,7 @@ def test_models_stand_side_by_side_with_differences_tasks_and_how_they_were_made
     assert [value for _, name, value in page.attributes if value == "down" and name == "class"] == ["down"]
 
 
-def test_a_difference_that_may_be_chance_has_no_colour(tmp_path: Path) -> None:
+def test_insignificant_difference_has_no_colour(tmp_path: Path) -> None:
     write_result(tmp_path / "a", numbered([1.0, 0.0, 1.0, 0.0]))
     write_result(tmp_path / "b", numbered([0.0, 1.0, 1.0, 1.0]))
     page, _ = page_of(tmp_path)
@@ -43,7 +43,7 @@ def test_one_model_has_a_page_without_differences(tmp_path: Path) -> None:
     assert "difference" not in page.text
 
 
-def test_the_page_stands_alone_and_shows_hostile_names_as_text(tmp_path: Path) -> None:
+def test_comparison_is_self_contained_and_escapes_names(tmp_path: Path) -> None:
     name = HOSTILE.replace("/", "")
     for model in (name, "plain"):
         write_result(tmp_path / model, GOOD, tasks=[HOSTILE], title=HOSTILE, model=HOSTILE, data_sha256=HOSTILE + model)

@@ -54,7 +54,7 @@ def report(run: Path, **options: Any) -> Page:
     return Page(path.read_text("utf-8"))
 
 
-def test_a_whole_run_is_one_page_without_script_or_outside_reference(tmp_path: Path) -> None:
+def test_report_is_one_self_contained_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "quickstart", training())
     save_config(make_config(), run / "config.yaml")
     write_result(run, "teacher", score=0.998)
@@ -68,7 +68,7 @@ def test_a_whole_run_is_one_page_without_script_or_outside_reference(tmp_path: P
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "evals", "metrics.jsonl", "report.html"]
 
 
-def test_the_page_has_the_curves_figures_scores_and_configuration(tmp_path: Path) -> None:
+def test_report_has_charts_figures_scores_and_config(tmp_path: Path) -> None:
     run = make_run(tmp_path / "quickstart", training())
     save_config(config := make_config(), run / "config.yaml")
     write_result(run, "teacher", score=0.998, per_task={"sort": {"score": 0.75}})
@@ -90,7 +90,7 @@ def test_the_page_has_the_curves_figures_scores_and_configuration(tmp_path: Path
     assert "global_batch_size: 32" in page.text
 
 
-def test_hostile_names_numbers_and_configurations_are_shown_as_text(tmp_path: Path) -> None:
+def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
     records = [{"step": step, "time": HOSTILE, "train/kl_loss": 1.0, f"x/{HOSTILE}": step, "timing/" + HOSTILE.replace("/", ""): 1} for step in (1, 2)]  # fmt: skip
     run = make_run(tmp_path / HOSTILE.replace("/", ""), records)
     (run / "config.yaml").write_text(f"run: {HOSTILE}")
@@ -103,7 +103,7 @@ def test_hostile_names_numbers_and_configurations_are_shown_as_text(tmp_path: Pa
     assert "alert(1)" in page.text
 
 
-def test_a_run_without_steps_has_a_page_that_says_so(tmp_path: Path) -> None:
+def test_report_of_a_run_without_steps(tmp_path: Path) -> None:
     assert "No step has been recorded yet." in report(make_run(tmp_path / "r", [])).texts
 
 
@@ -111,14 +111,14 @@ def test_one_step_is_enough(tmp_path: Path) -> None:
     assert "svg" in report(make_run(tmp_path / "r", training(1))).tags
 
 
-def test_a_torn_line_and_null_values_are_no_obstacle(tmp_path: Path) -> None:
+def test_report_skips_torn_lines_and_null_values(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", [*training(5), {"step": 6, "train/kl_loss": None}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "train/kl_l')
     assert "1 not finite" in report(run).text
 
 
-def test_records_of_one_step_are_joined(tmp_path: Path) -> None:
+def test_records_of_one_step_are_merged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", [{"step": 2, "b": 1}, {"step": 1, "a": 1}, {"step": 2, "c": 3}])
     assert read_run(run).records == [{"step": 1, "a": 1}, {"step": 2, "b": 1, "c": 3}]
 
@@ -133,7 +133,7 @@ def test_compared_runs_share_the_charts_and_the_table(tmp_path: Path) -> None:
     assert "dashed" in " ".join(value or "" for _, name, value in page.attributes if name == "class")
 
 
-def test_models_are_listed_in_the_order_in_which_they_were_scored(tmp_path: Path) -> None:
+def test_models_are_listed_in_order_of_evaluation(tmp_path: Path) -> None:
     import os
 
     run = make_run(tmp_path / "r", training(2))
@@ -143,7 +143,7 @@ def test_models_are_listed_in_the_order_in_which_they_were_scored(tmp_path: Path
     assert read_runs([run], ["r"]).models == ["teacher", "a_student", "m_control"]
 
 
-def test_the_scores_of_a_summary_are_used_where_there_are_no_results(tmp_path: Path) -> None:
+def test_summary_scores_are_used_without_results(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", training(2))
     summary = {"teacher": 1.0, "student_before": 0.0, "student_after": 0.94, "ce_only": 0.55, "seconds": 100.0}
     (run / "summary.json").write_text(json.dumps(summary))
@@ -152,7 +152,7 @@ def test_the_scores_of_a_summary_are_used_where_there_are_no_results(tmp_path: P
     assert "seconds" not in page.texts
 
 
-def test_a_damaged_result_is_left_out(tmp_path: Path) -> None:
+def test_damaged_results_are_left_out_and_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", training(2))
     write_result(run, "good")
     for name, content in (("torn", '{"score": 0.'), ("list", "[]"), ("text", '{"score": "high"}'), ("odd", '{"score": 0.5, "interval": 3, "per_task": [1], "num_items": "x"}')):  # fmt: skip
@@ -161,36 +161,36 @@ def test_a_damaged_result_is_left_out(tmp_path: Path) -> None:
     assert set(read_runs([run], ["r"]).models) == {"good", "odd"}
     page = report(run)
     assert "good" in page.texts
-    assert f"{run / 'evals' / 'torn' / 'exact_match.json'}: must be JSON" in page.text, "it is left out, and said so"
+    assert f"{run / 'evals' / 'torn' / 'exact_match.json'}: must be JSON" in page.text, "it is left out and reported"
 
 
-def test_worker_times_are_not_part_of_the_drivers_sum(tmp_path: Path) -> None:
+def test_worker_times_are_not_in_the_drivers_sum(tmp_path: Path) -> None:
     records = [record | {"timing/teacher/forward": 100.0} for record in training(3)]
     page = report(make_run(tmp_path / "r", records))
     assert "student 75%" in page.texts
     assert "timing/teacher/forward" in page.texts
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"report of .*nothing: a run directory holds metrics\.jsonl"):
         write_report(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
 
-def test_differences_outcomes_and_settings_stand_in_the_table(tmp_path: Path) -> None:
+def test_score_table_has_differences_outcomes_and_settings(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", training(2))
     good, bad = results.numbered([1.0] * 90 + [0.0] * 10), results.numbered([1.0] * 60 + [0.0] * 40)
     results.write_result(run / "evals" / "student_after", bad, macro=0.625, outcomes={"right": 60, "wrong": 29, "truncated": 8, "grader_timeout": 3})  # fmt: skip
     results.write_result(run / "evals" / "teacher", good, num_fewshot=0)
     page = report(run, evaluation=of_run(run))
-    for fact in ("difference to teacher, 95\xa0% interval", "−0.300", "−0.390 to −0.210", "0 / 30", "0.625"):
+    for fact in ("difference from teacher, 95\xa0% interval", "−0.300", "−0.390 to −0.210", "0 / 30", "0.625"):
         assert fact in page.texts
     for fact in ("wrong", "cut off", "grading timed out", "29", "8", "3", "quiz: num_fewshot differs: 0 (teacher), 5 (student_after)"):  # fmt: skip
         assert fact in page.texts
-    assert "no answer found" not in page.texts, "it befell no item"
+    assert "no answer found" not in page.texts, "it did not occur"
 
 
-def test_evaluations_during_training_are_a_chart_and_a_table_by_step(tmp_path: Path) -> None:
+def test_evaluations_during_training_have_chart_and_table(tmp_path: Path) -> None:
     scored = [{"step": step, "eval/quiz": step / 100, "eval/quiz/items": 9.0} for step in (9, 10, 100)]
     run = make_run(tmp_path / "r", scored)
     for step in (100, 9, 10):
@@ -201,10 +201,10 @@ def test_evaluations_during_training_are_a_chart_and_a_table_by_step(tmp_path: P
     assert names == ["teacher", "Evaluations during training", "step-9", "step-10", "step-100"]
     assert page.texts.count("Score during training") == 1
     assert "eval/quiz" not in page.texts
-    assert "eval/quiz/items" in page.texts, "what is no score is among the other metrics"
+    assert "eval/quiz/items" in page.texts, "a metric that is not a score is among the other metrics"
 
 
-def test_a_run_with_evaluations_during_training_alone_shows_them_at_once(tmp_path: Path) -> None:
+def test_evaluations_during_training_are_shown_if_alone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", training(2))
     results.write_result(run / "evals" / "step-1", results.numbered([1.0, 0.0]))
     page = report(run)
@@ -212,7 +212,7 @@ def test_a_run_with_evaluations_during_training_alone_shows_them_at_once(tmp_pat
     assert "Evaluations during training" not in page.texts
 
 
-def test_many_tasks_have_a_table_of_their_own(tmp_path: Path) -> None:
+def test_many_tasks_get_a_separate_table(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", training(2))
     tasks = [f"subject {index}" for index in range(57)]
     results.write_result(run / "evals" / "student", results.numbered([1.0] * 57), tasks=tasks)
@@ -222,7 +222,7 @@ def test_many_tasks_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert page.texts.count("subject 56") == 1
 
 
-def test_compared_runs_share_the_chart_of_scores(tmp_path: Path) -> None:
+def test_compared_runs_share_the_score_chart(tmp_path: Path) -> None:
     run, other = (make_run(tmp_path / name, [{"step": 1, "eval/quiz": 0.1}, {"step": 2, "eval/quiz": 0.2}]) for name in ("kd", "ce"))  # fmt: skip
     page = report(run, comparisons=[other])
     assert {"quiz", "quiz, ce"} <= set(page.texts)

@@ -32,7 +32,7 @@ def read(folder: Path, **fields: Any) -> Score:
     return score
 
 
-def test_a_result_is_read_whole(tmp_path: Path) -> None:
+def test_every_field_of_a_result_is_read(tmp_path: Path) -> None:
     score = read(tmp_path)
     assert (score.model, score.suite, score.title, score.macro, score.step) == ("student", "mmlu", "four choices", 0.45, None)  # fmt: skip
     outcomes = {"wrong": 40, "truncated": 8, "unparsable": 0}
@@ -52,38 +52,38 @@ def test_a_result_is_read_whole(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_odd_is_left_blank(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_invalid_optional_fields_are_left_empty(tmp_path: Path, fields: dict[str, Any]) -> None:
     assert read(tmp_path, **fields).whole.score == 0.5
 
 
 @pytest.mark.parametrize("value", ["high", None, True, -0.1, 1.1, float("nan"), float("inf"), 10**400, [0.5]], ids=repr)
-def test_a_score_must_be_a_share(tmp_path: Path, value: object) -> None:
+def test_a_score_must_be_between_0_and_1(tmp_path: Path, value: object) -> None:
     with pytest.raises(DataError, match=r"mmlu\.json: `score` must be a number from 0 to 1; got ") as error:
         read(tmp_path, score=value)
     assert len(str(error.value)) < len(str(tmp_path)) + 150
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"score": ' + b"9" * 10_000 + b"}"])
-def test_what_is_no_json_is_refused_in_a_line(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.json: must be JSON"):
         read_score(tmp_path / "a.json", "m")
 
 
-def test_a_file_that_went_is_refused_and_other_json_is_passed_over(tmp_path: Path) -> None:
+def test_missing_file_is_refused_and_other_json_skipped(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_score(tmp_path / "a.json", "m")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert read_score(tmp_path / "config.json", "m") is None
 
 
-def test_outcomes_are_those_that_befell_an_item_known_ones_first() -> None:
+def test_outcomes_that_occurred_known_ones_first() -> None:
     parts = [Part(0.5, outcomes={"zeta": 1, "truncated": 2, "wrong": 0}), Part(0.5, outcomes={"wrong": 3, "unparsable": 0})]  # fmt: skip
     evaluation = Evaluation(tuple(Score(f"m{index}", "s", part) for index, part in enumerate(parts)))
     assert list(evaluation.outcomes().items()) == [("wrong", "wrong"), ("truncated", "cut off"), ("zeta", "zeta")]
 
 
-def test_tasks_of_all_models_are_listed_with_their_items() -> None:
+def test_tasks_of_all_models_are_listed() -> None:
     scores = (
         Score("a", "s", Part(0.5), {"x": Part(0.5, num_items=3)}),
         Score("b", "s", Part(0.5), {"x": Part(0.5, num_items=4), "y": Part(0.5)}),
@@ -95,11 +95,11 @@ def test_tasks_of_all_models_are_listed_with_their_items() -> None:
 @pytest.mark.parametrize(
     ("interval", "clear"), [((-0.2, -0.1), True), ((0.1, 0.2), True), ((-0.1, 0.1), False), ((0.0, 0.1), False)]
 )
-def test_a_difference_is_clear_where_zero_is_outside(interval: tuple[float, float], clear: bool) -> None:
+def test_a_difference_is_clear_if_its_interval_excludes_zero(interval: tuple[float, float], clear: bool) -> None:
     assert Difference(0.0, interval, 10, 0, 0).clear == clear
 
 
-def test_steps_are_known_by_their_folder(tmp_path: Path) -> None:
+def test_step_is_read_from_the_folder_name(tmp_path: Path) -> None:
     for name in ("step-120", "step-x", "step-7-old"):
         (tmp_path / "evals" / name).mkdir(parents=True)
         read(tmp_path / "evals" / name)
@@ -111,6 +111,6 @@ def test_steps_are_known_by_their_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("summary", ["{", "[]", '{"teacher": "x"}', "[" * 100_000])
-def test_a_damaged_summary_is_no_scores(tmp_path: Path, summary: str) -> None:
+def test_damaged_summary_has_no_scores(tmp_path: Path, summary: str) -> None:
     (tmp_path / "summary.json").write_text(summary)
     assert read_runs([tmp_path], ["r"]) == Evaluation()

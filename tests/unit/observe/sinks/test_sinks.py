@@ -40,7 +40,7 @@ def steps_of(path: Path) -> list[int]:
     return [record["step"] for record in read_records(path)]
 
 
-def test_between_records_each_metric_is_reduced_as_it_says() -> None:
+def test_metrics_are_reduced_between_records() -> None:
     sink = ListSink()
     observer = Observer([sink], every=2)
     observer.log(1, {"loss": Metric(4.0, "mean", 1.0), "tokens": Metric(10, "sum"), "lr": Metric(0.1, "last")})
@@ -48,7 +48,7 @@ def test_between_records_each_metric_is_reduced_as_it_says() -> None:
     assert sink.records == [(2, {"loss": 2.0, "tokens": 30, "lr": 0.2})]
 
 
-def test_what_is_pending_is_written_on_flush_and_on_close_and_never_twice() -> None:
+def test_flush_and_close_write_pending_metrics_once() -> None:
     sink = ListSink()
     observer = Observer([sink], every=10)
     observer.log(1, {"tokens": Metric(1, "sum")})
@@ -73,7 +73,7 @@ def test_ranks_logged_together_are_reduced() -> None:
     assert sink.records == [(1, {"loss": 2.0})]
 
 
-def test_tokens_per_second_over_several_steps_is_all_tokens_over_all_seconds() -> None:
+def test_tokens_per_second_over_several_steps() -> None:
     sink = ListSink()
     observer = Observer([sink], every=2)
     observer.log(1, {"train/tokens": Metric(100, "sum"), "timing/step": Metric(1.0)})
@@ -81,7 +81,7 @@ def test_tokens_per_second_over_several_steps_is_all_tokens_over_all_seconds() -
     assert sink.records[0][1]["train/tokens_per_second"] == pytest.approx(200 / 4)
 
 
-def test_every_sink_is_closed_although_one_fails() -> None:
+def test_every_sink_is_closed_even_if_one_fails() -> None:
     first, second, live = ListSink(fails_to_close=True), ListSink(), ListSink()
     with pytest.raises(OSError, match="full"):
         Observer([first, second], every=1, live=[live]).close()
@@ -89,7 +89,7 @@ def test_every_sink_is_closed_although_one_fails() -> None:
     assert live.closed
 
 
-def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_records_are_flushed_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "logs" / "metrics.jsonl")
     sink.write(3, {"train/loss": 0.5})
     record = json.loads((tmp_path / "logs" / "metrics.jsonl").read_text())
@@ -98,7 +98,7 @@ def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> Non
     assert record["time"] > 1.6e9
 
 
-def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_written_as_null(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
     sink.close()
@@ -108,7 +108,7 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     assert [json.loads(text)[name] for name in "abcd"] == [None, None, None, 1.0]
 
 
-def test_a_resume_removes_what_it_will_write_again(tmp_path: Path) -> None:
+def test_resume_removes_records_of_later_steps(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     straight = JsonlSink(path)
     for step in range(1, 7):
@@ -125,7 +125,7 @@ def test_a_resume_removes_what_it_will_write_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume_step", [None, 9])
 @pytest.mark.parametrize("torn", [b'{"step": 3, "a": 0.', b'{"step"', b"\x00\x00\x00", b'{"step": 3, "a": "\xc3'])
-def test_a_half_written_last_line_is_repaired(tmp_path: Path, torn: bytes, resume_step: int | None) -> None:
+def test_a_half_written_last_line_is_removed(tmp_path: Path, torn: bytes, resume_step: int | None) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
     sink = JsonlSink(path, resume_step=resume_step)
@@ -134,14 +134,14 @@ def test_a_half_written_last_line_is_repaired(tmp_path: Path, torn: bytes, resum
     assert path.read_bytes().count(b"\n") == 3
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+def test_a_complete_last_line_without_newline_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}')
     JsonlSink(path).write(3, {})
     assert steps_of(path) == [1, 2, 3]
 
 
-def test_a_fresh_sink_appends_and_leaves_what_is_there(tmp_path: Path) -> None:
+def test_a_new_sink_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         sink = JsonlSink(tmp_path / "m.jsonl")
         sink.write(step, {})
@@ -157,7 +157,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_reads_what_was_written_and_drops_what_a_resume_repeats(tmp_path: Path) -> None:
+def test_tensorboard_drops_steps_that_a_resume_repeats(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path)
     for step in range(1, 6):
         first.write(step, {"train/loss": float(step)})
@@ -182,7 +182,7 @@ def plain_progress(total: int, clock: Clock, start: int = 0) -> tuple[ProgressSi
     return ProgressSink(total, start_step=start, console=Console(file=out, width=40), interval_s=10, clock=clock), out
 
 
-def test_without_a_terminal_there_is_a_line_at_first_then_now_and_then_and_at_last() -> None:
+def test_progress_lines_without_a_terminal() -> None:
     clock = Clock()
     sink, out = plain_progress(100, clock)
     for step in range(1, 101):
@@ -195,7 +195,7 @@ def test_without_a_terminal_there_is_a_line_at_first_then_now_and_then_and_at_la
     assert "\x1b" not in out.getvalue()
 
 
-def test_time_left_counts_from_the_first_step_of_this_process() -> None:
+def test_time_left_is_measured_in_this_attempt() -> None:
     clock = Clock()
     sink, out = plain_progress(5000, clock, start=1000)
     clock.now = 500.0
@@ -211,7 +211,7 @@ def test_validation_metrics_do_not_replace_the_training_line() -> None:
     assert out.getvalue() == ""
 
 
-def test_on_a_terminal_there_is_a_bar_and_the_cursor_is_given_back() -> None:
+def test_progress_bar_restores_the_cursor() -> None:
     from rich.console import Console
 
     out = StringIO()
@@ -224,7 +224,7 @@ def test_on_a_terminal_there_is_a_bar_and_the_cursor_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_bar_counts_faults(width: int) -> None:
+def test_progress_bar_counts_faults(width: int) -> None:
     from rich.console import Console
 
     clock, out = Clock(), StringIO()
@@ -239,7 +239,7 @@ def test_the_bar_counts_faults(width: int) -> None:
     assert "8:19:54 left  faults 5" in out.getvalue()
 
 
-def test_open_observer_writes_what_the_run_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_observer_opens_the_configured_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, config = RunPaths(tmp_path), Config()
     observer = open_observer(config, paths, total_steps=1)
     observer.log(1, {"train/loss": Metric(2.0)})
@@ -249,7 +249,7 @@ def test_open_observer_writes_what_the_run_asks_for(tmp_path: Path, capsys: pyte
     assert "loss 2.0000" in capsys.readouterr().out
 
 
-def test_importing_the_sinks_imports_nothing_heavy() -> None:
+def test_importing_sinks_imports_nothing_heavy() -> None:
     import subprocess
 
     code = "import sys, distill_rl.observe.sinks.sinks as s; print([m for m in ('torch', 'ray', 'tensorboard', 'rich') if m in sys.modules])"

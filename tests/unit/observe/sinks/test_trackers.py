@@ -17,7 +17,7 @@ import pytest
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
 from distill_rl.observe.sinks.sinks import open_observer, read_records
-from distill_rl.observe.sinks.tracker_process import Ids, flat, metric_name
+from distill_rl.observe.sinks.tracker_process import RunId, flat, metric_name
 from distill_rl.observe.sinks.trackers import TrackerSink, open_trackers
 from distill_rl.types import RunPaths
 from tests.helpers.command import until
@@ -25,17 +25,17 @@ from tests.helpers.socket_tracker import Server, command
 
 
 @pytest.fixture
-def hears(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, "distill_rl")
     return caplog
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    before = set(psutil.Process().children(recursive=True))  # ranks of other tests live as long as the session
+    before = set(psutil.Process().children(recursive=True))  # other tests may leave processes for the session
     yield tmp_path
     left = [process.cmdline() for process in set(psutil.Process().children(recursive=True)) - before]
-    assert not [each for each in left if any("tracker" in word for word in each)], "no process is left"
+    assert not [command for command in left if any("tracker" in word for word in command)], "no process is left"
 
 
 def sink(folder: Path, port: int, *, host: str = "127.0.0.1", **options: Any) -> TrackerSink:
@@ -44,8 +44,8 @@ def sink(folder: Path, port: int, *, host: str = "127.0.0.1", **options: Any) ->
     )
 
 
-def warnings(hears: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in hears.records if record.levelno == logging.WARNING]
+def warnings(messages: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in messages.records if record.levelno == logging.WARNING]
 
 
 def closed_port() -> int:
@@ -54,9 +54,7 @@ def closed_port() -> int:
         return free.getsockname()[1]
 
 
-def test_a_tracker_gets_the_start_every_record_in_order_and_the_end(
-    folder: Path, hears: pytest.LogCaptureFixture
-) -> None:
+def test_tracker_gets_start_records_in_order_and_end(folder: Path, messages: pytest.LogCaptureFixture) -> None:
     with Server("takes").serving() as server:
         tracker = sink(folder, server.port, close_s=60.0)
         for step in range(1, 51):
@@ -68,79 +66,75 @@ def test_a_tracker_gets_the_start_every_record_in_order_and_the_end(
     assert records == [{"step": step, "metrics": {"train/loss": 1.0 / step}} for step in range(1, 51)]
     assert last == {"closed": True}
     assert tracker.missing == 0
-    assert warnings(hears) == []
+    assert warnings(messages) == []
 
 
-def test_a_silent_tracker_costs_its_records_one_warning_and_its_life(
-    folder: Path, hears: pytest.LogCaptureFixture
-) -> None:
+def test_silent_tracker_is_warned_about_once_and_killed(folder: Path, messages: pytest.LogCaptureFixture) -> None:
     with Server("hangs").serving() as server:
         tracker = sink(folder, server.port, size=10)
         child = psutil.Process(tracker.pid)
-        until(lambda: server.messages, "the tracker is asked")
+        until(lambda: server.messages, "the tracker is contacted")
         for step in range(1, 3001):  # far more than the pipe to the child holds
-            tracker.write(step, {f"train/{number}": 0.0 for number in range(10)})
+            tracker.write(step, {f"train/{i}": 0.0 for i in range(10)})
         tracker.close()
         assert not child.is_running()
     assert tracker.missing == 3000
-    slow, lost = warnings(hears)
-    assert slow.startswith("socket: is too slow: 10 records wait, and those that come are dropped; the run goes on")
-    assert lost == "socket did not get 3000 of 3000 records; metrics.jsonl has them all"
+    slow, lost = warnings(messages)
+    assert slow.startswith("socket: is too slow: 10 records are waiting, and new ones are dropped; the run continues")
+    assert lost == "socket did not receive 3000 of 3000 records; metrics.jsonl has all of them"
 
 
-def test_a_tracker_that_fails_is_tried_with_every_record(folder: Path, hears: pytest.LogCaptureFixture) -> None:
+def test_failing_tracker_is_tried_with_every_record(folder: Path, messages: pytest.LogCaptureFixture) -> None:
     with Server("closes").serving() as server:
         tracker = sink(folder, server.port)
         for step in range(1, 4):
             tracker.write(step, {})
-        until(lambda: "step 3:" in hears.text, "every record is tried")
+        until(lambda: "step 3:" in messages.text, "every record is tried")
         tracker.close()
     assert tracker.missing == 3
-    assert len(warnings(hears)) == 2, "the first failure and the sum"
+    assert len(warnings(messages)) == 2, "the first failure and the summary"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "tracker.invalid"], ids=["closed port", "unknown name"])
-def test_a_tracker_that_cannot_be_reached_is_said_once(
-    folder: Path, hears: pytest.LogCaptureFixture, host: str
-) -> None:
+def test_unreachable_tracker_is_warned_about_once(folder: Path, messages: pytest.LogCaptureFixture, host: str) -> None:
     tracker = sink(folder, closed_port(), host=host)
     tracker.write(1, {"train/loss": 1.0})
-    until(lambda: hears.text.count("cannot be reached") > 1, "it is tried again")
+    until(lambda: messages.text.count("cannot be reached") > 1, "it is tried again")
     tracker.close()
     assert tracker.missing == 1
-    unreached, lost = warnings(hears)
-    assert "socket: cannot be reached: " in unreached
+    unreachable, lost = warnings(messages)
+    assert "socket: cannot be reached: " in unreachable
     assert "1 of 1 records" in lost
 
 
-def test_a_tracker_that_comes_up_later_gets_what_waited_for_it(folder: Path, hears: pytest.LogCaptureFixture) -> None:
-    server = Server("takes")  # it listens, and answers nobody yet
+def test_tracker_that_starts_late_gets_waiting_records(folder: Path, messages: pytest.LogCaptureFixture) -> None:
+    server = Server("takes")  # it listens, but does not answer yet
     tracker = sink(folder, server.port, close_s=60.0)
     tracker.write(1, {"train/loss": 1.0})
     with server.serving():
-        until(lambda: "is reached" in hears.text, "the tracker is reached")
+        until(lambda: "connected" in messages.text, "the tracker is reached")
         tracker.close()
     assert [message.get("step") for message in server.messages] == [None, 1, None]
     assert tracker.missing == 0
 
 
-def test_a_child_that_dies_at_once_is_said_and_stops_nothing(folder: Path, hears: pytest.LogCaptureFixture) -> None:
+def test_child_that_dies_at_once_does_not_block_close(folder: Path, messages: pytest.LogCaptureFixture) -> None:
     tracker = TrackerSink(
         "socket", [sys.executable, "-c", "1 / 0"], {}, log_file=folder / "socket.log", size=2, close_s=1.0
     )
-    until(lambda: "has ended" in hears.text, "the end is noticed")
+    until(lambda: "its process has ended" in messages.text, "the end is noticed")
     tracker.write(1, {})
-    until(lambda: "socket_feed" not in {thread.name for thread in threading.enumerate()}, "nobody takes records")
+    until(lambda: "socket_feed" not in {thread.name for thread in threading.enumerate()}, "the feeding thread ends")
     for step in range(2, 6):  # more than the queue holds
         tracker.write(step, {})
     tracker.close()
-    assert "did not end in time" not in hears.text, "nothing is waited for"
+    assert "did not finish in time" not in messages.text, "nothing is waited for"
     assert tracker.missing == 5
     assert "ZeroDivisionError" in (folder / "socket.log").read_text()
 
 
 @pytest.mark.parametrize("behaviour", ["hangs", "down"])
-def test_a_killed_driver_leaves_no_child(folder: Path, behaviour: Any) -> None:
+def test_killed_driver_leaves_no_child(folder: Path, behaviour: Any) -> None:
     program = (
         "import sys, threading, pathlib\n"
         "from tests.helpers.socket_tracker import command\n"
@@ -155,13 +149,13 @@ def test_a_killed_driver_leaves_no_child(folder: Path, behaviour: Any) -> None:
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as driver:
             assert driver.stdout is not None
             child = psutil.Process(int(driver.stdout.readline()))
-            until(lambda: server.messages or behaviour == "down", "the tracker is asked")
+            until(lambda: server.messages or behaviour == "down", "the tracker is contacted")
             driver.kill()
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child ends by itself", 30)
 
 
-def test_a_run_whose_tracker_is_broken_has_its_metrics(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, hears: pytest.LogCaptureFixture
+def test_broken_tracker_does_not_affect_metrics_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
 ) -> None:
     broken = folder / "broken" / "mlflow"
     broken.mkdir(parents=True)
@@ -171,23 +165,23 @@ def test_a_run_whose_tracker_is_broken_has_its_metrics(
     config.observe.mlflow = True
     observer = open_observer(config, paths, total_steps=1)
     observer.log(1, {"train/loss": Metric(2.0)})
-    until(lambda: "RuntimeError: broken" in hears.text, "the failure is said")
+    until(lambda: "RuntimeError: broken" in messages.text, "the failure is reported")
     observer.close()
     assert read_records(paths.metrics)[0]["train/loss"] == 2.0
 
 
-def test_no_tracker_is_started_that_was_not_asked_for(tmp_path: Path) -> None:
+def test_trackers_are_off_by_default(tmp_path: Path) -> None:
     assert open_trackers(Config(), RunPaths(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tracker_s_own_name_of_a_run_is_kept_in_the_run_directory(tmp_path: Path) -> None:
-    assert Ids(tmp_path, "wandb").known is None
-    assert Ids(tmp_path, "wandb").keep("abc") == "abc"
-    assert (Ids(tmp_path, "wandb").known, Ids(tmp_path, "mlflow").known) == ("abc", None)
+def test_run_id_is_stored_in_the_run_directory(tmp_path: Path) -> None:
+    assert RunId(tmp_path, "wandb").stored is None
+    assert RunId(tmp_path, "wandb").store("abc") == "abc"
+    assert (RunId(tmp_path, "wandb").stored, RunId(tmp_path, "mlflow").stored) == ("abc", None)
 
 
-def test_names_for_mlflow_have_one_slash_and_settings_are_flat() -> None:
+def test_mlflow_metric_names_and_settings_are_flat() -> None:
     assert [metric_name(name) for name in ("step", "timing/student", "timing/student/step", "a/b/c/d")] == [
         "step",
         "timing/student",

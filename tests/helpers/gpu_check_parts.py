@@ -1,4 +1,4 @@
-"""Parts of the GPU check that go wrong in every way, and some that do not; each runs in a process of the kit's."""
+"""Parts of the GPU check for its tests: some succeed, the others fail in every way they can."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def leaves(device: torch.device, tiny: bool) -> NoReturn:
 
 
 def hangs(device: torch.device, tiny: bool) -> NoReturn:
-    """Waits for a child in a session of its own, which a signal to its process group would not reach."""
+    """Wait for a child in its own session, which a signal to the process group would not reach."""
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     print(f"child {child.pid}", flush=True)
     child.wait()

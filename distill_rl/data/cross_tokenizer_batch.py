@@ -1,0 +1,350 @@
+"""One global batch of documents → rows for a student and for teachers with other tokenizers, and the chunks they share.
+
+`BatchBuilder.build` works in five steps:
+
+1. Tokenise: the same text with the student's tokenizer and with each teacher's.
+2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
+   the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
+   cut to the shortest of these results, and each teacher's side is cut again to match (`_pair_up`).
+3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
+   left is numbered from 0 in each document (`_pair_up`). A number still belongs to a *token*.
+4. Lay out: one document per row, so that row i of a teacher holds the same document as row i of the student.
+5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p
+   (`_teacher_rows`), just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the
+   workers and losses shift nothing.
+
+`losses.cross_tokenizer.Chunks.from_alignment` does steps 3 and 5 for callers of the losses who have alignments and no
+batch; it makes flat tensors, numbered over all texts, and has no label mask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align import Alignment, TokenAligner, Tokenized
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.chat import render_document
+from distill_rl.data.collate import (
+    NO_TOKENS,
+    BatchPlan,
+    Encoded,
+    Tokenization,
+    build_batch,
+    count_labels,
+    describe,
+    divide,
+    lay_out,
+    pad_id,
+    starts_within,
+)
+from distill_rl.errors import DataError
+from distill_rl.types import (
+    IGNORE_INDEX,
+    AlignmentInfo,
+    BadRow,
+    BatchInfo,
+    ChunkRows,
+    DocumentBatch,
+    RankBatch,
+    TokenRows,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossTokenizerTeacher:
+    """A teacher with its own tokenizer, and the aligner between the student and it."""
+
+    name: str
+    tokenizer: Any
+    aligner: TokenAligner
+    dp_engine: str
+    """The backend of the dynamic programme, for the report."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        student_tokenizer: Any,
+        tokenizer: Any,
+        settings: AlignerConfig,
+        *,
+        student_stops: Sequence[int] = (),
+        stops: Sequence[int] = (),
+    ) -> CrossTokenizerTeacher:
+        """`student_stops` and `stops` are the student's and this teacher's stop tokens, as `TokenAligner` takes them."""
+        aligner = TokenAligner(
+            student_tokenizer,
+            tokenizer,
+            settings.method,
+            fast_ids=settings.fast_ids,
+            backend=settings.dp.backend,
+            band=settings.dp.band,
+            student_stops=student_stops,
+            teacher_stops=stops,
+        )
+        return cls(name, tokenizer, aligner, settings.dp.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDocument:
+    """One document after step 1: all its tokens on every side."""
+
+    student: Tokenized
+    encoded: Encoded
+    """The student's tokens again, with the mask of those that are trained on."""
+    teachers: dict[int, Tokenized]
+    """By index of the teacher; only teachers with their own tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedDocument:
+    """One document as the student and one teacher read it, after step 3: a chunk number per token, -1 for no chunk."""
+
+    teacher_ids: np.ndarray
+    """int32 [m]"""
+    student_chunk: np.ndarray
+    """int32 [n]"""
+    teacher_chunk: np.ndarray
+    """int32 [m]"""
+    num_chunks: int
+    num_one_to_one: int
+    """Chunks of one token on each side."""
+    exact: bool
+    method: str
+
+
+_EMPTY = np.zeros(0, dtype=np.int32)
+LEFT_OUT = AlignedDocument(_EMPTY, _EMPTY, _EMPTY, 0, 0, exact=False, method="none")
+"""Stands for a document that is left out of the batch; its row stays, empty."""
+
+
+class BatchBuilder:
+    """Builds every rank's part of a batch.
+
+    Args:
+        tokenization: the student's.
+        plan: how rows are laid out and divided; without packing if any teacher has its own tokenizer.
+        teachers: one per running teacher; None for a teacher that reads the student's rows.
+    """
+
+    def __init__(
+        self, tokenization: Tokenization, plan: BatchPlan, teachers: Sequence[CrossTokenizerTeacher | None] = ()
+    ):
+        self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
+
+    def build(
+        self, batch: DocumentBatch, skip: Collection[int] = ()
+    ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
+        """Like `collate.build_batch`, but the student's parts carry the chunks, and teachers have their own rows.
+
+        A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
+
+        Args:
+            skip: row numbers of documents to leave out.
+
+        Raises:
+            DataError: a document that the user has to fix; names its row.
+        """
+        if not self._teachers:
+            return build_batch(batch, self._tokenization, self._plan, skip)
+        began = time.perf_counter()
+        bad_rows: list[BadRow] = []
+        tokenized: list[TokenizedDocument | None] = []
+        for document in batch.documents:
+            tokens = None
+            if document["row"] not in skip:
+                with _recording_failure(document, bad_rows):
+                    tokens = self._tokenize(document)
+            tokenized.append(tokens)
+        self._solve_ahead([tokens for tokens in tokenized if tokens is not None])
+
+        encoded: list[Encoded] = []
+        aligned: dict[int, list[AlignedDocument]] = {i: [] for i in self._teachers}
+        for document, tokens in zip(batch.documents, tokenized):
+            student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
+            if tokens is not None:
+                with _recording_failure(document, bad_rows):
+                    student, pairs = self._align(tokens)
+            encoded.append(student)
+            for i, pair in pairs.items():
+                aligned[i].append(pair)
+
+        rows = lay_out(encoded, self._plan)
+        num_labels = count_labels(rows)
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers
+        infos: list[AlignmentInfo] = []
+        teacher_parts: list[list[RankBatch]] = []
+        for i, sharding in enumerate(self._plan.teachers):
+            teacher_rows, teacher_labels = rows, num_labels
+            if i in self._teachers:
+                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
+                teacher_labels = count_labels(teacher_rows)
+                chunks[i] = chunk_rows
+                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
+        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad_rows))
+        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
+        return info, student_parts, teacher_parts
+
+    def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        """Step 1. All sides read the same text, so it is normalised for every aligner first."""
+        if "messages" in document:
+            return self._tokenize_chat(document)
+        self._tokenization.require_text_allowed(document)
+        text = document["text"]
+        for teacher in self._teachers.values():
+            text = teacher.aligner.normalize(text)
+        student = self._any_aligner.tokenize_student(text, end=True)
+        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool))
+        teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
+        return TokenizedDocument(student, encoded, teachers)
+
+    def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        messages = [dict(message) for message in document["messages"]]
+        for teacher in self._teachers.values():
+            for message in messages:
+                message["content"] = teacher.aligner.normalize(message["content"])
+        row = document["row"]
+        tokenizer, assistant_only = self._tokenization.tokenizer, self._tokenization.assistant_only
+        text, spans = render_document(tokenizer, messages, row, find_assistant=assistant_only)
+        aligner = self._any_aligner
+        student = aligner.tokenize_messages(messages, "student", rendered=text)
+        assert student.offsets is not None
+        mask = np.ones(len(student.ids), dtype=bool)
+        if assistant_only:
+            if student.text != text:
+                # The aligner also normalised what the template itself writes, so the spans have moved.
+                spans = [
+                    (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
+                ]
+            mask = starts_within(spans, student.offsets[:, 0])
+        teachers = {i: _tokenize_for(teacher, messages, row) for i, teacher in self._teachers.items()}
+        return TokenizedDocument(student, Encoded(student.ids, mask), teachers)
+
+    @property
+    def _any_aligner(self) -> TokenAligner:
+        """For the student's side, which is the same in all aligners."""
+        return next(iter(self._teachers.values())).aligner
+
+    def _solve_ahead(self, documents: Sequence[TokenizedDocument]) -> None:
+        """Let a GPU aligner work on all documents at once; changes no result."""
+        for i, teacher in self._teachers.items():
+            teacher.aligner.solve_ahead((document.student, document.teachers[i]) for document in documents)
+
+    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, AlignedDocument]]:
+        """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""
+        max_length = self._tokenization.max_length
+        alignments = {
+            i: teacher.aligner.pair(
+                document.student,
+                document.teachers[i],
+                max_student_tokens=max_length,
+                max_teacher_tokens=max_length,
+            )
+            for i, teacher in self._teachers.items()
+        }
+        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
+        return encoded, {
+            i: _pair_up(alignment, encoded.label_mask, self._teachers[i]) for i, alignment in alignments.items()
+        }
+
+    def _teacher_rows(
+        self, teacher: CrossTokenizerTeacher, documents: Sequence[AlignedDocument], student_rows: TokenRows
+    ) -> tuple[TokenRows, ChunkRows]:
+        """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
+
+        Only tokens in chunks are labelled: a teacher computes nothing for the others.
+        """
+        encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0) for document in documents]
+        teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
+        student_chunks = np.full(student_rows.shape, -1, dtype=np.int32)
+        teacher_chunks = np.full(teacher_rows.shape, -1, dtype=np.int32)
+        for row, document in enumerate(documents):
+            # The shift: token p is predicted at position p - 1, so that is where its chunk number goes.
+            for row_chunks, token_chunks in (
+                (student_chunks[row], document.student_chunk),
+                (teacher_chunks[row], document.teacher_chunk),
+            ):
+                row_chunks[: max(len(token_chunks) - 1, 0)] = token_chunks[1:]
+        return teacher_rows, ChunkRows(
+            student=student_chunks,
+            teacher=teacher_chunks,
+            num_chunks=sum(document.num_chunks for document in documents),
+            num_one_to_one=sum(document.num_one_to_one for document in documents),
+            num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
+        )
+
+
+@contextmanager
+def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
+    """Record a document that fails in the body and go on without it. Raise DataErrors: the user has to fix those."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+
+
+def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
+    whose = f"teacher {teacher.name}'s tokenizer"
+    text, _ = render_document(teacher.tokenizer, messages, row, find_assistant=False, whose=whose)
+    return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
+
+
+def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokenizerTeacher) -> AlignedDocument:
+    """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
+
+    Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
+    kept if all its student tokens are trained on, and if it does not hold the first token of either side, which no
+    position predicts. So after the shift every chunk has a prediction on both sides.
+
+    Args:
+        label_mask: bool [n] of the student's row, which another teacher may have cut shorter than this alignment.
+    """
+    alignment = alignment.cut(len(label_mask))
+    student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
+    count = alignment.num_chunks
+    for student_position, teacher_position in alignment.stop_pairs:
+        student_chunk[student_position] = teacher_chunk[teacher_position] = count
+        count += 1
+    # One flag per chunk, and a last one, always False, that the index -1 of tokens outside any chunk picks.
+    kept = np.ones(count + 1, dtype=bool)
+    kept[-1] = False
+    kept[student_chunk[~label_mask[: len(student_chunk)]]] = False
+    kept[student_chunk[:1]] = kept[teacher_chunk[:1]] = False
+    # Old number → new number, -1 if the chunk is dropped.
+    renumbered = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
+    student_chunk, teacher_chunk = renumbered[student_chunk], renumbered[teacher_chunk]
+    num_chunks = int(kept.sum())
+    student_lengths = np.bincount(student_chunk[student_chunk >= 0], minlength=num_chunks)
+    teacher_lengths = np.bincount(teacher_chunk[teacher_chunk >= 0], minlength=num_chunks)
+    return AlignedDocument(
+        teacher_ids=alignment.teacher_ids,
+        student_chunk=student_chunk,
+        teacher_chunk=teacher_chunk,
+        num_chunks=num_chunks,
+        num_one_to_one=int(np.count_nonzero((student_lengths == 1) & (teacher_lengths == 1))),
+        exact=alignment.exact,
+        method=f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method,
+    )
+
+
+def _describe(name: str, documents: Sequence[AlignedDocument], chunks: ChunkRows) -> AlignmentInfo:
+    present = [document for document in documents if document is not LEFT_OUT]
+    return AlignmentInfo(
+        teacher=name,
+        num_chunks=chunks.num_chunks,
+        num_one_to_one=chunks.num_one_to_one,
+        num_covered=chunks.num_covered,
+        num_exact=sum(document.exact for document in present),
+        methods=dict(Counter(document.method for document in present)),
+    )
