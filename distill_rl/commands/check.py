@@ -47,7 +47,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     for method, running in zip(facts.cross_tokenizer_losses, running_teachers(config)):
         if method is not None:
             lines.append(
-                f"tokenizer  {running.name}: another one than the student's, loss {method} over chunks of text; rows are padded, not packed"
+                f"teacher    {running.name}: another tokenizer, loss {method} over chunks of text; rows are padded, not packed"
             )
     for teacher in derived.teachers:
         lines.append(

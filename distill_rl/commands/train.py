@@ -62,7 +62,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
         job = prepare(config, paths)
     for teacher, spec in zip(running_teachers(config), job.cross_tokenizer_specs):
         if spec is not None:
-            say(f"tokenizer {teacher.name} has another one than the student: loss {spec.method} over chunks of text")
+            say(f"teacher   {teacher.name} has another tokenizer: loss {spec.method} over chunks of text")
     with Driver.open(job, signals) as driver:
         code = driver.run()
         if code == 0:

@@ -51,7 +51,7 @@ class Sides:
     labels: Tensor
     teacher_labels: Tensor
     chunks: Chunks
-    bridge: VocabularyProjection
+    projection: VocabularyProjection
 
     @classmethod
     def draw(cls, sizes: Sequence[int], device: str) -> Sides:
@@ -68,8 +68,8 @@ class Sides:
             return torch.randint(0, shape[1], shape[:1], generator=generator, device=device)
 
         own, other = (rows, columns), (len(chunks.teacher), teacher_columns)
-        bridge = _bridge(columns, teacher_columns).to(device)
-        return cls(logits(own), logits(other), tokens(own), tokens(other), chunks, bridge)
+        projection = _projection(columns, teacher_columns).to(device)
+        return cls(logits(own), logits(other), tokens(own), tokens(other), chunks, projection)
 
     @property
     def teacher_top(self) -> TopKLogprobs:
@@ -88,7 +88,7 @@ def _chunks(rows: int, device: str) -> Chunks:
     return Chunks(student, teacher, count)
 
 
-def _bridge(columns: int, teacher_columns: int) -> VocabularyProjection:
+def _projection(columns: int, teacher_columns: int) -> VocabularyProjection:
     """Two thirds of the smaller vocabulary in common; the others go into two or three tokens."""
     draw = torch.Generator().manual_seed(0)
     common = 2 * min(columns, teacher_columns) // 3
@@ -122,7 +122,7 @@ def cases(sides: Sides) -> Iterator[Case]:
     def step(method: str, target: DenseLogits | TopKLogprobs, **keywords: Any) -> Step:
         def loss(student: Tensor) -> Tensor:
             output = chunk_kd_loss(
-                student, target, sides.chunks, sides.bridge, method=method, labels=sides.labels, top_k=TOP_K, **keywords
+                student, target, sides.chunks, sides.projection, method=method, labels=sides.labels, top_k=TOP_K, **keywords
             )
             return 0.5 * output.kd + 0.5 * output.ce
 
