@@ -56,7 +56,7 @@ def align(
     return distill_rl("align", "--student", root / student, "--teacher", root / teacher, "--data", root / data, *extra)
 
 
-def test_the_figures_are_printed_and_written_and_agree_with_the_library(root: Path, tmp_path: Path) -> None:
+def test_figures_are_printed_written_and_agree_with_the_library(root: Path, tmp_path: Path) -> None:
     from distill_rl.align import TokenAligner, audit
 
     ended = align(root, "--json", tmp_path / "found.json", "--limit", "25")
@@ -72,7 +72,7 @@ def test_the_figures_are_printed_and_written_and_agree_with_the_library(root: Pa
     assert "suggested  loss.cross_tokenizer=hybrid" in ended.out
 
 
-def test_verify_runs_every_check_on_the_pair_and_passes(root: Path, tmp_path: Path) -> None:
+def test_verify_runs_and_passes_every_check(root: Path, tmp_path: Path) -> None:
     ended = align(root, "--verify", "--json", tmp_path / "found.json", data="chats.jsonl")
     assert ended.code == 0, ended.out + ended.err
     checks = json.loads((tmp_path / "found.json").read_text())["checks"]
@@ -81,7 +81,7 @@ def test_verify_runs_every_check_on_the_pair_and_passes(root: Path, tmp_path: Pa
     assert "26 of 26 checks passed" in ended.out
 
 
-def test_a_failed_check_is_shown_and_the_exit_code_is_1(
+def test_a_failed_check_is_shown_and_exits_1(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from distill_rl import verify
@@ -97,7 +97,7 @@ def test_a_failed_check_is_shown_and_the_exit_code_is_1(
     assert not json.loads((tmp_path / "found.json").read_text())["checks"][-1]["passed"]
 
 
-def test_a_check_with_nothing_to_look_at_is_not_called_passed(root: Path, tmp_path: Path) -> None:
+def test_a_check_without_samples_does_not_count_as_passed(root: Path, tmp_path: Path) -> None:
     ended = align(root, "--verify", "--json", tmp_path / "found.json", teacher="lossy", data="chats.jsonl")
     assert ended.code == 0, ended.out + ended.err
     checks = json.loads((tmp_path / "found.json").read_text())["checks"]
@@ -108,7 +108,7 @@ def test_a_check_with_nothing_to_look_at_is_not_called_passed(root: Path, tmp_pa
     assert f"{len(checks) - 3} of {len(checks)} checks passed, 3 had nothing to look at" in words
 
 
-def test_a_missing_chat_template_is_a_warning_where_a_run_refuses(root: Path, tmp_path: Path) -> None:
+def test_a_missing_chat_template_is_only_a_warning(root: Path, tmp_path: Path) -> None:
     ended = align(root, "--verify", "--json", tmp_path / "found.json", teacher="latin", data="chats.jsonl")
     assert ended.code == 0, ended.out + ended.err
     found = json.loads((tmp_path / "found.json").read_text())
@@ -132,7 +132,7 @@ def test_the_same_tokenizer_twice_is_all_one_to_one(root: Path) -> None:
     assert "320 and 320 ids, 320 of them in common" in ended.out
 
 
-def test_another_column_is_read_when_it_is_named(root: Path, tmp_path: Path) -> None:
+def test_text_key_selects_the_column(root: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"body": "ka lo mi"}\n{"body": "ter an 42"}\n')
     assert align(root, data=str(tmp_path / "rows.jsonl")).code == 2
     ended = align(root, "--text-key", "body", data=str(tmp_path / "rows.jsonl"))
@@ -150,7 +150,7 @@ def test_another_column_is_read_when_it_is_named(root: Path, tmp_path: Path) -> 
     ],
     ids=["nothing in common", "no chunk", "no tokenizer", "no data"],
 )
-def test_a_pair_or_data_from_which_nothing_could_be_learnt_is_refused_in_one_line(
+def test_a_pair_or_data_without_anything_to_learn_is_refused(
     root: Path, change: dict[str, str], words: tuple[str, ...]
 ) -> None:
     ended = align(root, **change)
@@ -159,7 +159,7 @@ def test_a_pair_or_data_from_which_nothing_could_be_learnt_is_refused_in_one_lin
     assert all(word in ended.err for word in words), ended.err
 
 
-def test_rows_that_are_all_lossy_but_have_chunks_are_a_warning_with_their_number(root: Path, tmp_path: Path) -> None:
+def test_lossy_rows_with_chunks_are_a_warning_with_their_count(root: Path, tmp_path: Path) -> None:
     ended = align(root, "--json", tmp_path / "found.json", teacher="lossy")
     assert ended.code == 0, ended.err
     found = json.loads((tmp_path / "found.json").read_text())
@@ -171,7 +171,7 @@ def test_rows_that_are_all_lossy_but_have_chunks_are_a_warning_with_their_number
     assert "warning" not in align(root).out
 
 
-def test_a_slow_tokenizer_and_rows_without_text_are_refused_in_one_line(root: Path, tmp_path: Path) -> None:
+def test_a_slow_tokenizer_and_rows_without_text_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)

@@ -219,14 +219,14 @@ def answered(place: Place) -> Callable[[Callable[[Place], Ended]], Ended]:
     ("command", "words"),
     [pytest.param(command, words, id=name) for command, rows in TOGETHER.items() for name, words in rows.items()],
 )
-def test_one_line_for(answered, command, words):
+def test_exactly_one_error_line_for(answered, command, words):
     ended = answered(command)
     assert ended.code == 2, ended.err
     assert len([line for line in ended.errors if all(word in line for word in words)]) == 1, (words, ended.err)
 
 
 @pytest.mark.parametrize("command", TOGETHER, ids=lambda command: command.__name__)
-def test_all_is_told_at_once_and_nothing_else_and_nothing_is_written(answered, place, command):
+def test_all_problems_are_reported_at_once_and_nothing_is_written(answered, place, command):
     ended = answered(command)
     assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
     assert len(ended.errors) == len(TOGETHER[command]), ended.err
@@ -271,7 +271,7 @@ GOOD = [{"text": f"row {number}"} for number in range(16)]
     ],
     ids=["empty", "no column", "not text", "not UTF-8", "cut off", "too few rows"],
 )
-def test_data_that_cannot_be_trained_on(place, refused, tmp_path, content, words):
+def test_unusable_data_is_refused(place, refused, tmp_path, content, words):
     data = tmp_path / "data.jsonl"
     data.write_bytes(content)
     line = refused(place.config("data"), f"data.path={data}")
@@ -281,7 +281,7 @@ def test_data_that_cannot_be_trained_on(place, refused, tmp_path, content, words
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_table_that_is_cut_off(place, refused, tmp_path, form):
+def test_a_truncated_table_is_refused(place, refused, tmp_path, form):
     table = write_corpus(tmp_path / f"table.{form}", form=form)
     table.write_bytes(table.read_bytes()[:-200])
     line = refused(place.config("data"), f"data.path={table}")
@@ -309,7 +309,7 @@ def projections(place: Place) -> Path:
     ("nan", ("finite", "delete the file, it is built anew")),
     ("away", ("600", "delete the file, it is built anew")),
 ])  # fmt: skip
-def test_a_projection_that_cannot_be_taken(place, refused, projections, name, words):
+def test_an_unusable_projection_is_refused(place, refused, projections, name, words):
     teacher = {"name": "big", "model": f"{place.root}/foreign"}
     line = refused(place.config("projection", teachers=[teacher]), f"projection.path={projections}/{name}")
     assert line.startswith("projection.path: ")
@@ -317,7 +317,7 @@ def test_a_projection_that_cannot_be_taken(place, refused, projections, name, wo
     assert not (place.root / "projection").exists()
 
 
-def test_more_gpus_than_there_are(place, refused, monkeypatch):
+def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
     from distill_rl import preflight
 
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
@@ -343,7 +343,7 @@ def _corrupt(step: Path) -> None:
     ],
     ids=["foreign", "newer", "corrupt"],
 )
-def test_a_checkpoint_that_cannot_be_gone_on_from(place, refused, tmp_path, harm, words):
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(place, refused, tmp_path, harm, words):
     folder = tmp_path / "runs" / "mine" / "checkpoints"
     store = CheckpointStore(folder, keep_last=2, keep_best=0)
     draft = store.begin(SavedState(TrainState(3), {"data": "d" * 64}, None))

@@ -27,7 +27,7 @@ def straight(material, tmp_path_factory) -> Path:
     return train(material, tmp_path_factory.mktemp("straight"), "loss.dynamic_scale=on", "checkpoint.every=4")
 
 
-def test_two_models_and_a_text_are_all_that_is_needed(straight, material):
+def test_two_models_and_a_text_suffice(straight, material):
     from transformers import AutoModelForCausalLM
 
     first = records(straight)[0]
@@ -43,7 +43,7 @@ def test_two_models_and_a_text_are_all_that_is_needed(straight, material):
     assert model.config.vocab_size == 320
 
 
-def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
+def test_kd_is_scaled_by_the_previous_steps_ratio(straight):
     kd, ce, scale = (dict(series(straight, f"train/{name}")) for name in ("kl_loss", "nll_loss", "kd_scale"))
     assert scale[1] == 1.0
     for step in range(2, 9):
@@ -56,13 +56,13 @@ def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
     "overrides",
     [("prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"), ("prefetch.depth=3", "aligner.workers=3")],
 )
-def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, cluster, tmp_path, overrides):
+def test_neither_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path, overrides):
     run = train(material, tmp_path, "loss.dynamic_scale=on", *overrides, cluster=cluster)
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
 
 
-def test_three_plus_five_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
+def test_three_plus_five_steps_equal_eight_bit_for_bit(straight, material, cluster, tmp_path):
     """The ratio that scales KD goes on as well; more resumes of one run: test_train.py."""
     for steps, resume in ((3, []), (8, ["--resume"])):
         settings = ("loss.dynamic_scale=on", f"train.steps={steps}", "aligner.workers=0")
@@ -71,7 +71,7 @@ def test_three_plus_five_steps_are_eight_bit_for_bit(straight, material, cluster
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_an_aligner_killed_in_mid_run_changes_no_bit(material, cluster, tmp_path):
+def test_an_aligner_killed_mid_run_changes_no_bit(material, cluster, tmp_path):
     """The second of two, over and over: whatever it was doing is done again by another."""
     steps = ("train.steps=80", "schedule.steps=80")
     calm = train(material, tmp_path / "calm", *steps, "aligner.workers=0", cluster=cluster)
@@ -87,9 +87,7 @@ def test_an_aligner_killed_in_mid_run_changes_no_bit(material, cluster, tmp_path
     assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
 
 
-def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_is_a_projection(
-    material, cluster, tmp_path
-):
+def test_split_ranks_match_one_process_and_save_the_learned_projection(material, cluster, tmp_path):
     common = (
         "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
         "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001", "aligner.workers=0",
@@ -108,9 +106,7 @@ def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_
     assert again.code == 0, again.err
 
 
-def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_know_the_text(
-    material, cluster, tmp_path
-):
+def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):
     run = train(
         material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
         f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
@@ -123,9 +119,7 @@ def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_kn
     assert first["align/coverage"] > 0.9
 
 
-def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(
-    material, cluster, tmp_path, monkeypatch
-):
+def test_dp_runs_on_the_chosen_backend_with_equal_rows(material, cluster, tmp_path, monkeypatch):
     """CUDA through Numba's simulator, which needs no device."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     common = (
@@ -146,7 +140,7 @@ def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_r
     assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
 
 
-def test_two_copies_of_one_tokenizer_give_the_same_run(material, cluster, tmp_path):
+def test_two_copies_of_one_tokenizer_match_the_plain_loss(material, cluster, tmp_path):
     common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4", "aligner.workers=0")
     cross, same = (
         train(material, tmp_path / loss, f"teachers.0.loss={loss}", *common, teacher="teacher", cluster=cluster)
@@ -159,7 +153,7 @@ def test_two_copies_of_one_tokenizer_give_the_same_run(material, cluster, tmp_pa
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_problems_of_a_tokenizer_pair_are_reported_before_the_start(material, tmp_path):
+def test_a_bad_tokenizer_pair_is_reported_before_the_start(material, tmp_path):
     ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
     assert ended.code == 2
     (line,) = ended.errors
@@ -167,7 +161,7 @@ def test_problems_of_a_tokenizer_pair_are_reported_before_the_start(material, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_says_how_the_student_learns_from_the_teacher_and_how_many_align(material, tmp_path):
+def test_check_shows_the_loss_and_the_number_of_aligners(material, tmp_path):
     ended = distill_rl("check", "-c", material.config(tmp_path, "foreign"))
     assert ended.code == 0, ended.err
     assert "aligner: 1 process" in ended.out

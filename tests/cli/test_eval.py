@@ -101,7 +101,7 @@ def assert_goes_on_to(whole: Path, command: list[str], out: Path) -> Ended:
     return ended
 
 
-def test_results_say_what_was_done_and_on_what(whole: Path, model: Path, suite: Path) -> None:
+def test_results_record_model_data_and_settings(whole: Path, model: Path, suite: Path) -> None:
     found = result(whole)
     assert found["num_items"] == COUNT == len(items(whole))
     assert sum(found["outcomes"].values()) == COUNT
@@ -118,16 +118,14 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
     assert items(tmp_path / "out") == items(whole)
 
 
-def test_kill_9_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
+def test_sigkill_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
     command = arguments(model, suite, tmp_path / "out", "--shards", "2")
     with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
         process.kill()
     assert_goes_on_to(whole, command, tmp_path / "out")
 
 
-def test_a_request_to_stop_keeps_what_was_judged_and_exits_85(
-    whole: Path, model: Path, suite: Path, tmp_path: Path
-) -> None:
+def test_sigterm_keeps_judged_items_and_exits_85(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
     command = arguments(model, suite, tmp_path / "out")
     with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
         os.killpg(process.pid, signal.SIGTERM)
@@ -137,7 +135,7 @@ def test_a_request_to_stop_keeps_what_was_judged_and_exits_85(
     assert_goes_on_to(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
-def test_a_killed_actor_ends_the_evaluation_with_one_line_and_the_same_command_goes_on(
+def test_a_killed_actor_is_one_error_line_and_the_command_resumes(
     whole: Path, model: Path, suite: Path, tmp_path: Path
 ) -> None:
     command = arguments(model, suite, tmp_path / "out")
@@ -151,7 +149,7 @@ def test_a_killed_actor_ends_the_evaluation_with_one_line_and_the_same_command_g
     assert_goes_on_to(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
-def test_another_model_does_not_mix_with_the_results_of_the_first(whole: Path, suite: Path, tmp_path: Path) -> None:
+def test_results_of_another_model_are_not_overwritten(whole: Path, suite: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", hidden=32, seed=2)
     before = {path: path.read_bytes() for path in whole.glob("own.*")}
     ended = distill_rl(*arguments(other, suite, whole))
@@ -182,7 +180,7 @@ def test_suites_are_listed(tmp_path: Path) -> None:
     assert {"math", "math500", "minerva_math", "mmlu", "mmlu_cot", "gsm8k", "exact_match"} <= set(listed)
 
 
-def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_path: Path) -> None:
+def test_every_mistake_in_the_command_is_reported(model: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
     cases: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
         (("--model", model, "--suites", "maths,mmul", "--data", tmp_path), ("maths, mmul", "minerva_math")),
@@ -208,14 +206,14 @@ def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_pat
         assert all(word in " ".join(ended.errors) for word in words), (given, ended.err)
 
 
-def test_data_that_are_not_as_published_are_only_a_warning(model: Path, tmp_path: Path) -> None:
+def test_data_unlike_the_published_is_only_a_warning(model: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
     ended = distill_rl("eval", "--model", model, "--suites", suite, "--data", tmp_path, "--shards", "0")
     assert ended.code == 0, ended.err
     assert "warning: own: 4 rows; published are 5" in ended.out
 
 
-def test_the_batch_script_hands_a_signal_on_and_requeues_itself(model: Path, suite: Path, tmp_path: Path) -> None:
+def test_the_batch_script_forwards_the_signal_and_requeues(model: Path, suite: Path, tmp_path: Path) -> None:
     """Slurm's own part, the requeue, is written down by a stand-in for its command."""
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)

@@ -39,11 +39,11 @@ def evaluated(material, tmp_path_factory) -> Path:
     return folder / "runs" / "tiny"
 
 
-def test_evaluation_changes_no_bit_of_the_training(straight, evaluated):
+def test_evaluation_changes_no_bit_of_training(straight, evaluated):
     assert_equal_runs(straight, evaluated)
 
 
-def test_scores_belong_to_the_step_whose_weights_were_scored(evaluated):
+def test_scores_belong_to_the_evaluated_step(evaluated):
     scores = dict(series(evaluated, "eval/own"))
     assert list(scores) == [2, 4, 6, 8]
     for step in (2, 4, 6):
@@ -53,21 +53,21 @@ def test_scores_belong_to_the_step_whose_weights_were_scored(evaluated):
     assert result(evaluated, "student")["num_items"] == 24
 
 
-def test_every_step_was_scored_on_weights_of_its_own(evaluated):
+def test_each_evaluated_step_has_its_own_weights(evaluated):
     names = [path.name for path in (evaluated / "evals").iterdir()]
     assert sorted(names) == ["step-2", "step-4", "step-6", "student"]
     hashes = {result(evaluated, name)["model_sha256"] for name in names}
     assert len(hashes) == 4
 
 
-def test_scores_are_in_the_report_and_on_the_card(evaluated):
+def test_scores_are_in_the_report_and_the_model_card(evaluated):
     page = (evaluated / "report.html").read_text()
     assert "Score during training" in page
     assert "step-2" in page
     assert "eval/own" in (evaluated / "export" / "README.md").read_text()
 
 
-def test_a_run_stopped_during_an_evaluation_takes_its_scores_when_it_goes_on(material, cluster, tmp_path, straight):
+def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     slow = settings(write_suite(tmp_path, count=4000, max_new_tokens=40), "evaluate.suites_every=2")
     with running("train", "-c", config, *slow, log=tmp_path / "log") as process:
@@ -87,7 +87,7 @@ def test_a_run_stopped_during_an_evaluation_takes_its_scores_when_it_goes_on(mat
     assert_equal_runs(straight, run)
 
 
-def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path, straight):
+def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
     limit = ("evaluate.suites_every=4", "evaluate.limit=396")
@@ -103,7 +103,7 @@ def test_a_killed_evaluator_costs_its_scores_and_not_the_run(material, tmp_path,
     assert_equal_runs(straight, run)
 
 
-def test_everything_that_a_suite_lacks_is_told_before_anything_starts(material, tmp_path):
+def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):
     asked = ("evaluate.suites=[maths]", "evaluate.backend=vllm", "evaluate.limit=0", "evaluate.gpu_share=2")
     ended = distill_rl("train", "-c", material.config(tmp_path), *asked, f"evaluate.data={tmp_path}")
     assert ended.code == 2, ended.err

@@ -69,7 +69,7 @@ def test_all_parts_run_with_four_packages_and_no_gpu(bare, tmp_path):
     assert done.stdout.splitlines()[-2] == page.splitlines()[0]
 
 
-def test_a_gpu_that_is_not_there_is_bad_input(bare, tmp_path):
+def test_a_missing_gpu_is_bad_input(bare, tmp_path):
     command = ["bash", str(SCRIPT), "--device", "cuda", "--out", str(tmp_path / "out")]
     environment = bare | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -90,7 +90,7 @@ def test_a_python_without_torch_is_bad_input(bare, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_kit_leaves_its_record_and_no_process(bare, tmp_path, number, code):
+def test_a_stopped_check_leaves_its_record_and_no_process(bare, tmp_path, number, code):
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "environment,resume"]
     process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, text=True)
     try:

@@ -73,7 +73,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Quickstart(request.param, ended, runs, material)
 
 
-def test_the_teacher_knows_the_tasks_the_student_does_not_and_distillation_beats_the_control(finished):
+def test_distillation_beats_the_ce_only_control(finished):
     summary = finished.summary
     assert summary["teacher"] > 0.95
     assert summary["student_before"] < 0.05
@@ -84,13 +84,13 @@ def test_the_teacher_knows_the_tasks_the_student_does_not_and_distillation_beats
     assert summary["seconds"] > 0
 
 
-def test_the_table_shows_the_figures_of_the_summary_and_the_honest_note(finished):
+def test_the_table_shows_the_summary_and_the_caveat(finished):
     for model in ("teacher", "student_before", "student_after", "ce_only"):
         assert f"{finished.summary[model]:.3f}" in finished.ended.out
     assert "Without wrong answers the two would tie" in " ".join(finished.ended.out.split())
 
 
-def test_run_and_control_had_the_same_data_in_the_same_order(finished):
+def test_run_and_control_see_the_same_data_in_order(finished):
     control = finished.runs / f"{finished.name}-ce"
     for metric in ("train/tokens", "align/tokens"):
         assert series(finished.run, metric) == series(control, metric)
@@ -98,7 +98,7 @@ def test_run_and_control_had_the_same_data_in_the_same_order(finished):
     assert not series(control, "train/kl_loss")
 
 
-def test_the_export_answers_a_question_that_was_held_out(finished):
+def test_the_export_answers_a_held_out_question(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(finished.run / "export")
@@ -116,7 +116,7 @@ def test_the_export_answers_a_question_that_was_held_out(finished):
     assert json.dumps(row["prompt"][0]["content"]) not in learnt
 
 
-def test_across_tokenizers_most_chunks_are_not_one_to_one_all_of_them_are_learnt_and_the_student_stops(finished):
+def test_cross_tokenizer_chunks_are_covered_and_the_student_stops(finished):
     summary = finished.summary
     if not finished.crosses:
         assert "one_to_one_share" not in summary
@@ -131,21 +131,21 @@ def test_across_tokenizers_most_chunks_are_not_one_to_one_all_of_them_are_learnt
     assert json.loads(answers)["truncated"] <= 6, "the end of an answer is learnt as well as its words"
 
 
-def test_the_report_shows_what_was_compared(finished):
+def test_the_report_charts_kd_and_ce(finished):
     page = (finished.run / "report.html").read_text()
     assert "Distillation loss (KD)" in page
     assert "Cross-entropy with the data (CE)" in page
     assert ("Alignment across tokenizers" in page) == finished.crosses
 
 
-def test_the_report_stands_alone_and_compares_the_four_models(finished):
+def test_the_report_is_self_contained_and_compares_four_models(finished):
     page = (finished.run / "report.html").read_text()
     assert all(name in page for name in ("teacher", "student_before", "student_after", "ce_only"))
     assert "http://" not in page.replace("http://www.w3.org/", "")
     assert "https://" not in page
 
 
-def test_a_second_quickstart_without_clean_is_refused_and_changes_nothing(finished):
+def test_a_second_quickstart_without_clean_is_refused(finished):
     before = (finished.run / "summary.json").stat().st_mtime_ns
     ended = finished.again()
     assert ended.code == 2
@@ -153,7 +153,7 @@ def test_a_second_quickstart_without_clean_is_refused_and_changes_nothing(finish
     assert (finished.run / "summary.json").stat().st_mtime_ns == before
 
 
-def test_bad_input_of_a_run_comes_back_with_its_code(finished, tmp_path):
+def test_bad_input_of_a_run_keeps_its_exit_code(finished, tmp_path):
     ended = quickstart(
         "--runs", tmp_path, "--material", finished.material, "--seed", str(SEED), *finished.flags, "train.stepz=5"
     )

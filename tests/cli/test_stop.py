@@ -45,7 +45,7 @@ def training(material, folder: Path, *overrides: str):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_request_to_stop_ends_the_step_saves_and_exits_85(material, cluster, tmp_path, number):
+def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path, number):
     with training(material, tmp_path) as (process, run, log):
         os.killpg(process.pid, number)  # as a scheduler does: to every process of the job
         assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
@@ -58,7 +58,7 @@ def test_a_request_to_stop_ends_the_step_saves_and_exits_85(material, cluster, t
     assert [step for step, _ in series(run, "train/loss")] == list(range(1, last + 3))
 
 
-def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
+def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):
     with training(material, tmp_path) as (process, _, log):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
@@ -69,7 +69,7 @@ def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
     ("worker", "role"),
     [("StudentWorker", "student-dp0-tp0"), ("TeacherWorker", "big/dp0-tp0")],
 )
-def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp_path, worker, role):
+def test_a_killed_worker_ends_the_run_with_one_error(material, tmp_path, worker, role):
     settings = ("transport=shared_memory", "prefetch.slots=2", "faults.teacher_restarts=0")
     with training(material, tmp_path, *settings) as (process, _, log):
         os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp
     assert "Traceback" not in log.read_text()
 
 
-def test_an_exception_in_a_worker_ends_the_run_with_its_name_and_cause(material, tmp_path):
+def test_a_worker_exception_ends_the_run_with_name_and_cause(material, tmp_path):
     config = material.config(tmp_path)
     ended = distill_rl("train", "-c", config, "optimizer.lr=1e30", "schedule.warmup_steps=0")
     assert ended.code == 1
@@ -92,7 +92,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_name_and_cause(material,
     assert "Traceback" in (tmp_path / "runs" / "tiny" / "logs" / "latest" / "driver.log").read_text()
 
 
-def test_resources_that_cannot_be_had_are_listed_with_what_there_is(material, tmp_path):
+def test_missing_resources_are_listed_beside_those_available(material, tmp_path):
     ended = distill_rl("train", "-c", material.config(tmp_path), "ray.num_cpus=1", "ray.placement_timeout_s=2")
     assert ended.code == 2
     assert "CPU: asked 3, cluster has 1" in ended.errors[0]

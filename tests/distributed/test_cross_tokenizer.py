@@ -87,7 +87,7 @@ def compare(sizes: tuple[int, int], cases: Sequence[Case], dtype: torch.dtype, b
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 2e-6)])
-def test_value_and_gradient_equal_the_oracle_on_uneven_shards(ranks: int, dtype: torch.dtype, bound: float) -> None:
+def test_value_and_gradient_match_the_oracle_on_uneven_shards(ranks: int, dtype: torch.dtype, bound: float) -> None:
     by_rank = run_ranks(ranks, compare, (53, 71), CASES, dtype, bound)
     for outputs in zip(*by_rank):
         for name in ("kd", "ce", "teacher_mass", "student_mass", "num_chunks"):
@@ -95,7 +95,7 @@ def test_value_and_gradient_equal_the_oracle_on_uneven_shards(ranks: int, dtype:
 
 
 @pytest.mark.parametrize("sizes", [(1003, 301), (9, 30)])
-def test_a_larger_vocabulary_and_shards_that_are_nearly_empty(sizes: tuple[int, int]) -> None:
+def test_large_vocabularies_and_nearly_empty_shards_match_the_oracle(sizes: tuple[int, int]) -> None:
     run_ranks(4, compare, sizes, CASES, torch.float64, 1e-10)
 
 
@@ -121,7 +121,7 @@ def plain_shards() -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:
+def test_plain_shards_with_a_group_match_the_oracle() -> None:
     run_ranks(2, plain_shards)
 
 
@@ -140,7 +140,7 @@ def learned_gradient() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_shares_of_a_learnt_projections_gradient_add_up_to_that_of_one_rank(ranks: int) -> None:
+def test_learned_projection_gradients_sum_to_that_of_one_rank(ranks: int) -> None:
     ((whole, value),) = run_ranks(1, learned_gradient)
     assert whole.abs().max() > 1e-3
     for gradient, kd in run_ranks(ranks, learned_gradient):
@@ -161,7 +161,7 @@ def ties(method: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["gold", "uld"])
-def test_equal_probabilities_are_ranked_alike_however_they_are_sharded(method: str) -> None:
+def test_ties_are_ranked_alike_for_any_sharding(method: str) -> None:
     (whole,) = run_ranks(1, ties, method)
     parts = run_ranks(4, ties, method)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-12)
@@ -181,7 +181,7 @@ def without_chunks() -> None:
             assert student.grad.to_local().isfinite().all()
 
 
-def test_without_a_chunk_or_a_label_the_zero_is_connected_on_every_rank() -> None:
+def test_zero_chunks_or_labels_give_a_connected_zero() -> None:
     run_ranks(2, without_chunks)
 
 
@@ -202,5 +202,5 @@ def same_tokenizer() -> float:
     return max(float((crossed.kd - plain.kd_loss).abs()), float((crossed.ce - plain.ce_loss).abs()))
 
 
-def test_two_copies_of_one_tokenizer_give_the_same_gradient_as_the_same_tokenizer_loss() -> None:
+def test_two_copies_of_one_tokenizer_match_kd_loss() -> None:
     assert max(run_ranks(2, same_tokenizer)) < 1e-11

@@ -149,7 +149,7 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
+def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
     found = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
     for (method, export, size), gradient in found.items():
         error = relative_l2(gradient, references[method, export])
@@ -178,7 +178,7 @@ def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> t
     return whole_parameters(engine.trained), projection().values.detach().clone(), losses
 
 
-def test_a_learnt_projection_is_the_same_on_every_layout_stays_stochastic_and_resumes(folders, tmp_path):
+def test_a_learned_projection_matches_on_every_layout_and_resumes(folders, tmp_path):
     whole, values, losses = ranks.run_ranks(1, learnt, 1, 1, folders, None)[0]
     bridge = bridge_of(folders["projection"])
     sums = torch.zeros(COLUMNS).index_add_(0, bridge.entry_rows, values)
@@ -206,7 +206,7 @@ def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
     return [engine.train_step(batch, source) for _ in range(2)]
 
 
-def test_an_exact_scale_is_the_ratio_of_its_own_step_for_any_split(folders):
+def test_an_exact_scale_is_its_own_steps_ratio_for_any_split(folders):
     whole = ranks.run_ranks(1, exact_scales, 1, 4, folders)[0]
     halves = ranks.run_ranks(2, exact_scales, 2, 1, folders)
     for step, metrics in enumerate(whole):

@@ -104,7 +104,7 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_hidden_states_and_logits_give_the_gradient_of_the_definition(folders, references, dp: int, tp: int):
+def test_hidden_states_and_logits_give_the_reference_gradient(folders, references, dp: int, tp: int):
     for rank, found in enumerate(ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)):
         for (name, export, size), gradient in found.items():
             error = relative_l2(gradient, references[name])
@@ -127,7 +127,7 @@ def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], fl
     return list(before.shape), kds[0] - kds[-1] if kds else 0.0
 
 
-def test_a_rank_holds_the_output_layer_of_its_own_columns_and_the_student_learns_from_it(folders):
+def test_a_rank_holds_only_its_columns_of_the_teachers_head(folders):
     student, teachers = folders
     found = ranks.run_ranks(2, parts, 1, 2, student, teachers["llama"])
     assert [shape for shape, _ in found] == [[254, 48], [253, 48]]

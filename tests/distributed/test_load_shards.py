@@ -112,7 +112,7 @@ def _status(key: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_no_rank_ever_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -> None:
     path = write_model(
         tmp_path, "llama-biased", vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=4
     )
@@ -127,7 +127,7 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -
         assert peak < 0.95 * whole
 
 
-def test_ranks_of_one_tensor_parallel_group_read_their_own_slices(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_read_only_their_slices(tmp_path: Path) -> None:
     path = write_model(tmp_path, "llama-biased", vocab_size=8192, hidden_size=512, intermediate_size=2048)
     whole = (path / "model.safetensors").stat().st_size
     for _, held, largest, total in run_ranks(4, peak_growth, 2, 2, str(path), group=False):
@@ -161,7 +161,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
-def test_a_teacher_is_split_by_tensor_parallelism_only_and_keeps_its_logits(tmp_path: Path, dp: int, tp: int) -> None:
+def test_a_teacher_is_split_by_tp_only_and_keeps_its_logits(tmp_path: Path, dp: int, tp: int) -> None:
     from transformers import AutoModelForCausalLM
 
     vocabulary = 501
@@ -199,7 +199,7 @@ def masked(vocabularies: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def test_padding_is_masked_on_whichever_rank_it_lies() -> None:
+def test_padding_is_masked_on_any_rank() -> None:
     vocabularies = [11, 10, 7, 3]
     results = run_ranks(4, masked, vocabularies)
     assert [int(result[0][2][-1]) for result in results] == [3, 3, 3, 2]
@@ -262,7 +262,7 @@ def slices(dp: int, tp: int, rows: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 13])
-def test_a_dimension_that_both_split_is_found_and_gathered_whatever_its_size(rows: int) -> None:
+def test_a_dimension_split_by_fsdp_and_tp_is_gathered_whole(rows: int) -> None:
     results = run_ranks(4, slices, 2, 2, rows, group=False)
     assert all(equal for result in results for _, equal in result)
     assert sum(result[0][0] for result in results) == 2 * rows

@@ -102,13 +102,13 @@ def extremes(vocabulary: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_value_and_gradient_equal_the_oracle_for_every_setting_on_uneven_shards(ranks: int) -> None:
+def test_every_setting_matches_the_oracle_on_uneven_shards(ranks: int) -> None:
     cases = list(all_cases())
     assert run_ranks(ranks, compare_cases, 507, 11, 5, cases) == [2 * len(cases)] * ranks
 
 
 @pytest.mark.parametrize(("vocabulary", "padding"), [(32003, 100), (5, 0), (3, 0), (2, 0)])
-def test_value_and_gradient_equal_the_oracle_on_large_and_on_empty_shards(vocabulary: int, padding: int) -> None:
+def test_large_and_empty_shards_match_the_oracle(vocabulary: int, padding: int) -> None:
     cases = extremes(vocabulary)
     run_ranks(4, compare_cases, vocabulary, padding, 3, cases)
 
@@ -242,7 +242,7 @@ def test_labels_that_are_a_dtensor_are_refused() -> None:
     run_ranks(2, refuse_labels_that_are_a_dtensor)
 
 
-def test_a_weight_that_is_sharded_over_data_parallel_ranks_is_refused() -> None:
+def test_a_weight_sharded_over_data_parallel_ranks_is_refused() -> None:
     run_ranks(2, refuse_a_weight_whose_ranks_have_rows_of_their_own)
 
 
@@ -251,7 +251,7 @@ def test_plain_shards_of_unequal_width_are_refused_by_all_ranks(ranks: int) -> N
     run_ranks(ranks, refuse_plain_shards_of_unequal_width)
 
 
-def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:
+def test_plain_shards_with_a_group_match_the_oracle() -> None:
     run_ranks(2, compare_plain_shards)
 
 
@@ -263,5 +263,5 @@ def test_replicated_hidden_states_get_a_complete_gradient() -> None:
     run_ranks(2, compare_replicated_hidden)
 
 
-def test_an_upstream_operation_that_saved_its_output_finds_it_unchanged() -> None:
+def test_the_saved_output_of_an_upstream_operation_is_unchanged() -> None:
     run_ranks(2, compare_saved_output)

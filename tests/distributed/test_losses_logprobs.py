@@ -165,12 +165,12 @@ def refuse_placements() -> list[str]:
     return messages
 
 
-def test_logprobs_and_entropy_equal_log_softmax_in_value_and_gradient() -> None:
+def test_logprobs_and_entropy_match_log_softmax_and_its_gradient() -> None:
     run_ranks(1, compare_logprobs)
     run_ranks(4, compare_logprobs)
 
 
-def test_top_k_of_shards_is_that_of_the_whole_with_an_exact_rest() -> None:
+def test_sharded_top_k_matches_the_whole_with_an_exact_rest() -> None:
     run_ranks(2, compare_topk)
     run_ranks(4, compare_topk)
 
@@ -191,7 +191,7 @@ def test_dense_kl_needs_two_collectives_forward_and_none_backward() -> None:
     assert counts["fused"] == (["allreduce_"] * 3, [])  # the third completes the hidden states' gradient
 
 
-def test_placements_that_make_no_sense_are_refused_and_replicated_logits_need_no_group() -> None:
+def test_invalid_placements_are_refused() -> None:
     partial, twice, both = run_ranks(4, refuse_placements)[0]
     assert partial.startswith("student_logits: a Partial DTensor must be reduced first")
     assert "sharded over one mesh dimension" in twice

@@ -120,7 +120,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
 
 
 @pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS)
-def test_a_step_of_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
+def test_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
     names = [name for name in models if tp == 1 or name.removesuffix("-tied") not in WHOLE]
     cases = [(models[name][0], name.startswith(("qwen", "phi3", "gpt2-"))) for name in names]
     for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):

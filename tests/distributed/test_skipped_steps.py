@@ -101,12 +101,12 @@ def assert_skipped_together(folders, dp: int, tp: int, value: float, where: str,
 @pytest.mark.parametrize(
     ("value", "where"), [(float("nan"), "logprobs"), (float("inf"), "logprobs"), (float("nan"), "rest_logprob")]
 )
-def test_all_ranks_skip_together_what_is_poisoned_on_one(folders, dp, tp, value, where):
+def test_all_ranks_skip_a_step_poisoned_on_one(folders, dp, tp, value, where):
     assert_skipped_together(folders, dp, tp, value, where)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("value", "where"), [(20.0, "logprobs"), (1e6, "gradient")], ids=["loss", "gradient"])
-def test_all_ranks_skip_together_a_spike_on_one_and_go_on(folders, dp, tp, value, where):
+def test_all_ranks_skip_a_spike_on_one_and_continue(folders, dp, tp, value, where):
     found = assert_skipped_together(folders, dp, tp, value, where, **SPIKES)
     assert all(all(seen.finite) for seen in found)

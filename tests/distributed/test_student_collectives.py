@@ -65,20 +65,20 @@ def student(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "student", "llama", seed=71, vocab_size=VOCABULARY)
 
 
-def test_one_rank_sends_nothing_and_converts_its_weights_once_per_step(student):
+def test_one_rank_sends_nothing_and_converts_weights_once_per_step(student):
     for sync in ("step", "micro_batch"):
         ((sent, converted, _),) = ranks.run_ranks(1, work, 1, 1, sync, student)
         assert sent == {}
         assert converted == 1.0
 
 
-def test_shards_are_gathered_for_every_pass_and_gradients_reduced_once_if_asked(student):
+def test_shards_are_gathered_per_pass_and_gradients_reduced_as_set(student):
     for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
         for sent, _, count in ranks.run_ranks(2, work, 2, 1, sync, student):
             assert sent == {"gather": 2 * MICRO_BATCHES * count, "reduce-scatter": reductions * count}
 
 
-def test_replicas_exchange_gradients_once_per_step_in_either_way(student):
+def test_replicas_exchange_gradients_once_per_step(student):
     for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
         for sent, _, count in ranks.run_ranks(4, work, 4, 2, sync, student):
             assert sent.pop("gather") == 2 * MICRO_BATCHES * count

@@ -135,7 +135,7 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
-def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
+def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
     found = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
     for (name, size, sync), (gradient, norm) in found[0].items():
         error = relative_l2(gradient, references[name])
@@ -166,7 +166,7 @@ def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]
     return found
 
 
-def test_checkpointing_and_bf16_give_the_gradient_of_the_reference_on_a_mesh(folders, references):
+def test_checkpointing_and_bf16_match_the_reference_on_a_mesh(folders, references):
     students, teacher = folders
     found = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
     assert relative_l2(found["checkpointed"], references["qwen3"]) < 1e-5

@@ -125,7 +125,9 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     [(1, 1, 1, True), (2, 1, 1, True), (2, 1, 1, False), (1, 2, 1, True), (2, 2, 1, True), (4, 1, 2, True)],
     ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
 )
-def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool):
+def test_a_resumed_run_equals_the_straight_run_bit_for_bit(
+    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool
+):
     arguments = (dp, tp, *folders, tmp_path, beside, replicas)
     for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, *arguments, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
@@ -136,7 +138,7 @@ def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int,
         assert torch.equal(random_state, resumed_random_state)
 
 
-def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
+def test_a_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
     checkpoint, wanted = straight
     loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *folders, checkpoint, tmp_path / "wide")[0]
     again, ended_again = ranks.run_ranks(1, resharded, 1, 1, *folders, tmp_path / "wide", tmp_path / "narrow")[0]
@@ -146,7 +148,7 @@ def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straight, tmp_path):
+def test_a_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straight, tmp_path):
     checkpoint, wanted = straight
     loaded = None
     for number, (dp, tp, replicas) in enumerate([(4, 1, 2), (2, 2, 2), (2, 1, 1), (2, 1, 2)]):
@@ -159,7 +161,7 @@ def test_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straigh
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])
-def test_projections_that_hold_several_in_one_resume_and_move_too(folders, tmp_path, family: str):
+def test_fused_projections_resume_and_reshard(folders, tmp_path, family: str):
     pair = write_tiny_model(tmp_path / "student", family, seed=53, vocab_size=327), folders[1]
     for outcomes in ranks.run_ranks(2, straight_and_resumed, 1, 2, *pair, tmp_path, group=False):
         (losses, state, _), (resumed_losses, resumed_state, _) = outcomes
@@ -197,7 +199,7 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
-def test_checkpoints_of_fused_and_foreach_adamw_load_into_each_other(folders, tmp_path, dp: int, tp: int):
+def test_fused_and_foreach_adamw_load_each_others_checkpoints(folders, tmp_path, dp: int, tp: int):
     for loaded_whole, state, wanted in ranks.run_ranks(dp * tp, exchanged, dp, tp, *folders, tmp_path)[0]:
         assert loaded_whole
         for name, tensor in state.items():
@@ -215,7 +217,7 @@ def load_error(dp: int, tp: int, student: Path, teacher: Path, checkpoint: Path)
     return str(caught.value)
 
 
-def test_checkpoint_of_another_model_is_refused_in_one_line_before_anything_is_read(folders, straight, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_before_reading(folders, straight, tmp_path):
     other = write_tiny_model(tmp_path / "other", "llama", layers=1, vocab_size=327)
     messages = ranks.run_ranks(2, load_error, 1, 2, other, folders[1], straight[0])
     assert len(set(messages)) == 1
@@ -238,7 +240,7 @@ def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, f
     return bool(read)
 
 
-def test_only_the_first_rank_looks_at_what_is_written(folders, tmp_path):
+def test_only_the_first_rank_reads_back_the_metadata(folders, tmp_path):
     (tmp_path / "checkpoint").mkdir()
     found = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
     assert found == [True, False]
@@ -252,7 +254,7 @@ def save_error(folder: Path, student: Path, teacher: Path) -> str:
     return str(caught.value)
 
 
-def test_directory_that_cannot_be_written_is_an_error_on_every_rank(folders, tmp_path):
+def test_an_unwritable_directory_is_an_error_on_every_rank(folders, tmp_path):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     messages = ranks.run_ranks(2, save_error, blocked, *folders)
@@ -273,7 +275,7 @@ def write_error_of_one_rank(folder: Path, student: Path, teacher: Path) -> str:
     return str(caught.value)
 
 
-def test_failure_of_one_rank_to_write_is_raised_on_all_and_names_it(folders, tmp_path):
+def test_a_failed_write_is_raised_on_all_ranks_and_names_the_rank(folders, tmp_path):
     messages = ranks.run_ranks(2, write_error_of_one_rank, tmp_path / "checkpoint", *folders)
     assert len(set(messages)) == 1
     assert "rank 1: " in messages[0]
@@ -307,7 +309,7 @@ def dropout_runs(dp: int, tp: int, student: Path, folder: Path) -> tuple[list[fl
     return straight, steps(other, 2)
 
 
-def test_dropout_goes_on_with_the_random_numbers_of_the_straight_run(tmp_path):
+def test_dropout_resumes_with_the_straight_runs_random_numbers(tmp_path):
     student = write_tiny_model(tmp_path / "student", "gpt2")
     results = ranks.run_ranks(2, dropout_runs, 2, 1, student, tmp_path / "checkpoint")
     assert all(straight == resumed for straight, resumed in results)

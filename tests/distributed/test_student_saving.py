@@ -68,7 +68,7 @@ def written_late(dp: int, tp: int, student: Path, folder: Path) -> tuple[bool, b
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
-def test_what_is_written_is_what_was_copied_whatever_was_trained_since(student, tmp_path, dp, tp):
+def test_a_late_write_holds_the_copied_state(student, tmp_path, dp, tp):
     for still_live, saved_as_it_was, unnamed in ranks.run_ranks(dp * tp, written_late, dp, tp, student, tmp_path / "x"):
         assert still_live, "the snapshot is of the parameters themselves: without a copy the test would show nothing"
         assert saved_as_it_was
@@ -98,7 +98,7 @@ def with_and_without_saving(dp: int, tp: int, student: Path, folder: Path) -> li
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-def test_saving_beside_every_step_changes_no_bit_of_the_run(student, tmp_path, dp, tp):
+def test_async_saves_change_no_bit_of_the_run(student, tmp_path, dp, tp):
     for never, beside, at_once in ranks.run_ranks(2, with_and_without_saving, dp, tp, student, tmp_path):
         assert never[0] == beside[0] == at_once[0]
         assert all(equal(never[1][step], beside[1][step]) for step in range(STEPS))
@@ -135,7 +135,7 @@ def failing_saves(folder: Path, student: Path) -> list[str]:
     return said
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_later_and_the_next_save_works(student, tmp_path):
+def test_a_failed_async_write_names_its_rank_and_the_next_works(student, tmp_path):
     for said in ranks.run_ranks(2, failing_saves, tmp_path, student, timeout=90):
         assert ["rank 1: " in line and "\n" not in line for line in said] == [True, True]
     markers = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second", "third")]

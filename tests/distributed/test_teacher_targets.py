@@ -60,7 +60,7 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)], ids=["dp1tp2", "dp2tp2"])
-def test_targets_of_a_split_teacher_equal_those_of_the_plain_model(teachers, dp: int, tp: int):
+def test_targets_of_a_split_teacher_match_the_plain_model(teachers, dp: int, tp: int):
     results = ranks.run_ranks(dp * tp, targets_on, dp, tp, teachers, 17)
     for name, path in teachers.items():
         exact = plain_topk(plain_model(path), rows_of_two_documents(), VOCABULARY, TOP, TEMPERATURE)

@@ -12,7 +12,7 @@ LENGTH = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "evaluate.every=60"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_aligner_that_is_gone_is_replaced_and_no_bit_changes(disturb, undisturbed, number):
+def test_a_lost_aligner_is_replaced_and_no_bit_changes(disturb, undisturbed, number):
     expected = undisturbed(*LENGTH)
     with disturb(*LENGTH, "faults.stopped_s=2") as run:
         os.kill(run.actors["aligner-0"], number)

@@ -25,7 +25,7 @@ exit $code
 """of a size, the run directory, and a command: what it left is copied before the file system goes away"""
 
 
-def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_old_checkpoint_whole(material, undisturbed, tmp_path):
+def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(material, undisturbed, tmp_path):
     calm = undisturbed("checkpoint.every=4")
     size = size_of(calm / "checkpoints" / "step-4")
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"

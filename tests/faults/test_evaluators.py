@@ -8,7 +8,7 @@ from tests.helpers.command import actor_pid, running, series, until
 from tests.helpers.suites import write_suite
 
 
-def test_a_stopped_evaluator_is_killed_and_the_run_ends_with_the_score_of_its_export(material, tmp_path):
+def test_a_stopped_evaluator_is_killed_and_the_export_still_scored(material, tmp_path):
     config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
     asked = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.suites_every=7"]

@@ -31,7 +31,7 @@ def _of_ray(driver: psutil.Process) -> dict[str, psutil.Process]:
     return {process.name(): process for process in driver.children(recursive=True) if process.name() in RAY}
 
 
-def test_nothing_grows_over_five_hundred_steps(disturb):
+def test_memory_and_files_stay_flat_over_five_hundred_steps(disturb):
     settings = (
         f"train.steps={STEPS}", f"schedule.steps={STEPS}", "transport=shared_memory", "prefetch.depth=2",
         "checkpoint.every=50", "checkpoint.keep_last=1", "evaluate.every=50", "observe.tensorboard=true",

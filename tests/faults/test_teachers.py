@@ -25,7 +25,7 @@ def two_teachers(material, first: str = "", second: str = "") -> str:
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory"])
-def test_a_teacher_killed_idle_and_at_work_is_replaced_and_no_bit_changes(disturb, undisturbed, transport):
+def test_a_teacher_killed_idle_or_busy_is_replaced_without_a_trace(disturb, undisturbed, transport):
     settings = (*LENGTH, f"transport={transport}", "prefetch.depth=2")
     expected = undisturbed(*settings)
     with disturb(*settings) as run:
@@ -41,7 +41,7 @@ def test_a_teacher_killed_idle_and_at_work_is_replaced_and_no_bit_changes(distur
     assert last["faults/teacher_restarts"] == 2
 
 
-def test_one_rank_of_a_replica_takes_its_peers_with_it_and_the_others_work_on(disturb, undisturbed, material):
+def test_a_dead_rank_restarts_its_replica_only(disturb, undisturbed, material):
     teachers = two_teachers(material, ", parallel: {dp: 2, tp: 2}", ", export: hidden")
     few = ("train.steps=40", "schedule.steps=40", "evaluate.every=20")
     settings = (*few, teachers, "student.parallel.dp=2", "train.micro_batch_size=1", "transport=shared_memory")
@@ -67,7 +67,7 @@ def test_a_stopped_teacher_counts_as_dead(disturb, undisturbed):
     assert_same_student(run.run, expected)
 
 
-def test_without_a_budget_a_dead_teacher_ends_the_run_which_can_be_resumed(disturb, undisturbed):
+def test_without_a_budget_a_dead_teacher_ends_a_resumable_run(disturb, undisturbed):
     settings = (*LENGTH, "faults.teacher_restarts=0", "checkpoint.every=1")
     expected = undisturbed(*LENGTH)
     with disturb(*settings) as run:
@@ -87,7 +87,7 @@ def test_without_a_budget_a_dead_teacher_ends_the_run_which_can_be_resumed(distu
     assert_same_student(run.run, expected)
 
 
-def test_a_teacher_that_is_gone_for_good_can_be_left_out_and_the_others_weigh_more(disturb, material):
+def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, material):
     teachers = two_teachers(material, ", weight: 3.0")
     settings = (*LENGTH, teachers, "faults.teacher_restarts=0", "faults.lost_teacher=drop_and_reweight")
     with disturb(*settings) as run:

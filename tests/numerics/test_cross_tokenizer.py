@@ -60,7 +60,7 @@ def of_float(data: Documents, kind: str) -> DenseLogits | TopKLogprobs:
 
 
 @pytest.mark.parametrize("method", ["hybrid", "alm", *DENSE])
-def test_long_chunks_of_a_teacher_equal_to_the_student_give_zero_by_chain(method: str) -> None:
+def test_long_chunks_of_equal_models_give_zero_by_chain(method: str) -> None:
     data = copies(((1, 1), (3, 3), (2, 2), (5, 5)), torch.float32)
     output = chunk_kd_loss(
         data.student, of_float(data, "dense"), data.chunks, data.bridge, method=method, chunk_average="chain",
@@ -114,7 +114,7 @@ def gradient_of(data: Documents, keywords: dict[str, Any]) -> tuple[Tensor, floa
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_realised_probabilities_of_zero_and_one_have_finite_slopes(divergence: str) -> None:
+def test_label_probabilities_of_zero_and_one_have_finite_slopes(divergence: str) -> None:
     chosen = resolve(divergence, 0.3)
     ends = torch.tensor([0.0, -1e-12, -1e-8, -1e-4, -0.5, -1.0, -50.0, -300.0])
     for dtype in (torch.float32, torch.float64):
@@ -128,7 +128,7 @@ def test_realised_probabilities_of_zero_and_one_have_finite_slopes(divergence: s
 
 
 @pytest.mark.parametrize("method", ["alm", "hybrid", "gold"])
-def test_a_student_that_is_certain_is_pulled_back_as_in_fp64(method: str) -> None:
+def test_a_certain_student_gets_the_gradient_of_fp64(method: str) -> None:
     """Labels with a logit far above all others, where logit − logsumexp is 0 in fp32 or a multiple of its rounding."""
     gaps = torch.tensor([5.0, 10.0, 16.0, 20.0, 30.0, 40.0, 60.0])
     logits = torch.zeros(2 * len(gaps), 5, dtype=torch.float64)
@@ -178,7 +178,7 @@ def raw_gold(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_p_kl_of_2245_is_reproduced_on_one_to_one_chunks_with_a_renormalised_tail(temperature: float) -> None:
+def test_p_kl_of_2245_is_reproduced_on_one_to_one_chunks(temperature: float) -> None:
     """Apart from ε, which only theirs has: that is as large as 1e-10 over the smallest probability compared."""
     data = documents(((1, 1),), 53, 40, scale=1.0)
     data.bridge = every_column_reached(53, 40)
@@ -205,7 +205,7 @@ def every_column_reached(student: int, teacher: int) -> VocabularyProjection:
 
 @pytest.mark.parametrize("relaxed", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_hkl_is_that_of_2245_and_gold_adds_the_balance(temperature: float, relaxed: bool) -> None:
+def test_hkl_matches_2245_and_gold_adds_the_balance(temperature: float, relaxed: bool) -> None:
     """`gold` adds Σ (q − p) over the common columns: without it, mass on an unmatched token is mass missing in the sum."""
     data = documents(((1, 1),))
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -224,7 +224,7 @@ def test_hkl_is_that_of_2245_and_gold_adds_the_balance(temperature: float, relax
     torch.testing.assert_close(gold.kd, kl + l1 + temperature**2 * (q - p), rtol=1e-10, atol=0)
 
 
-def test_an_unmatched_student_token_is_not_suppressed_where_both_sides_agree() -> None:
+def test_gold_does_not_suppress_an_unmatched_student_token() -> None:
     """Tokens 0 and 1 are common and equally likely on both sides, what is left lies on one token that only that side has."""
     bridge = VocabularyProjection.from_arrays(
         [0, 1, 2, 3], [0, 1, 2], [1.0] * 3, num_teacher=3, student_common=[0, 1], teacher_common=[0, 1]

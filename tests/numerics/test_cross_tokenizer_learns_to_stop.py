@@ -98,13 +98,13 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("method", ["hybrid", "alm", "xtoken"])
-def test_a_student_taught_across_tokenizers_learns_to_stop(world, folders, method):
+def test_a_student_learns_to_stop_across_tokenizers(world, folders, method):
     at_the_end, inside = chance_to_stop(world, folders, method)
     assert at_the_end > 0.6
     assert inside < 0.1
 
 
-def test_without_the_paired_stop_tokens_it_would_not(world, folders, monkeypatch):
+def test_without_paired_stop_tokens_it_does_not_learn_to_stop(world, folders, monkeypatch):
     """What the test above hangs on."""
     whole = pairing._pair_up
     monkeypatch.setattr(pairing, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest))

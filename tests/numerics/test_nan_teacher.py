@@ -29,7 +29,7 @@ def spoilt(value: torch.Tensor, logits: torch.Tensor) -> bool:
     return not (torch.isfinite(value) and torch.isfinite(logits.grad).all())
 
 
-def test_the_top_k_of_nan_is_nan():
+def test_top_k_targets_of_nan_logits_are_nan():
     draw = torch.Generator().manual_seed(0)
     found = vocab_parallel_topk(poisoned(torch.randn(N, V, generator=draw)), 5, labels=torch.arange(N))
     for name in ("logprobs", "rest_logprob", "label_logprob"):
@@ -40,7 +40,7 @@ def test_the_top_k_of_nan_is_nan():
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("tail", ["bucket", "truncate", "renormalize"])
-def test_top_k(divergence, tail):
+def test_kd_from_top_k_targets_is_not_finite(divergence, tail):
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(N, V, generator=draw).requires_grad_()
     labels = torch.arange(N)
@@ -51,7 +51,7 @@ def test_top_k(divergence, tail):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("kind", ["logits", "hidden"])
-def test_every_column(divergence, kind):
+def test_kd_from_whole_distributions_is_not_finite(divergence, kind):
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(N, V, generator=draw).requires_grad_()
     labels = torch.arange(N)
@@ -68,7 +68,7 @@ def test_every_column(divergence, kind):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["topk", "dense"])
 @pytest.mark.parametrize("rows", ["one to one", "longer", "all"])
-def test_across_tokenizers(method, kind, rows):
+def test_cross_tokenizer_kd_is_not_finite(method, kind, rows):
     if kind == "topk" and "topk" not in METHODS[method]:
         pytest.skip("takes all columns")
     these = documents()

@@ -27,7 +27,7 @@ PER_TOKEN = {"topk": 8 * K + 8, "hidden": 4, "hidden and entropy": 8, "logits": 
 
 @pytest.mark.parametrize("export", MAKE)
 @pytest.mark.parametrize("chunks", [4, 32])
-def test_logits_of_more_than_a_chunk_never_exist_and_what_is_made_of_them_exists_once(export: str, chunks: int) -> None:
+def test_only_one_chunk_of_logits_exists_at_a_time(export: str, chunks: int) -> None:
     weight, tokens = torch.randn(VOCABULARY, HIDDEN), chunks * CHUNK
     hidden, labels = torch.randn(tokens, HIDDEN), torch.zeros(tokens, dtype=torch.int64)
     common = {"temperature": 1.0, "vocabulary_size": VOCABULARY - 5, "chunk": CHUNK}

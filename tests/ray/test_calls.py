@@ -51,14 +51,14 @@ def named(calls, *refs):
     return dict(zip(refs, calls.names.values()))
 
 
-def test_results_come_in_the_order_asked(crew):
+def test_results_keep_the_order_of_the_calls(crew):
     calls, student, teacher = crew
     assert calls.gather(
         [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
     ) == [1, 2, 3]
 
 
-def test_a_gpu_without_memory_is_one_line_with_actor_phase_and_setting(crew):
+def test_gpu_out_of_memory_names_actor_phase_and_setting(crew):
     calls, student, teacher = crew
     text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
     asked = "2.00 GiB asked, 70.00 GiB held and 1.00 GiB more reserved by PyTorch, 1.00 GiB free of 80.00 GiB"
@@ -75,7 +75,7 @@ def test_a_gpu_without_memory_is_one_line_with_actor_phase_and_setting(crew):
         assert caught.value.exit_code == 1
 
 
-def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
+def test_an_exception_names_actor_task_and_cause(crew):
     calls, student, _ = crew
     with pytest.raises(WorkerError) as caught:
         calls.gather({student.fail.remote(ValueError("bad\nvalue")): "student-dp0-tp0"}, what="step 7", timeout_s=60)
@@ -83,7 +83,7 @@ def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
     assert "Traceback" in caught.value.__notes__[0] or "ValueError" in caught.value.__notes__[0]
 
 
-def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
+def test_our_errors_keep_their_message_and_data_errors_their_type(crew):
     calls, student, _ = crew
     with pytest.raises(WorkerError, match=r"student.*NumericsError: loss: must be finite"):
         calls.gather(
@@ -95,7 +95,7 @@ def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
         calls.gather([student.fail.remote(DataError("row 3", "must be text"))], what="batch 1", timeout_s=60)
 
 
-def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cluster):
+def test_a_killed_actor_is_named_even_if_its_victim_reports_first(crew, ray_cluster):
     calls, student, teacher = crew
     pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
     lost = teacher.hang.remote()
@@ -105,7 +105,7 @@ def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cl
         calls.gather(named(calls, victim, lost), what="step 2", timeout_s=60)
 
 
-def test_a_dead_actor_is_named_and_not_the_one_that_misses_what_it_owned(crew, ray_cluster):
+def test_a_dead_actor_is_named_instead_of_one_missing_its_objects(crew, ray_cluster):
     calls, student, teacher = crew
     pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
     os.kill(pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_a_dead_actor_is_named_and_not_the_one_that_misses_what_it_owned(crew, r
         calls.gather({student.fail.remote(KeyError("object lost")): "student-dp0-tp0"}, what="step 3", timeout_s=120)
 
 
-def test_a_wait_has_a_deadline_that_names_who_did_not_answer(crew):
+def test_an_expired_wait_names_the_silent_actor(crew):
     calls, student, teacher = crew
     calls.gather([student.echo.remote(0), teacher.echo.remote(0)], what="warm-up", timeout_s=60)
     refs = {student.echo.remote(1): "student-dp0-tp0", teacher.hang.remote(): "big/dp0-tp0"}
@@ -122,7 +122,7 @@ def test_a_wait_has_a_deadline_that_names_who_did_not_answer(crew):
         calls.gather(refs, what="step 9", timeout_s=1)
 
 
-def test_an_interrupt_is_heard_while_waiting(crew):
+def test_an_interrupt_ends_a_wait(crew):
     _, student, _ = crew
     polls = iter([False, False, True])
 

@@ -85,7 +85,7 @@ def names(chosen: dict[str, Choice]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "object_store", "shared_memory"])
-def test_every_replica_reaches_the_ranks_that_read_it(build, transport, capsys):
+def test_every_replica_reaches_its_readers(build, transport, capsys):
     connector = build(config(transport, student=(2, 2), teacher=(4, 1)))
     expected = "object_store" if transport == "auto" else transport
     assert names(connector.connect()) == {f"big/dp{replica}-tp0": expected for replica in range(4)}
@@ -97,7 +97,7 @@ def test_every_replica_reaches_the_ranks_that_read_it(build, transport, capsys):
             assert set(worker._transports[expected]._opened) == {f"big/dp{replica}-tp0" for replica in replicas}
 
 
-def test_auto_gives_up_what_fails_on_either_side_and_says_so(build, monkeypatch, capsys):
+def test_auto_reports_and_drops_a_transport_that_fails(build, monkeypatch, capsys):
     """CUDA IPC where there is no GPU."""
     monkeypatch.setattr(connect, "choose", lambda *_: Choice("cuda_ipc", "they are on one GPU"))
     connector = build(config("auto"))
@@ -109,7 +109,7 @@ def test_auto_gives_up_what_fails_on_either_side_and_says_so(build, monkeypatch,
     ] * 2
 
 
-def test_shared_memory_that_has_no_common_name_is_tried_as_a_file(build, monkeypatch):
+def test_shared_memory_falls_back_to_a_file(build, monkeypatch):
     """As in a container whose processes do not see each other."""
     attach = Segment.attach
 
@@ -124,7 +124,7 @@ def test_shared_memory_that_has_no_common_name_is_tried_as_a_file(build, monkeyp
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "auto"])
-def test_what_was_asked_for_by_name_or_is_the_last_is_an_error(build, monkeypatch, transport):
+def test_a_named_or_last_transport_that_fails_is_an_error(build, monkeypatch, transport):
     def refuse(self, offer):
         raise TransportError("ring", "must be there", "not there")
 

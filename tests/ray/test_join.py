@@ -34,7 +34,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running_and_empty(cluster, tmp_path
     assert "CPU: asked 6, cluster has 4, free 4" in too_large.errors[0]
 
 
-def test_an_address_where_no_cluster_is_says_so(tmp_path):
+def test_an_address_without_a_cluster_is_refused(tmp_path):
     write_tiny_model(tmp_path / "teacher", hidden=16)
     write_tiny_model(tmp_path / "student", hidden=16)
     write_corpus(tmp_path / "corpus.jsonl", rows=80)

@@ -152,14 +152,12 @@ def wanted(open_pool):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_size_of_the_pool_changes_no_row(open_pool, wanted, size):
+def test_pool_size_changes_no_row(open_pool, wanted, size):
     assert_same(settled(open_pool(size), *(batch(index) for index in range(5))), wanted)
 
 
 @pytest.mark.parametrize(("number", "deadline_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
-def test_an_aligner_that_dies_or_stops_is_replaced_and_its_batches_are_done_again(
-    open_pool, wanted, number, deadline_s
-):
+def test_a_dead_or_stopped_aligner_is_replaced_and_its_batches_redone(open_pool, wanted, number, deadline_s):
     opened = open_pool(2, deadline_s=deadline_s)
     before = pids(opened.group)
     first = before[0]
@@ -169,7 +167,7 @@ def test_an_aligner_that_dies_or_stops_is_replaced_and_its_batches_are_done_agai
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_fault_that_does_not_come_again_costs_nothing(open_pool, tmp_path):
+def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):
     text = f"ONCE {tmp_path / 'marker'}"
     (found,) = settled(open_pool(1), batch(0, {3: text}))
     assert_same([found], settled(open_pool(0), batch(0, {3: text})))
@@ -184,7 +182,7 @@ def test_a_fault_that_does_not_come_again_costs_nothing(open_pool, tmp_path):
         ("RAISE", 60.0, "this row cannot be aligned"),
     ],
 )
-def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate, deadline_s, said):
+def test_a_poison_row_is_left_out_and_listed(open_pool, fate, deadline_s, said):
     opened = open_pool(1, deadline_s=deadline_s)
     found = settled(opened, batch(0, {5: fate}))
     (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
@@ -197,7 +195,7 @@ def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_more_bad_rows_than_the_budget_end_the_run_and_any_resumed_one(open_pool, size):
+def test_too_many_bad_rows_end_the_run_and_its_resume(open_pool, size):
     too_many = r"aligner\.max_bad_rows=1 may be left out; got 2"
     opened = open_pool(size, budget=1)
     with pytest.raises(AlignmentError, match=too_many):
@@ -207,7 +205,7 @@ def test_more_bad_rows_than_the_budget_end_the_run_and_any_resumed_one(open_pool
     assert len(BadRows(opened.listed, 2).rows) == 2
 
 
-def test_what_is_known_of_training_rows_says_nothing_of_validation_rows(open_pool):
+def test_bad_training_rows_do_not_affect_validation_rows(open_pool):
     opened = open_pool(1)
     settled(opened, batch(0, {5: "RAISE"}))
     held_out = replace(batch(0), source="validation")
@@ -215,7 +213,7 @@ def test_what_is_known_of_training_rows_says_nothing_of_validation_rows(open_poo
     assert settled(opened, held_out)[0][0].num_labels > settled(opened, batch(0))[0][0].num_labels
 
 
-def test_a_list_of_bad_rows_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
+def test_a_truncated_list_of_bad_rows_is_read_up_to_the_cut(tmp_path):
     path = tmp_path / "bad_rows.jsonl"
     BadRows(path, 2).add("train", BadRow(5, "why"))
     with path.open("a") as file:
@@ -223,14 +221,14 @@ def test_a_list_of_bad_rows_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
     assert BadRows(path, 2).rows == {("train", 5)}
 
 
-def test_an_aligner_that_raises_is_kept_even_while_it_is_busy(open_pool):
+def test_an_aligner_that_raises_is_kept_even_while_busy(open_pool):
     opened = open_pool(1)
     before = pids(opened.group)
     settled(opened, batch(0, {5: "RAISE"}), batch(1), batch(2))
     assert pids(opened.group) == before
 
 
-def test_what_the_user_must_mend_is_raised_at_once(open_pool, config, monkeypatch):
+def test_a_user_error_is_raised_at_once(open_pool, config, monkeypatch):
     monkeypatch.setattr(config.data, "loss_on", "assistant")
     opened = open_pool(1, data_format="auto")
     with pytest.raises(DataError, match=r"data\.loss_on=assistant"):

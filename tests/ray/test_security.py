@@ -37,7 +37,7 @@ def listening(process: psutil.Process) -> set[str]:
     return set()
 
 
-def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_machine(tmp_path, monkeypatch):
+def test_secrets_do_not_leak_and_the_dashboard_is_local(tmp_path, monkeypatch):
     write_tiny_model(tmp_path / "teacher", hidden=32, seed=1)
     write_tiny_model(tmp_path / "student", hidden=16, seed=2)
     write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)

@@ -50,7 +50,7 @@ def calls(trace: dict, row: str, name: str) -> list[tuple[float, float]]:
     return [(box["ts"], box["ts"] + box["dur"]) for box in boxes]
 
 
-def test_calls_stand_in_the_row_of_their_actor_and_show_what_overlapped(crew, tmp_path):
+def test_calls_are_in_their_actors_row_and_show_overlap(crew, tmp_path):
     path = tmp_path / "logs" / "timeline.json"
     assert write_timeline(path, {crew[0]: "teacher/dp0-tp0", crew[1]: "student-dp0-tp0"})
     trace = json.loads(path.read_text())
@@ -63,7 +63,7 @@ def test_calls_stand_in_the_row_of_their_actor_and_show_what_overlapped(crew, tm
     assert not calls(trace, "student-dp0-tp0", "alone")
 
 
-def test_only_the_rows_asked_for_and_the_driver_s_are_written_in_order_and_as_numbers(crew, tmp_path):
+def test_only_requested_rows_and_the_driver_are_written_in_order(crew, tmp_path):
     assert write_timeline(tmp_path / "timeline.json", {crew[1]: "second", crew[0]: "first"})
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -76,7 +76,7 @@ def test_only_the_rows_asked_for_and_the_driver_s_are_written_in_order_and_as_nu
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
-def test_a_timeline_that_cannot_be_written_is_a_warning_and_no_error(crew, tmp_path, caplog):
+def test_a_timeline_that_cannot_be_written_is_a_warning(crew, tmp_path, caplog):
     (tmp_path / "logs").write_text("a file")
     with caplog.at_level(logging.WARNING, "distill_rl"):
         assert not write_timeline(tmp_path / "logs" / "timeline.json", {crew[0]: "teacher"})

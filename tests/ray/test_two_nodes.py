@@ -29,7 +29,7 @@ def material(tmp_path_factory) -> Material:
     return Material(root)
 
 
-def test_auto_takes_the_object_store_between_nodes_and_the_losses_are_those_of_one_node(address, material, tmp_path):
+def test_two_nodes_use_the_object_store_and_match_one_node(address, material, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert distill_rl("train", "-c", material.config(one), "train.steps=4").code == 0
     apart = ("train.steps=4", f"ray.address={address}", "ray.placement=disaggregated")

@@ -57,7 +57,7 @@ for each in watchers():
 """
 
 
-def test_a_worker_of_another_node_that_stands_still_is_killed_and_a_silent_watcher_is_replaced(tmp_path, monkeypatch):
+def test_a_stopped_remote_worker_is_killed_and_a_silent_monitor_replaced(tmp_path, monkeypatch):
     with ray_nodes(tmp_path, monkeypatch, nodes=2, cpus=1) as address:
         command = [sys.executable, "-c", DRIVER, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment())

@@ -32,7 +32,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
     assert all(word in ended.errors[0] for word in words), ended.errors
 
 
-def test_a_run_with_relative_paths_is_submitted_and_followed_to_its_end(cluster, material, tmp_path):
+def test_a_run_with_relative_paths_is_submitted_and_followed(cluster, material, tmp_path):
     assert distill_rl("status").out == "no runs\n"
     shutil.copytree(material.root, tmp_path, dirs_exist_ok=True)
     text = material.config(tmp_path / "x").read_text()
@@ -48,7 +48,7 @@ def test_a_run_with_relative_paths_is_submitted_and_followed_to_its_end(cluster,
     assert "has ended already: done" in distill_rl("stop", "first").out
 
 
-def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(cluster, material, tmp_path):
+def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material, tmp_path):
     config, runs = material.config(tmp_path), tmp_path / "runs"
     for name in ("long", "other"):
         ended = distill_rl("submit", "-c", config, "train.steps=100000", f"run.name={name}")
@@ -82,7 +82,7 @@ def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(clu
     until(lambda: in_use(cluster.address) == "0 8.0", "the cluster to be empty", 30)
 
 
-def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tmp_path, monkeypatch):
+def test_a_run_stopped_by_ray_itself_is_saved_too(cluster, material, tmp_path, monkeypatch):
     from ray.job_submission import JobSubmissionClient
 
     config = material.config(tmp_path)
@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tm
     assert list((tmp_path / "runs" / "by-ray" / "checkpoints").glob("step-*"))
 
 
-def test_bad_input_is_told_here_and_nothing_is_submitted(cluster, material, tmp_path):
+def test_bad_input_is_reported_locally_and_not_submitted(cluster, material, tmp_path):
     config = material.config(tmp_path)
     ended = distill_rl("submit", "-c", config, "optimizer.learning_rat=1", "data.path=/no/such", "run.name=bad")
     assert ended.code == 2
@@ -110,7 +110,7 @@ def test_bad_input_is_told_here_and_nothing_is_submitted(cluster, material, tmp_
     assert row("toobig")[1] == "refused"
 
 
-def test_the_cluster_is_closed_to_others_and_its_token_shows_nowhere(cluster, tmp_path, monkeypatch):
+def test_the_cluster_needs_its_token_which_is_not_exposed(cluster, tmp_path, monkeypatch):
     token = cluster.token.read_text()
     wrong = tmp_path / "wrong"
     wrong.touch(mode=0o600)
@@ -127,13 +127,13 @@ def test_the_cluster_is_closed_to_others_and_its_token_shows_nowhere(cluster, tm
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "127.0.0.1:8265", "http://me:pw@127.0.0.1:8265", "http://x:99999999"]
 )
-def test_an_address_without_a_cluster_is_one_line(cluster, address):
+def test_an_address_without_a_cluster_is_one_error_line(cluster, address):
     ended = distill_rl("status", "--address", address)
     assert_refused(ended, "--address")
     assert "pw" not in ended.err
 
 
-def test_the_dashboard_is_for_this_machine_alone(cluster):
+def test_the_dashboard_listens_on_localhost_only(cluster):
     dashboards = [
         process
         for process in psutil.process_iter(["cmdline"])

@@ -11,7 +11,7 @@ from tests.slurm.conftest import ROOT, START_S, Job
 COUNT = 160
 
 
-def test_a_requeued_evaluation_goes_on_and_judges_every_item_once(cluster, tmp_path):
+def test_a_requeued_evaluation_judges_every_item_once(cluster, tmp_path):
     model = write_tiny_model(tmp_path / "model", hidden=32, seed=1)
     suite = write_suite(tmp_path, count=COUNT, max_new_tokens=40)
     out, log = tmp_path / "out", tmp_path / "log"

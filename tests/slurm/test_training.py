@@ -24,7 +24,7 @@ def attempts(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "logs").iterdir() if path.name.startswith("attempt_"))
 
 
-def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp_path):
+def test_a_preempted_job_ends_like_an_undisturbed_one(submit, tmp_path):
     steps = (APART, f"train.steps={STEPS}", f"schedule.steps={STEPS}")
     straight = submit(*steps, run="straight")
     straight.until_it_trains()
@@ -57,7 +57,7 @@ def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp
     assert digest(stopped.run / "export") == digest(straight.run / "export")
 
 
-def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, material, tmp_path):
+def test_a_dry_run_script_resumes_after_its_time_limit(cluster, material, tmp_path):
     config = material.config(tmp_path)
     made = distill_rl("train", "-c", config, "--dry-run", "--gpus-per-node", "0", *ENDLESS)
     assert made.code == 0, made.err
@@ -87,7 +87,7 @@ def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, mater
 @pytest.mark.parametrize(
     ("grace_s", "told"), [(90, "goes on with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
 )
-def test_a_job_gives_way_to_a_more_urgent_one_and_goes_on_after_it(submit, cluster, grace_s, told):
+def test_a_job_yields_to_a_more_urgent_one_and_resumes(submit, cluster, grace_s, told):
     cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
     job = submit(*ENDLESS)
     job.until_it_trains()
@@ -103,7 +103,7 @@ def test_a_job_gives_way_to_a_more_urgent_one_and_goes_on_after_it(submit, clust
     assert series(job.run, "train/loss")[saved][0] == saved + 1, "no step is lost, and none is done twice"
 
 
-def test_a_cancelled_job_is_not_started_again_and_can_be_resumed(submit):
+def test_a_cancelled_job_is_not_restarted_but_can_be_resumed(submit):
     job = submit(*ENDLESS)
     job.until_it_trains()
     job.slurm.run("scancel", job.id)
@@ -116,7 +116,7 @@ def test_a_cancelled_job_is_not_started_again_and_can_be_resumed(submit):
     assert [path.name for path in (job.run / "checkpoints").glob("step-*")] == [f"step-{last}"]
 
 
-def test_a_killed_rank_fails_the_job_with_its_name_and_no_second_start(submit):
+def test_a_killed_rank_fails_the_job_and_is_named(submit):
     job = submit(*ENDLESS)
     job.until_it_trains()
     job.actor("StudentWorker").send_signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_a_killed_rank_fails_the_job_with_its_name_and_no_second_start(submit):
     assert list((job.run / "logs/attempt_1").glob("ray-n*/raylet*")), "what Ray's processes wrote is kept"
 
 
-def test_where_requeueing_is_forbidden_the_next_job_is_chained_and_a_second_signal_ends_at_once(submit):
+def test_a_job_is_chained_and_a_second_signal_ends_it_at_once(submit):
     job = submit(*ENDLESS, REQUEUE="chain")
     job.until_it_trains()
     job.signal("USR1")
@@ -158,7 +158,7 @@ def _ended_after_another_signal(job) -> bool:
     return job.slurm.ended(job.id)
 
 
-def test_a_failed_ray_start_is_told_with_its_nodes_and_last_lines(submit):
+def test_a_failed_ray_start_names_nodes_and_last_lines(submit):
     job = submit(RAY_OBJECT_STORE_BYTES="1000")
     assert job.until_it_ends() == 1
     assert "ray_cluster: error: Ray did not start; not ready: n1 n2" in job.log
@@ -169,7 +169,7 @@ def test_a_failed_ray_start_is_told_with_its_nodes_and_last_lines(submit):
     job.assert_nothing_left()
 
 
-def test_a_run_directory_that_a_node_does_not_see_is_told_before_anything_starts(submit, cluster):
+def test_a_run_directory_not_shared_by_all_nodes_is_refused(submit, cluster):
     job = submit(folder=cluster.hidden)
     assert job.until_it_ends() == 1
     (error,) = [line for line in job.log.splitlines() if "must be on a file system that all nodes share" in line]
