@@ -1,5 +1,7 @@
-"""Bad input through the real command line: exit code 2, one line per problem, all at once, nothing written. What can be
-wrong with a training, row by row: test_bad_input_table.py."""
+"""Bad input on the real command line: exit code 2, one line per problem, all problems at once, nothing written.
+
+The table of everything that can be wrong with a training run is in test_bad_input_table.py.
+"""
 
 from pathlib import Path
 
@@ -11,6 +13,7 @@ pytestmark = pytest.mark.cli
 
 
 def refused(*arguments) -> list[str]:
+    """Runs the command, asserts that it refuses its input, and returns the error lines."""
     ended = distill_rl(*arguments)
     assert ended.code == 2, ended.err
     assert "Traceback" not in ended.err
@@ -19,7 +22,7 @@ def refused(*arguments) -> list[str]:
 
 
 def assert_named(errors: list[str], *expected: tuple[str, ...]) -> None:
-    """Each tuple of words stands together on exactly one line, and no line is left over."""
+    """Every tuple of words occurs on exactly one line, and there are no other lines."""
     matched = [[line for line in errors if all(word in line for word in words)] for words in expected]
     assert all(len(lines) == 1 for lines in matched), (expected, errors)
     assert len(errors) == len(expected), errors

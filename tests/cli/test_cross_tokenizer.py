@@ -1,4 +1,4 @@
-"""Whole runs with a teacher of another tokenizer, through the command line."""
+"""Whole runs with a cross-tokenizer teacher, from the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(material, folder: Path, *overrides: str, teacher: str = "foreign", clu
 
 @pytest.fixture(scope="module")
 def straight(material, tmp_path_factory) -> Path:
-    """Eight steps in one go, KD scaled to the size of CE."""
+    """Eight steps without interruption, with KD scaled to the size of CE."""
     return train(material, tmp_path_factory.mktemp("straight"), "loss.dynamic_scale=on", "checkpoint.every=4")
 
 
@@ -63,7 +63,7 @@ def test_neither_aligners_nor_depth_change_a_bit(straight, material, cluster, tm
 
 
 def test_three_plus_five_steps_equal_eight_bit_for_bit(straight, material, cluster, tmp_path):
-    """The ratio that scales KD goes on as well; more resumes of one run: test_train.py."""
+    """Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py."""
     for steps, resume in ((3, []), (8, ["--resume"])):
         settings = ("loss.dynamic_scale=on", f"train.steps={steps}", "aligner.workers=0")
         run = train(material, tmp_path, *settings, *resume, cluster=cluster)
@@ -72,7 +72,7 @@ def test_three_plus_five_steps_equal_eight_bit_for_bit(straight, material, clust
 
 
 def test_an_aligner_killed_mid_run_changes_no_bit(material, cluster, tmp_path):
-    """The second of two, over and over: whatever it was doing is done again by another."""
+    """Whatever the killed aligner was working on is done again by its replacement."""
     steps = ("train.steps=80", "schedule.steps=80")
     calm = train(material, tmp_path / "calm", *steps, "aligner.workers=0", cluster=cluster)
     log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
@@ -101,8 +101,8 @@ def test_split_ranks_match_one_process_and_save_the_learned_projection(material,
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
         assert len(ours) == (1 if metric.startswith("validation") else 4)
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
-    learnt = whole / "projections" / "0.safetensors"
-    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learnt}")
+    learned = whole / "projections" / "0.safetensors"
+    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
     assert again.code == 0, again.err
 
 
@@ -120,7 +120,7 @@ def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, clust
 
 
 def test_dp_runs_on_the_chosen_backend_with_equal_rows(material, cluster, tmp_path, monkeypatch):
-    """CUDA through Numba's simulator, which needs no device."""
+    """The CUDA backend runs on Numba's simulator, which needs no device."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     common = (
         "aligner.method=dp", "data.max_length=16", "data.validation.fraction=0",

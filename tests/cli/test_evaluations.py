@@ -1,4 +1,4 @@
-"""Suites that run beside the training: their scores come, whatever happens, and the training does not notice them."""
+"""Suites evaluated during training: scores survive stops and kills, and the training does not change by a bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def result(run: Path, name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def evaluated(material, tmp_path_factory) -> Path:
-    """The straight run with a suite every other step."""
+    """The straight run, with a suite every other step."""
     folder = tmp_path_factory.mktemp("evaluated")
     suite = write_suite(folder, count=24)
     ended = distill_rl(
@@ -74,12 +74,11 @@ def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, t
         until(lambda: list(run.glob("evals/step-2/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
-    left = [path.name for path in (run / "evals").glob(".weights-*")]
-    assert ".weights-2" in left
+    assert ".weights-2" in [path.name for path in (run / "evals").glob(".weights-*")]
     assert not series(run, "eval/own")
-    write_suite(tmp_path, count=24)  # other questions: what was begun does not count
-    again = settings(tmp_path / "own.py", "evaluate.suites_every=2", "aligner.workers=0")
-    ended = distill_rl("train", "-c", config, *again, "--resume", cluster=cluster)
+    write_suite(tmp_path, count=24)  # other questions, so the interrupted evaluation must not be continued
+    resumed = settings(tmp_path / "own.py", "evaluate.suites_every=2", "aligner.workers=0")
+    ended = distill_rl("train", "-c", config, *resumed, "--resume", cluster=cluster)
     assert ended.code == 0, ended.err
     assert {2, 8} <= set(dict(series(run, "eval/own")))
     assert not list((run / "evals").glob(".weights-*"))
@@ -95,8 +94,8 @@ def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
         until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
         assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
-    told = r"the evaluation of step 4 failed, training goes on: evaluator on \S+: its process died"
-    assert re.search(told, (tmp_path / "log").read_text())
+    message = r"the evaluation of step 4 failed, training goes on: evaluator on \S+: its process died"
+    assert re.search(message, (tmp_path / "log").read_text())
     assert [step for step, _ in series(run, "eval/own")] == [8]
     assert result(run, "student")["num_items"] == 400
     assert not list((run / "evals").glob(".weights-*"))
@@ -104,10 +103,10 @@ def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
 
 
 def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):
-    asked = ("evaluate.suites=[maths]", "evaluate.backend=vllm", "evaluate.limit=0", "evaluate.gpu_share=2")
-    ended = distill_rl("train", "-c", material.config(tmp_path), *asked, f"evaluate.data={tmp_path}")
+    wrong = ("evaluate.suites=[maths]", "evaluate.backend=vllm", "evaluate.limit=0", "evaluate.gpu_share=2")
+    ended = distill_rl("train", "-c", material.config(tmp_path), *wrong, f"evaluate.data={tmp_path}")
     assert ended.code == 2, ended.err
-    told = " ".join(ended.errors)
+    errors = " ".join(ended.errors)
     for words in ("minerva_math", "evaluate.backend: needs vllm", "evaluate.limit", "evaluate.gpu_share"):
-        assert words in told
+        assert words in errors
     assert not (tmp_path / "runs").exists()

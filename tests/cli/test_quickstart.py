@@ -1,5 +1,4 @@
-"""The quickstart as a user runs it, with two tokenizers in its own sizes, with one in half of its steps: what it promises
-and what it leaves."""
+"""The quickstart from the command line, at full length across tokenizers and at half length with one tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.cli
 
 SEED = 2
 STEPS = {"quickstart": 300, "quickstart-cross": 600}
-"""600 are the quickstart's own; after 300 the two students are as far apart, 0.75 against 0.47"""
+"""The quickstart itself takes 600 steps. After 300 the gap between the two students is as wide: 0.75 against 0.47."""
 DEADLINE_S = 1200
 
 
@@ -77,7 +76,7 @@ def test_distillation_beats_the_ce_only_control(finished):
     summary = finished.summary
     assert summary["teacher"] > 0.95
     assert summary["student_before"] < 0.05
-    # The control is far behind (about 0.65 against 0.95, or 0.9 across tokenizers): not by the luck of 600 questions.
+    # The control is far behind: about 0.65 against 0.95 (0.9 across tokenizers), beyond the noise of 600 questions.
     assert summary["intervals"]["student_after"][0] > summary["intervals"]["ce_only"][1]
     assert (summary["seed"], summary["num_questions"]) == (SEED, 600)
     assert summary["tokens_per_second"] > 0
@@ -112,8 +111,8 @@ def test_the_export_answers_a_held_out_question(finished):
     )
     ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == row["answer"]
-    learnt = (finished.material / f"{RECIPES[finished.name].folder}-{SEED}" / "train.jsonl").read_text()
-    assert json.dumps(row["prompt"][0]["content"]) not in learnt
+    trained_on = (finished.material / f"{RECIPES[finished.name].folder}-{SEED}" / "train.jsonl").read_text()
+    assert json.dumps(row["prompt"][0]["content"]) not in trained_on
 
 
 def test_cross_tokenizer_chunks_are_covered_and_the_student_stops(finished):
@@ -123,12 +122,12 @@ def test_cross_tokenizer_chunks_are_covered_and_the_student_stops(finished):
         return
     assert 0.33 < summary["one_to_one_share"] < 0.41
     assert summary["coverage"] == 1
-    shown = f"{summary['one_to_one_share']:.0%} are one token on either side"
-    assert shown in " ".join(finished.ended.out.split())
+    one_to_one = f"{summary['one_to_one_share']:.0%} are one token on either side"
+    assert one_to_one in " ".join(finished.ended.out.split())
     assert {count for _, count in series(finished.run, "align/method/bytes")} == {32}
     assert {share for _, share in series(finished.run, "align/exact")} == {1}
     answers = (finished.run / "evals" / "student_after" / "exact_match.json").read_text()
-    assert json.loads(answers)["truncated"] <= 6, "the end of an answer is learnt as well as its words"
+    assert json.loads(answers)["truncated"] <= 6, "the student learns to end an answer, too"
 
 
 def test_the_report_charts_kd_and_ce(finished):

@@ -1,4 +1,4 @@
-"""Every way a run can end early: its exit code, its last words, and nothing left behind."""
+"""Every way in which a run can end early: exit code, final message, and nothing left behind."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ from tests.helpers.command import (
 pytestmark = pytest.mark.cli
 
 PROMISE_S = 30
-"""An error ends the run within this; the promise is on the run, the test's deadline is its double on a shared machine."""
+"""A run promises to end this soon after an error. The tests wait twice as long, because the machine is shared."""
 
 
 @contextmanager
 def training(material, folder: Path, *overrides: str):
-    """A run that would go on for long, handed over in its first steps; checks afterwards that nothing is left of it."""
+    """Starts a long run and yields in its first steps. Afterwards, asserts that it left nothing behind."""
     before = shared_memory()
     log = folder / "log"
     config = material.config(folder)
@@ -35,11 +35,11 @@ def training(material, folder: Path, *overrides: str):
         run = folder / "runs" / "tiny"
         until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
         assert process.poll() is None, log.read_text()
-        started = leftovers(process.pid)
+        children = leftovers(process.pid)
         assert temporary(process.pid)
-        assert len(started) > 3
+        assert len(children) > 3
         yield process, run, log
-    assert not survivors(started.values())
+    assert not survivors(children.values())
     until(lambda: shared_memory() <= before, "shared memory given back")
     assert not temporary(process.pid)
 
@@ -47,7 +47,7 @@ def training(material, folder: Path, *overrides: str):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path, number):
     with training(material, tmp_path) as (process, run, log):
-        os.killpg(process.pid, number)  # as a scheduler does: to every process of the job
+        os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
         assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
     last = series(run, "train/loss")[-1][0]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
@@ -60,7 +60,7 @@ def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, t
 
 def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):
     with training(material, tmp_path) as (process, _, log):
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
 

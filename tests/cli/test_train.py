@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they write, and what must not change a bit of it."""
+"""Whole runs from the command line: what they write, and which settings must not change a bit of it."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def assert_equal_weights(run: Path, other: Path) -> None:
 
 
 def shards(run: Path, step: int) -> dict[str, str]:
-    """sha256 of what the student's ranks saved: weights and optimizer state."""
+    """sha256 of the files that the student's ranks saved: weights and optimizer state."""
     manifest = json.loads((run / "checkpoints" / f"step-{step}" / "MANIFEST.json").read_text())
     return {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".distcp")}
 
@@ -79,21 +79,21 @@ def test_neither_depth_transport_nor_slots_change_a_bit(straight, material, clus
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert_equal_weights(straight, run)
-    # A ring that holds no batch trains in sub-batches, whose means are added up in another order in fp64.
+    # A ring smaller than a batch trains in sub-batches, and their means are summed in another order in fp64.
     rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
     for metric in LOSSES:
-        ours, theirs = ([value for _, value in series(each, metric)] for each in (run, straight))
+        ours, theirs = ([value for _, value in series(folder, metric)] for folder in (run, straight))
         assert ours == pytest.approx(theirs, rel=rounding, abs=0)
-    ours, theirs = (series(each, "validation/kl_loss")[-1][1] for each in (run, straight))
+    ours, theirs = (series(folder, "validation/kl_loss")[-1][1] for folder in (run, straight))
     assert ours == pytest.approx(theirs, rel=rounding, abs=0)
 
 
 def boxes(run: Path, call: str, row: str) -> list[tuple[float, float]]:
-    """When a worker's calls began and ended, by the run's timeline."""
+    """(start, end) of one worker's calls of a method, from the run's timeline."""
     events = json.loads((run / "logs" / "latest" / "timeline.json").read_text())["traceEvents"]
     rows = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    own = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
-    return [(event["ts"], event["ts"] + event["dur"]) for event in own]
+    calls = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in calls]
 
 
 def overlap(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> bool:
@@ -101,10 +101,10 @@ def overlap(some: list[tuple[float, float]], others: list[tuple[float, float]]) 
 
 
 def test_the_timeline_and_the_time_table_show_the_workers(straight):
-    trained, taught = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
-    assert (len(trained), len(taught)) == (8, 8 + 2)
+    student, teacher = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
+    assert (len(student), len(teacher)) == (8, 8 + 2)
     assert len(boxes(straight, "build", "aligner-0")) == 8 + 2
-    assert overlap(trained, taught), "the teacher never worked while the student did"
+    assert overlap(student, teacher), "the teacher never worked while the student did"
     log = (straight / "logs" / "latest" / "driver.log").read_text()
     assert "where the time went, steps 1 to 4" in log
     assert "where the time went, steps 5 to 8" in log
@@ -113,14 +113,18 @@ def test_the_timeline_and_the_time_table_show_the_workers(straight):
 
 def test_three_plus_two_plus_three_steps_equal_eight_bit_for_bit(straight, material, cluster, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    # At depths other than the straight run's, and saved at once as well as beside the training.
-    for steps, depth, beside, resume in (
+    # At other depths than the straight run, saving both beside the training and at once.
+    for steps, depth, async_save, resume in (
         (3, 0, True, []),
         (5, 2, False, ["--resume"]),
         (8, 2, True, ["--resume", "auto"]),
     ):
-        how = (f"prefetch.depth={depth}", f"checkpoint.async_save={str(beside).lower()}")
-        settings = (f"train.steps={steps}", "aligner.workers=0", *how)
+        settings = (
+            f"train.steps={steps}",
+            f"prefetch.depth={depth}",
+            f"checkpoint.async_save={str(async_save).lower()}",
+            "aligner.workers=0",
+        )
         ended = distill_rl("train", "-c", config, *settings, *resume, cluster=cluster)
         assert ended.code == 0, ended.err
     assert_equal_runs(straight, run)
@@ -164,7 +168,7 @@ def test_tensor_parallel_matches_the_loss_curve_of_one_process(material, cluster
 
 
 def test_several_split_teachers_and_a_short_last_batch(material, cluster, tmp_path):
-    """Teachers equal to the one of the straight run, so that their weighted mean is its loss."""
+    """All teachers are equal, so that the weighted mean of their losses is the loss of one of them."""
     losses = []
     for overrides in (
         ["aligner.workers=0"],
