@@ -1,4 +1,4 @@
-"""`distill-rl eval` from the command line: output and results, and no item lost or repeated however it is interrupted."""
+"""`distill-rl eval` from the command line: its results, and no item lost or repeated however it is interrupted."""
 
 from __future__ import annotations
 

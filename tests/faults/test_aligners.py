@@ -1,4 +1,4 @@
-"""Aligners that are killed or stopped (R8): another takes the place, and no bit changes."""
+"""Aligners that are killed or stopped (R8) are replaced, and no bit changes."""
 
 import os
 import signal

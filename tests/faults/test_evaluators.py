@@ -1,4 +1,4 @@
-"""An evaluator that stands still while nobody but the end of the run waits for it: it costs its scores only."""
+"""An evaluator that is stopped, while only the end of the run waits for it, costs nothing but its scores."""
 
 import os
 import re
@@ -11,11 +11,11 @@ from tests.helpers.suites import write_suite
 def test_a_stopped_evaluator_is_killed_and_the_export_still_scored(material, tmp_path):
     config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
-    asked = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.suites_every=7"]
-    with running("train", "-c", config, *asked, "evaluate.limit=396", "faults.stopped_s=1", log=log) as process:
+    evaluation = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.suites_every=7"]
+    with running("train", "-c", config, *evaluation, "evaluate.limit=396", "faults.stopped_s=1", log=log) as process:
         until(lambda: list(run.glob("evals/step-7/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGSTOP)
         assert process.wait(timeout=120) == 0, log.read_text()
-    told = r"the evaluation of step 7 failed, .*: evaluator on \S+: .*it was stopped \(SIGSTOP\) for 1 s, and killed"
-    assert re.search(told, log.read_text()), log.read_text()
+    message = r"the evaluation of step 7 failed, .*: evaluator on \S+: .*it was stopped \(SIGSTOP\) for 1 s, and killed"
+    assert re.search(message, log.read_text()), log.read_text()
     assert [step for step, _ in series(run, "eval/own")] == [8]

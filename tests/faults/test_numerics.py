@@ -1,4 +1,4 @@
-"""A teacher that says NaN (R13): of one token, and of all."""
+"""A teacher whose outputs are NaN (R13), for one token and for all."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from tests.helpers.models import write_tiny_model
 
 @pytest.fixture
 def poisoned_teacher(tmp_path):
-    """A teacher whose embedding of some tokens is NaN."""
+    """Writes a teacher whose embedding of the given tokens is NaN, and returns the setting that selects it."""
 
     def write(tokens) -> str:
         folder = write_tiny_model(tmp_path / "poisoned", hidden=32, seed=1, tie=False)
@@ -69,8 +69,8 @@ def test_an_all_nan_teacher_ends_the_run_without_a_bad_checkpoint(material, pois
         "--resume",
     ):
         assert word in error, error
-    assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so none is worth keeping"
-    assert [value for _, value in series(run, "train/loss")] == [None, None], "both skipped steps are told"
+    assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so there is nothing to save"
+    assert [value for _, value in series(run, "train/loss")] == [None, None], "both skipped steps are in the metrics"
 
 
 def test_a_stop_between_skipped_steps_saves_none_of_them(material, poisoned_teacher, tmp_path):

@@ -1,4 +1,4 @@
-"""Teachers that are killed, stopped or gone for good (R6, R7): the student never knows."""
+"""Teachers that are killed, stopped or lost for good (R6, R7) do not affect the student."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ TWO = ("{name: big, model: %s/teacher, dtype: fp32%s}", "{name: other, model: %s
 
 
 def two_teachers(material, first: str = "", second: str = "") -> str:
-    """The setting of two teachers, of which the second is a copy with other weights."""
+    """The setting for two teachers; the second is a copy of the first with other weights."""
     from tests.helpers.models import write_tiny_model
 
     if not (material.root / "teacher2").exists():
         write_tiny_model(material.root / "teacher2", hidden=32, seed=9)
-    each = (text % (material.root, more) for text, more in zip(TWO, (first, second)))
-    return f"teachers=[{','.join(each)}]"
+    teachers = (text % (material.root, more) for text, more in zip(TWO, (first, second)))
+    return f"teachers=[{','.join(teachers)}]"
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory"])
@@ -30,7 +30,7 @@ def test_a_teacher_killed_idle_or_busy_is_replaced_without_a_trace(disturb, undi
     expected = undisturbed(*settings)
     with disturb(*settings) as run:
         run.kill_idle("big/dp0-tp0")
-        run.after("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
+        run.wait_for_output("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
         steps = run.steps
         run.look_again_after(steps)
         run.kill_busy("big/dp0-tp0.1")
@@ -49,7 +49,7 @@ def test_a_dead_rank_restarts_its_replica_only(disturb, undisturbed, material):
     with disturb(*settings) as run:
         before = dict(run.actors)
         run.kill_busy("big/dp1-tp1")
-        run.after("restarting big/dp1-tp0, big/dp1-tp1 (1 of")
+        run.wait_for_output("restarting big/dp1-tp0, big/dp1-tp1 (1 of")
         run.look_again_after(run.steps)
         assert {run.actors[f"big/dp1-tp{rank}.1"] for rank in (0, 1)}.isdisjoint(before.values())
         assert run.actors["big/dp0-tp0"] == before["big/dp0-tp0"]
@@ -62,7 +62,7 @@ def test_a_stopped_teacher_counts_as_dead(disturb, undisturbed):
     expected = undisturbed(*LENGTH)
     with disturb(*settings) as run:
         os.kill(run.actors["big/dp0-tp0"], signal.SIGSTOP)
-        run.after("it was stopped (SIGSTOP) for 2 s, and killed")
+        run.wait_for_output("it was stopped (SIGSTOP) for 2 s, and killed")
         assert run.end() == 0, run.text
     assert_same_student(run.run, expected)
 
@@ -92,20 +92,22 @@ def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, materi
     settings = (*LENGTH, teachers, "faults.teacher_restarts=0", "faults.lost_teacher=drop_and_reweight")
     with disturb(*settings) as run:
         run.kill_busy("big/dp0-tp0")
-        run.after("lost      teacher big; going on with other")
+        run.wait_for_output("lost      teacher big; going on with other")
         assert run.end() == 0, run.text
     losses = {record["step"]: record for record in records(run.run) if "train/loss" in record}
     alone = [record for record in losses.values() if "faults/teachers_lost" in record]
-    assert [record["step"] for record in alone] == list(range(alone[0]["step"], STEPS + 1)), "said of each step"
+    assert [record["step"] for record in alone] == list(range(alone[0]["step"], STEPS + 1)), (
+        "recorded at every step from then on"
+    )
     for step, record in losses.items():
-        both = {"train/kl_loss/big", "train/kl_loss/other"} & record.keys()
+        per_teacher = {"train/kl_loss/big", "train/kl_loss/other"} & record.keys()
         if step < alone[0]["step"]:
             expected = 0.75 * record["train/kl_loss/big"] + 0.25 * record["train/kl_loss/other"]
         else:
-            assert both == {"train/kl_loss/other"}
+            assert per_teacher == {"train/kl_loss/other"}
             expected = record["train/kl_loss/other"]
         assert record["train/kl_loss"] == pytest.approx(expected, rel=1e-6)
-        assert 2.0 < record["train/nll_loss"] < 7.0, "CE is told with and without the first teacher"
+        assert 2.0 < record["train/nll_loss"] < 7.0, "CE is recorded with and without the first teacher"
     assert len(series(run.run, "validation/kl_loss")) >= 2
     driver_log = (run.run / "logs" / "latest" / "driver.log").read_text()
     assert driver_log.count("this step was taught without big") >= len(alone)

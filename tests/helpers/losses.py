@@ -130,7 +130,7 @@ def assert_close(value: Tensor, truth: Tensor, bound: float = 1e-12, what: str =
 
 
 def sharded(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """A leaf DTensor of this rank's shard, made without communication. Shards are as torch cuts them: uneven or empty."""
+    """A leaf DTensor of this rank's shard, made without communication. As torch cuts them, shards may be uneven or empty."""
     placements = [Shard(dim)]
     shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
     local = whole.narrow(dim, min(offset[dim], whole.shape[dim]), shape[dim]).clone()

@@ -1,4 +1,4 @@
-"""Who gets into a Ray cluster: those with its token, and nobody joins one that takes everybody by accident."""
+"""Joining a Ray cluster takes its token, and nobody joins a cluster without authentication by accident."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ except ConfigError as error:
 
 
 def join(address: str, **changed: str | None) -> str:
-    """What comes of joining, with variables changed, or removed where they are None."""
+    """What the joining process prints, with environment variables changed, or removed where None."""
     variables = environment() | {name: value for name, value in changed.items() if value is not None}
     variables = {name: value for name, value in variables.items() if changed.get(name, "") is not None}
     command = [sys.executable, "-c", PROGRAM, address]

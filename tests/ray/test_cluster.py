@@ -1,4 +1,4 @@
-"""Starting and ending Ray on this machine: private while it runs, nothing left afterwards."""
+"""Starting and ending Ray on this machine: authenticated while it runs, and nothing left afterwards."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run on a Ray that somebody else started: it joins, takes its resources, and leaves the cluster as it found it."""
+"""A run on an existing Ray cluster: it joins, takes resources, and gives all of them back."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Address of one node with four logical CPUs."""
+    """The address of a one-node cluster with four logical CPUs."""
     with ray_nodes(tmp_path, monkeypatch, nodes=1, cpus=4) as address:
         yield address
 

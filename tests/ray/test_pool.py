@@ -1,4 +1,4 @@
-"""The aligner pool on real actors: the same rows whatever its size, and no fault or row that ends a run by itself."""
+"""The aligner pool on real actors: equal rows for any pool size, and recovery from faults and bad rows."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LENGTH = 64
 
 
 class Fragile(AlignerWorker):
-    """Works like any other, but for documents whose text says what is to befall whoever reads them."""
+    """An aligner with faults: the text of a document may tell the process that reads it to fail."""
 
     def build(self, batch, skip=()):
         for document in batch.documents:
             if document["row"] not in skip:
-                self._suffer(document)
+                self._maybe_fail(document)
         return super().build(batch, skip)
 
     def try_row(self, document):
-        self._suffer(document)
+        self._maybe_fail(document)
         super().try_row(document)
 
-    def _suffer(self, document):
+    def _maybe_fail(self, document):
         word, _, marker = document.get("text", "").partition(" ")
         if word == "HANG":
             signal.pause()
@@ -79,7 +79,7 @@ class Opened:
 def open_pool(ray_cluster, config, tmp_path):
     groups, placements = [], []
 
-    def opened(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
+    def open_pool(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
         plan = BatchPlan(BatchSharding(2, 1), (), LENGTH, packing=True, pad_id=2)
         calls = Calls(interrupted=lambda: None)
         placing = place_actors(config, max(size, 1), gpus=False)
@@ -115,7 +115,7 @@ def open_pool(ray_cluster, config, tmp_path):
         )
         return Opened(pool, group, listed)
 
-    yield opened
+    yield open_pool
     for group in groups:
         group.kill()
     for placement in placements:
@@ -123,18 +123,18 @@ def open_pool(ray_cluster, config, tmp_path):
 
 
 def batch(index: int, texts: dict[int, str] | None = None) -> DocumentBatch:
-    """Eight documents; `texts` replaces some of them, by their row."""
-    rows = [(8 * index + place, row["text"]) for place, row in enumerate(corpus_rows(8, seed=index))]
+    """A batch of eight documents. `texts` replaces the text of some rows."""
+    rows = [(8 * index + i, row["text"]) for i, row in enumerate(corpus_rows(8, seed=index))]
     documents = tuple({"row": row, "text": (texts or {}).get(row, text)} for row, text in rows)
     return DocumentBatch(index, documents, Cursor(0, 8 * index + 8))
 
 
 def settled(opened: Opened, *batches: DocumentBatch):
-    """(BatchInfo, parts) of each batch, all of them submitted before the first is waited for."""
+    """(BatchInfo, parts) of each batch; all batches are submitted before the first is awaited."""
     import ray
 
-    pending = [opened.pool.submit(one) for one in batches]
-    return [(opened.pool.settle(each)[0], ray.get(each.parts, timeout=60)) for each in pending]
+    pending = [opened.pool.submit(batch) for batch in batches]
+    return [(opened.pool.settle(alignment)[0], ray.get(alignment.parts, timeout=60)) for alignment in pending]
 
 
 def assert_same(found, wanted) -> None:
@@ -163,7 +163,7 @@ def test_a_dead_or_stopped_aligner_is_replaced_and_its_batches_redone(open_pool,
     first = before[0]
     psutil.Process(first).send_signal(number)
     assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
-    assert set(pids(opened.group)) - set(before), "nobody was replaced"
+    assert set(pids(opened.group)) - set(before), "no aligner was replaced"
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
 
 
@@ -175,21 +175,21 @@ def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fate", "deadline_s", "said"),
+    ("fate", "deadline_s", "reason"),
     [
         ("DIE", 60.0, "its process died"),
         ("HANG", 1.0, "must end within"),
         ("RAISE", 60.0, "this row cannot be aligned"),
     ],
 )
-def test_a_poison_row_is_left_out_and_listed(open_pool, fate, deadline_s, said):
+def test_a_poison_row_is_left_out_and_listed(open_pool, fate, deadline_s, reason):
     opened = open_pool(1, deadline_s=deadline_s)
     found = settled(opened, batch(0, {5: fate}))
     (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
     assert (listed["source"], listed["row"]) == ("train", 5)
-    assert said in listed["reason"]
+    assert reason in listed["reason"]
     assert found[0][0].num_documents == 8
-    assert_same(settled(opened, batch(0, {5: fate})), found)  # and once known, it is never read again
+    assert_same(settled(opened, batch(0, {5: fate})), found)  # a row known to be bad is never read again
     empty = settled(open_pool(0), batch(0, {5: ""}))[0][0]
     assert found[0][0].num_labels == empty.num_labels
 

@@ -1,4 +1,4 @@
-"""The bench of the transports, small: that it runs, checks what arrives, and judges."""
+"""The transport benchmark in a small size: it runs, checks what arrives, and gives a verdict."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The teacher on one Ray node, the student on another: two raylets on this machine."""
+"""Teacher and student on two Ray nodes, which are two raylets on this machine."""
 
 import re
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    """Of two nodes with two logical CPUs each."""
+    """The address of a cluster of two nodes with two logical CPUs each."""
     with ray_nodes(tmp_path, monkeypatch, nodes=2, cpus=2) as address:
         yield address
 

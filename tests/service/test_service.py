@@ -1,4 +1,4 @@
-"""Runs submitted, watched, stopped and resumed by name, on a real cluster."""
+"""Submitting, following, stopping and resuming runs by name on a real cluster."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ pytest.importorskip("aiohttp", reason="Ray's dashboard is not installed: bash la
 
 
 def row(name: str) -> list[str]:
-    """The line of `status` about a run, in words."""
+    """The words of the line that `status` prints about a run; empty if there is none."""
     for line in distill_rl("status").out.splitlines():
         if line.split()[0] == name:
             return line.split()
     return []
 
 
-def begun(run: Path, name: str) -> None:
+def wait_for_first_step(run: Path, name: str) -> None:
     until(lambda: series(run, "train/loss"), "the first step")
     assert row(name)[1] == "running", distill_rl("logs", name).out
 
@@ -53,8 +53,8 @@ def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material
     for name in ("long", "other"):
         ended = distill_rl("submit", "-c", config, "train.steps=100000", f"run.name={name}")
         assert ended.code == 0, ended.err
-    begun(runs / "long", "long")
-    begun(runs / "other", "other")
+    wait_for_first_step(runs / "long", "long")
+    wait_for_first_step(runs / "other", "other")
     assert row("long")[2].endswith("/100,000")
     again = distill_rl("submit", "-c", config, "run.name=long", "run.dir=elsewhere", cwd=tmp_path)
     assert_refused(again, "run long: is running on this cluster already", "distill-rl stop long")
@@ -87,7 +87,7 @@ def test_a_run_stopped_by_ray_itself_is_saved_too(cluster, material, tmp_path, m
 
     config = material.config(tmp_path)
     assert distill_rl("submit", "-c", config, "train.steps=100000", "run.name=by-ray").code == 0
-    begun(tmp_path / "runs" / "by-ray", "by-ray")
+    wait_for_first_step(tmp_path / "runs" / "by-ray", "by-ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     JobSubmissionClient(cluster.url).stop_job("by-ray")
     assert distill_rl("logs", "by-ray", "--follow").code == 85
@@ -140,10 +140,10 @@ def test_the_dashboard_listens_on_localhost_only(cluster):
         if "dashboard.py" in " ".join(process.info["cmdline"] or [])
     ]
     assert dashboards
-    at = {
-        each.laddr.ip
+    addresses = {
+        socket.laddr.ip
         for process in dashboards
-        for each in process.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and f":{each.laddr.port}" in cluster.url
+        for socket in process.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN and f":{socket.laddr.port}" in cluster.url
     }
-    assert at == {"127.0.0.1"}
+    assert addresses == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""The Grafana dashboard as a file; that its queries find something: tests/monitoring."""
+"""The file of the Grafana dashboard. That its queries return data is tested in tests/monitoring."""
 
 from __future__ import annotations
 
