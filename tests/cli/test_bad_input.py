@@ -30,7 +30,8 @@ def assert_named(errors: list[str], *expected: tuple[str, ...]) -> None:
 
 def test_all_wrong_settings_are_reported_and_nothing_is_written(material, tmp_path):
     errors = refused(
-        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3", "student.model=/no/such/model",
+        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3",
+        "student.model=/no/such/model",
         "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8",
     )  # fmt: skip
     assert_named(

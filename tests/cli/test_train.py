@@ -133,7 +133,8 @@ def test_three_plus_two_plus_three_steps_equal_eight_bit_for_bit(straight, mater
 
 def test_split_ranks_and_other_micro_batches_train_alike(straight, material, cluster, tmp_path):
     ended = distill_rl(
-        "train", "-c", material.config(tmp_path), "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
+        "train", "-c", material.config(tmp_path),
+        "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
         "teachers.0.micro_batch_size=4", "train.micro_batch_size=1", "aligner.workers=0", cluster=cluster,
     )  # fmt: skip
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""Cross-tokenizer losses on sharded student vocabularies: value and gradient are those of the whole, on every rank."""
+"""Cross-tokenizer losses on sharded student vocabularies: value and gradient equal those of the whole on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 WEIGHTS = (1.7, 0.6)
-"""KD and CE are multiplied by these before backward, so that neither gradient of an output is 1."""
+"""Factors of KD and CE before backward, so that the gradient of neither output is 1."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ CASES = (
 
 
 def compare(sizes: tuple[int, int], cases: Sequence[Case], dtype: torch.dtype, bound: float) -> list[ChunkOutput]:
-    """Uneven DTensor shards against the oracle."""
+    """Compares uneven DTensor shards with the oracle."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data, outputs = documents(student=sizes[0], teacher=sizes[1]), []
-    for number, case in enumerate(cases):
+    for i, case in enumerate(cases):
         target = data.target(case.kind, case.temperature, k=min(7, sizes[1]))
         expected, gradient = oracle(data, target, WEIGHTS, **case.keywords)
         student = sharded(data.student.to(dtype), mesh, 1).requires_grad_()
         output = chunk_kd_loss(
-            student, target, data.chunks, data.bridge, labels=data.labels, chunk_size=1 + number % 5, **case.keywords
+            student, target, data.chunks, data.bridge, labels=data.labels, chunk_size=1 + i % 5, **case.keywords
         )
         (WEIGHTS[0] * output.kd + WEIGHTS[1] * output.ce).backward()
         try:
@@ -100,7 +100,7 @@ def test_large_vocabularies_and_nearly_empty_shards_match_the_oracle(sizes: tupl
 
 
 def plain_shards() -> None:
-    """Equal shards in rank order with a group."""
+    """Compares equal plain shards in rank order, with a group, with the oracle."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(list(range(size)))
     data = documents(student=32 * size)
@@ -149,7 +149,7 @@ def test_learned_projection_gradients_sum_to_that_of_one_rank(ranks: int) -> Non
 
 
 def ties(method: str) -> torch.Tensor:
-    """The gradient of rounded logits, many of them equal."""
+    """This rank's gradient of rounded logits, many of which are equal."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data = documents(student=97)
     student = sharded(data.student.round(), mesh, 1).requires_grad_()
@@ -186,7 +186,7 @@ def test_zero_chunks_or_labels_give_a_connected_zero() -> None:
 
 
 def same_tokenizer() -> float:
-    """Teacher rows in the order of the student's, so that `kd_loss` can compare them as well."""
+    """The largest difference from `kd_loss`, which gets the teacher's rows in the order of the student's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data = documents(((1, 1),) * 6, 64, 64)
     target = data.target("topk")
@@ -196,10 +196,10 @@ def same_tokenizer() -> float:
     student, other = (sharded(data.student, mesh, 1).requires_grad_() for _ in range(2))
     plain = kd_loss(student, aligned, labels=labels, reduction="sum", kd_ratio=0.5)
     plain.loss.backward()
-    crossed = chunk_kd_loss(other, target, data.chunks, identity(64), method="hybrid", labels=labels)
-    (0.5 * crossed.kd + 0.5 * crossed.ce).backward()
+    by_chunk = chunk_kd_loss(other, target, data.chunks, identity(64), method="hybrid", labels=labels)
+    (0.5 * by_chunk.kd + 0.5 * by_chunk.ce).backward()
     assert torch.equal(other.grad.to_local(), student.grad.to_local())
-    return max(float((crossed.kd - plain.kd_loss).abs()), float((crossed.ce - plain.ce_loss).abs()))
+    return max(float((by_chunk.kd - plain.kd_loss).abs()), float((by_chunk.ce - plain.ce_loss).abs()))
 
 
 def test_two_copies_of_one_tokenizer_match_kd_loss() -> None:

@@ -1,4 +1,4 @@
-"""Across tokenizers too one global batch gives one gradient, whatever the layout and the micro-batch size."""
+"""Across tokenizers, too, a global batch has one gradient for every layout and micro-batch size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.ranks
 
 OURS, THEIRS, COLUMNS, TOP, CE_WEIGHT = 320, 600, 507, 16, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-# method, teacher's export → (loss settings, micro-batch sizes)
+# (method, teacher's export) → (loss settings, micro-batch sizes)
 CASES = {
     ("hybrid", "topk"): ({"temperature": 2.0}, (1, 2, 4)),
     ("xtoken", "logits"): ({}, (2,)),
@@ -50,11 +50,11 @@ CASES = {
 
 
 def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch]]:
-    """Eight documents as the student's ranks and as the teacher's read them."""
+    """Eight documents as batches of the student's ranks and of the teacher's ranks."""
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
     plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing=False, pad_id=7)
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
-    documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
+    documents = tuple({"row": i, **row} for i, row in enumerate(corpus_rows(8, seed=2)))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
     _, ours, (theirs,) = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
@@ -63,7 +63,7 @@ def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch
 def engine_for(
     method: str, export: str, world: World, folders: dict[str, Path], **settings
 ) -> tuple[StudentEngine, dict, RankBatch]:
-    """The student's engine, what its teacher published for its part of the batch, and that part."""
+    """The student's engine, the teacher's targets for this rank's part of the batch, and that part."""
     loss, _ = CASES[method, export]
     ours, theirs = build(world.dp, world.dp)
     batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
@@ -87,7 +87,7 @@ def source_of(targets: dict, batch: RankBatch, temperature: float):
 
 
 def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
-    """On a rank: the whole gradient per method, export and micro-batch size."""
+    """Runs on a rank. The whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     found = {}
     for (method, export), (_, sizes) in CASES.items():
@@ -106,7 +106,7 @@ def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("cross")
     ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    # On two ranks an odd number of columns gives shards of unequal size, one of them mostly padding.
     student = write_tiny_model(root / "student", "qwen2", seed=20, vocab_size=COLUMNS, tie=True, tokenizer=ours)
     teacher = write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=640, tokenizer=theirs)
     projection = cached_projection(root, ours, theirs, student_columns=COLUMNS, teacher_columns=640)
@@ -156,8 +156,13 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
         assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
 
 
-def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> tuple[dict, torch.Tensor, list[float]]:
-    """Three steps with a projection that is learnt: all parameters, the rows of W, the losses; saved after two."""
+def train_projection(
+    dp: int, tp: int, folders: dict[str, Path], folder: Path | None
+) -> tuple[dict, torch.Tensor, list[float]]:
+    """Three steps with a learned projection: (all parameters, values of the projection, losses).
+
+    With a `folder`, the run is saved after two steps and resumed from there.
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     engine, targets, batch = engine_for(
         "xtoken", "logits", world, folders, projection__learnable=True, optimizer__lr=1e-2, train__micro_batch_size=1,
@@ -168,7 +173,7 @@ def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> t
     for step in range(3):
         if folder is not None and step == 2:
             engine.save(folder, {})
-            for parameter in engine.parameters:  # what is loaded must not be there already
+            for parameter in engine.parameters:  # so that loading has something to restore
                 parameter.data.zero_()
             engine.kd_scale = 0.0
             engine.load(folder)
@@ -179,25 +184,25 @@ def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> t
 
 
 def test_a_learned_projection_matches_on_every_layout_and_resumes(folders, tmp_path):
-    whole, values, losses = ranks.run_ranks(1, learnt, 1, 1, folders, None)[0]
+    whole, values, losses = ranks.run_ranks(1, train_projection, 1, 1, folders, None)[0]
     bridge = bridge_of(folders["projection"])
     sums = torch.zeros(COLUMNS).index_add_(0, bridge.entry_rows, values)
     torch.testing.assert_close(sums[:OURS], torch.ones(OURS))
     assert (values > 0).all()
     moved = (values - bridge.values).abs() > 1e-4
-    assert moved.any(), "nothing was learnt"
+    assert moved.any(), "the projection did not change"
     for dp, tp in ((1, 2), (2, 2)):
-        split, theirs, _ = ranks.run_ranks(dp * tp, learnt, dp, tp, folders, None)[0]
+        split, theirs, _ = ranks.run_ranks(dp * tp, train_projection, dp, tp, folders, None)[0]
         torch.testing.assert_close(theirs, values, rtol=1e-4, atol=1e-6)
         assert relative_l2(split, whole) < 1e-4
-    again, resumed, series = ranks.run_ranks(1, learnt, 1, 1, folders, tmp_path / "saved")[0]
+    again, resumed, series = ranks.run_ranks(1, train_projection, 1, 1, folders, tmp_path / "saved")[0]
     assert torch.equal(resumed, values)
     assert series == losses
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
-    """Two steps whose KD is scaled by the ratio of the very step."""
+    """Metrics of two steps, each with KD scaled by its own ratio of CE to KD."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=1)
     engine, targets, batch = engine_for(
         "hybrid", "topk", world, folders, loss__dynamic_scale="exact", optimizer__lr=1e-2, train__micro_batch_size=size

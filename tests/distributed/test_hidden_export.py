@@ -1,4 +1,4 @@
-"""Hidden states teach exactly what whole logits teach, however teacher and student are split."""
+"""Hidden states give the same gradient as whole logits, however teacher and student are split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ranks
 
 VOCABULARY, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 24, 2.0, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
-# Tables that are wider and narrower than the student's 507, tied and not, split and not, with a soft cap and without.
+# Vocabularies wider and narrower than the student's 507; tied and untied, split and whole, with and without a soft cap.
 TEACHERS = {
     "qwen2": {"tie": True, "vocab_size": 352},
     "llama": {"vocab_size": 640, "hidden": 48, "kv_heads": 4},
@@ -41,13 +41,13 @@ DIVERGENCES = {"qwen2": "forward_kl", "llama": "reverse_kl", "gemma2": "jsd"}
 
 
 def batch_rows():
-    """Four rows: of two documents, of one, and an empty one, so that ranks differ in their number of labels."""
+    """Four rows with two, one, no and two documents, so that ranks differ in their number of labels."""
     documents = random_documents(5, seed=11, longest=12)
     return token_rows([documents[:2], documents[2:3], [], documents[3:]], WIDTH)
 
 
 def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dict:
-    """On a rank: per teacher, export and micro-batch size the whole gradient."""
+    """Runs on a rank. The whole gradient per teacher, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
     found = {}
@@ -58,11 +58,11 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
                 loss__divergence=DIVERGENCES[name],
             )  # fmt: skip
             config.teachers[0].export = export
-            # A family without a plan, and one that four ranks cannot split, are whole on every rank.
+            # A teacher without a tensor-parallel plan, or with too few heads for four ranks, is whole on every rank.
             split = tp == 1 or (name == "qwen2" and tp == 2) or name == "llama"
-            there = world if split else open_world(rank=ranks.rank(), dp=dp * tp, tp=1)
+            teacher_world = world if split else open_world(rank=ranks.rank(), dp=dp * tp, tp=1)
             targets = engine_targets(
-                TeacherEngine(config, config.teachers[0], there, vocabulary_size=VOCABULARY), batch
+                TeacherEngine(config, config.teachers[0], teacher_world, vocabulary_size=VOCABULARY), batch
             )
             source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
@@ -72,7 +72,7 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
                 found[name, export, size] = whole_gradients(engine.model)
                 engine.evaluate(batch, source)
                 engine.optimizer.zero_grad()
-            assert not any("head" in each for each in dict(engine.objective.named_parameters()))
+            assert not any("head" in parameter for parameter in dict(engine.objective.named_parameters()))
     return found
 
 
@@ -85,7 +85,7 @@ def folders(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models through the plain loss over every column, documents one by one."""
+    """fp64 gradients of plain models with the plain loss over all columns, one document at a time."""
     student, teachers = folders
     rows = batch_rows()
     labels = torch.tensor(rows.labels, dtype=torch.long)
@@ -112,7 +112,7 @@ def test_hidden_states_and_logits_give_the_reference_gradient(folders, reference
 
 
 def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], float]:
-    """Rows of the teacher's output layer that this rank holds, and how far a step of training got."""
+    """(shape of the teacher's output layer on this rank, decrease of KD over three steps)."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     config = engine_config(student, [teacher], optimizer__lr=1e-2)
     config.teachers[0].export = "hidden"
@@ -121,9 +121,9 @@ def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], fl
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row)
     before = engine.objective.heads[0].weight.clone()
-    losses = [engine.train_step(batch, source) for _ in range(3)]
-    assert torch.equal(engine.objective.heads[0].weight, before), "a teacher never learns"
-    kds = [loss["train/kl_loss"].value for loss in losses if loss]
+    history = [engine.train_step(batch, source) for _ in range(3)]
+    assert torch.equal(engine.objective.heads[0].weight, before), "the teacher must not be trained"
+    kds = [metrics["train/kl_loss"].value for metrics in history if metrics]
     return list(before.shape), kds[0] - kds[-1] if kds else 0.0
 
 

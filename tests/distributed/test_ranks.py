@@ -1,4 +1,4 @@
-"""The helper that runs functions on gloo ranks."""
+"""`tests.helpers.ranks`, which runs functions on gloo ranks."""
 
 from __future__ import annotations
 

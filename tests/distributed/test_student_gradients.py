@@ -1,4 +1,4 @@
-"""One global batch gives one gradient, whatever the layout, the micro-batch size and what happens in between."""
+"""A global batch has one gradient, for every layout and micro-batch size, with evaluations in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
 STUDENTS = {
     "llama-tied": {"family": "llama", "tie": True},
-    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    # On two ranks an odd number of columns gives shards of unequal size, one of them mostly padding.
     "qwen2-padded": {"family": "qwen2", "vocab_size": 507, "tie": True},
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
@@ -53,7 +53,7 @@ MICRO_BATCHES = {
 
 
 def batch_rows():
-    """Eight rows: packed, single and empty ones, so that ranks differ in their number of labels."""
+    """Eight rows with two, one or no document, so that ranks differ in their number of labels."""
     documents = random_documents(12, seed=11)
     packs = [
         documents[:2],
@@ -75,10 +75,9 @@ def _fitting(pack):
 
 
 def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teacher: Path) -> dict:
-    """On a rank: per student, micro-batch size and way of reducing, the whole gradient and its norm as clipping sees it.
+    """Runs on a rank. The whole gradient and its norm for clipping, per student, micro-batch size and gradient_sync.
 
-    The batch comes in two calls, as a batch does whose targets do not fit into a ring, with an evaluation between and
-    after them.
+    The batch comes in two calls, like a batch whose targets do not fit into a ring, with an evaluation after each.
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
@@ -99,7 +98,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
             for size in MICRO_BATCHES[name]:
                 config.train.micro_batch_size = size
                 engine.forward_backward(first, source, last=False)
-                # A forward pass without gradients must leave no trace in the parameters or what was added up so far.
+                # A forward pass without gradients must change neither parameters nor accumulated gradients.
                 engine.evaluate(batch, source)
                 engine.forward_backward(second, source, last=True)
                 whole = whole_gradients(engine.model)
@@ -121,7 +120,7 @@ def folders(tmp_path_factory) -> tuple[dict[str, Path], Path]:
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models, documents one by one, targets from the definition."""
+    """fp64 gradients of the plain models, one document at a time, with targets from plain log_softmax and top-k."""
     students, teacher = folders
     rows = batch_rows()
     target = plain_topk(plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
@@ -146,7 +145,7 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
 
 
 def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """On a rank of a 2 × 2 mesh: whole gradients with other settings than above."""
+    """Runs on a rank of a 2 × 2 mesh. Whole gradients with activation checkpointing and with bf16."""
     world = open_world(rank=ranks.rank(), dp=2, tp=2)
     batch = rank_batch(batch_rows(), world.dp_rank, 2)
     found = {}

@@ -1,4 +1,4 @@
-"""Sharded load → train → export, against the same steps written out in plain torch."""
+"""Sharded load, training and export, compared with the same steps written in plain torch."""
 
 from __future__ import annotations
 

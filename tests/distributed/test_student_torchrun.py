@@ -1,4 +1,4 @@
-"""The engines under plain torchrun: no Ray, no driver."""
+"""The engines under plain torchrun, without Ray and without a driver."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
     return {
         "llama": write_tiny_model(root / "llama", "llama", seed=61),
         "qwen3-uneven": write_tiny_model(root / "qwen3", "qwen3", seed=62, vocab_size=337, tie=True),
-        # All that the second rank holds is padding.
+        # The second rank holds only padding.
         "qwen2-padding": write_tiny_model(root / "qwen2", "qwen2", seed=63, vocab_size=640),
         "phi3": write_tiny_model(root / "phi3", "phi3", seed=64),
         "gpt2": write_tiny_model(root / "gpt2", "gpt2", seed=65, vocab_size=337, tie=True),
@@ -79,13 +79,13 @@ def test_split_and_whole_teacher_choose_the_same_entries(teachers):
 
 
 def assert_same_targets(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Ids in order, except where two log-probs are equal but for rounding; every number within 1e-5."""
+    """Equal ids, except where two log-probs differ only by rounding, and equal numbers within 1e-5."""
     assert found["ids"].shape == wanted["ids"].shape
     differing = found["ids"] != wanted["ids"]
     assert differing.float().mean() < 0.01
     for key in ("logprobs", "rest_logprob"):
         torch.testing.assert_close(found[key].double(), wanted[key].double(), rtol=1e-5, atol=2e-5)
-    # The log-prob of the label, where there is one: plain_topk and the engine may differ elsewhere.
+    # Only where there is a label: plain_topk and the engine may differ elsewhere.
     labelled = torch.tensor(rows_of_two_documents().labels).flatten() >= 0
     torch.testing.assert_close(
         found["label_logprob"][labelled].double(), wanted["label_logprob"][labelled].double(), rtol=1e-5, atol=2e-5

@@ -1,4 +1,4 @@
-"""What a teacher holds while it makes targets: these, and logits of one chunk of tokens, whatever the number of tokens."""
+"""While a teacher makes targets it holds these and the logits of one chunk of tokens, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill_rl.teacher.targets import hidden_targets, logits_targets, topk_targ
 
 CHUNK, VOCABULARY, HIDDEN, K = 64, 8192, 16, 8
 COPIES = 2
-"""of a chunk of fp32 logits: themselves, and what their log-probs, top-k and the masking of padding take (half as much)"""
+"""Allowed copies of a chunk of fp32 logits: the logits, and half as much for log-probs, top-k and masked padding."""
 
 MAKE = {
     "topk": partial(topk_targets, k=K),
@@ -22,7 +22,7 @@ MAKE = {
     "logits": partial(logits_targets, wire_dtype=torch.float16),
 }
 PER_TOKEN = {"topk": 8 * K + 8, "hidden": 4, "hidden and entropy": 8, "logits": 2 * VOCABULARY + 4}
-"""bytes of what is made; hidden states are there already"""
+"""Bytes of the targets per token. Hidden states exist already and do not count."""
 
 
 @pytest.mark.parametrize("export", MAKE)
