@@ -3,9 +3,14 @@
 A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
 
+import os
 from typing import Any
 
 import pytest
+
+# For torch of this process and of all that it starts. A run with a single rank uses as many OpenMP threads as there are
+# cores, and by default these spin while they wait: beside another test they would take its cores, and each other's.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 TOGETHER = {"tests/cli/test_evaluations.py": "tests/cli/test_train.py"}
 """Files that share a reference run with another file: both go to the same process, so that the run is made once."""
