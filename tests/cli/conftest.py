@@ -54,9 +54,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A one-node Ray cluster, for tests that do not check how Ray starts or ends."""
+    """A one-node Ray cluster, for tests that do not check how Ray starts or ends.
+
+    The widest run takes six CPUs. Ray starts a worker process per CPU when the first driver joins.
+    """
     folder = tmp_path_factory.mktemp("cluster")
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=16) as address:
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=8) as address:
         variables = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
         patch.undo()
         yield Cluster(address, variables)
