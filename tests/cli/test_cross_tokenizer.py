@@ -22,9 +22,10 @@ def train(material, folder: Path, *overrides: str, teacher: str = "foreign", clu
 
 
 @pytest.fixture(scope="module")
-def straight(material, tmp_path_factory) -> Path:
+def straight(material, cluster, tmp_path_factory) -> Path:
     """Eight steps without interruption, with KD scaled to the size of CE."""
-    return train(material, tmp_path_factory.mktemp("straight"), "loss.dynamic_scale=on", "checkpoint.every=4")
+    settings = ("loss.dynamic_scale=on", "checkpoint.every=4")
+    return train(material, tmp_path_factory.mktemp("straight"), *settings, cluster=cluster)
 
 
 def test_two_models_and_a_text_suffice(straight, material):

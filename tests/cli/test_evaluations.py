@@ -26,13 +26,12 @@ def result(run: Path, name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def evaluated(material, tmp_path_factory) -> Path:
+def evaluated(material, cluster, tmp_path_factory) -> Path:
     """The straight run, with a suite every other step."""
     folder = tmp_path_factory.mktemp("evaluated")
     suite = write_suite(folder, count=24)
-    ended = distill_rl(
-        "train", "-c", material.config(folder), *settings(suite, "evaluate.suites_every=2", "evaluate.limit=10")
-    )
+    suites = settings(suite, "evaluate.suites_every=2", "evaluate.limit=10", "aligner.workers=0")
+    ended = distill_rl("train", "-c", material.config(folder), *suites, cluster=cluster)
     assert ended.code == 0, ended.err
     assert "evaluated step 2 on own" in ended.out
     assert "evaluated the student on own" in ended.out
@@ -69,7 +68,8 @@ def test_scores_are_in_the_report_and_the_model_card(evaluated):
 
 def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    slow = settings(write_suite(tmp_path, count=4000, max_new_tokens=40), "evaluate.suites_every=2")
+    suite = write_suite(tmp_path, count=4000, max_new_tokens=40)
+    slow = settings(suite, "evaluate.suites_every=2", "aligner.workers=0")
     with running("train", "-c", config, *slow, log=tmp_path / "log") as process:
         until(lambda: list(run.glob("evals/step-2/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(process.pid, signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, t
 def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
-    limit = ("evaluate.suites_every=4", "evaluate.limit=396")
+    limit = ("evaluate.suites_every=4", "evaluate.limit=396", "aligner.workers=0")
     with running("train", "-c", config, *settings(suite, *limit), log=tmp_path / "log") as process:
         until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
