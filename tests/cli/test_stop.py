@@ -31,7 +31,7 @@ def training(material, folder: Path, *overrides: str):
     before = shared_memory()
     log = folder / "log"
     config = material.config(folder)
-    with running("train", "-c", config, "train.steps=100000", *overrides, log=log) as process:
+    with running("train", "-c", config, "train.steps=100000", "aligner.workers=0", *overrides, log=log) as process:
         run = folder / "runs" / "tiny"
         until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
         assert process.poll() is None, log.read_text()
@@ -81,9 +81,9 @@ def test_a_killed_worker_ends_the_run_with_one_error(material, tmp_path, worker,
     assert "Traceback" not in log.read_text()
 
 
-def test_a_worker_exception_ends_the_run_with_name_and_cause(material, tmp_path):
-    config = material.config(tmp_path)
-    ended = distill_rl("train", "-c", config, "optimizer.lr=1e30", "schedule.warmup_steps=0")
+def test_a_worker_exception_ends_the_run_with_name_and_cause(material, cluster, tmp_path):
+    settings = ("optimizer.lr=1e30", "schedule.warmup_steps=0", "aligner.workers=0")
+    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
     assert ended.code == 1
     assert len(ended.errors) == 1
     assert "student-dp0-tp0" in ended.errors[0]
