@@ -28,12 +28,11 @@ PROMISE_S = 30
 @contextmanager
 def training(material, folder: Path, *overrides: str):
     """Starts a long run and yields in its first steps. Afterwards, asserts that it left nothing behind."""
-    before = shared_memory()
-    log = folder / "log"
-    config = material.config(folder)
+    before, log = shared_memory(), folder / "log"
+    config, run = material.config(folder), folder / "runs" / "tiny"
+    steps = len(series(run, "train/loss"))
     with running("train", "-c", config, "train.steps=100000", "aligner.workers=0", *overrides, log=log) as process:
-        run = folder / "runs" / "tiny"
-        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+        until(lambda: len(series(run, "train/loss")) > steps or process.poll() is not None, "a step")
         assert process.poll() is None, log.read_text()
         children = leftovers(process.pid)
         assert temporary(process.pid)
@@ -44,14 +43,18 @@ def training(material, folder: Path, *overrides: str):
     assert not temporary(process.pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path, number):
-    with training(material, tmp_path) as (process, run, log):
-        os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
-        assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
-    last = series(run, "train/loss")[-1][0]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
-    assert f"after step {last}" in log.read_text()
+def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path):
+    """SIGTERM stops the run, SIGUSR1 the resumed run."""
+    before: set[str] = set()
+    for number, resume in ((signal.SIGTERM, ()), (signal.SIGUSR1, ("--resume",))):
+        with training(material, tmp_path, *resume) as (process, run, log):
+            os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
+            assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
+        last = series(run, "train/loss")[-1][0]
+        saved = {path.name for path in (run / "checkpoints").iterdir()}
+        assert saved - before == {f"step-{last}"}
+        assert f"after step {last}" in log.read_text()
+        before = saved
     more = (f"train.steps={last + 2}", "aligner.workers=0")
     ended = distill_rl("train", "-c", tmp_path / "tiny.yaml", *more, "--resume", cluster=cluster)
     assert ended.code == 0, ended.err
