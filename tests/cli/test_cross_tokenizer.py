@@ -53,22 +53,18 @@ def test_kd_is_scaled_by_the_previous_steps_ratio(straight):
     assert loss[5] == pytest.approx(scale[5] * kd[5] + ce[5], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [("prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"), ("prefetch.depth=3", "aligner.workers=3")],
-)
-def test_neither_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path, overrides):
-    run = train(material, tmp_path, "loss.dynamic_scale=on", *overrides, cluster=cluster)
+def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path):
+    """Three steps and five more, with other aligners, depth and transport in either part, equal eight steps.
+
+    Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py.
+    """
+    for part in (
+        ("train.steps=3", "prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"),
+        ("train.steps=8", "prefetch.depth=3", "aligner.workers=3", "--resume"),
+    ):
+        run = train(material, tmp_path, "loss.dynamic_scale=on", *part, cluster=cluster)
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
-
-
-def test_three_plus_five_steps_equal_eight_bit_for_bit(straight, material, cluster, tmp_path):
-    """Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py."""
-    for steps, resume in ((3, []), (8, ["--resume"])):
-        settings = ("loss.dynamic_scale=on", f"train.steps={steps}", "aligner.workers=0")
-        run = train(material, tmp_path, *settings, *resume, cluster=cluster)
-    assert_equal_runs(straight, run)
     assert shards(run, 8) == shards(straight, 8)
 
 
