@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.commands import align as command
 from tests.helpers.align import family
-from tests.helpers.command import distill_rl
+from tests.helpers.command import Ended, distill_rl, distill_rl_in_process
 from tests.helpers.corpus import write_corpus
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -51,15 +51,20 @@ def _one_script(letters: str) -> PreTrainedTokenizerFast:
 
 
 def align(
-    root: Path, *extra: str | Path, student: str = "student", teacher: str = "teacher", data: str = "text.jsonl"
-) -> Any:
-    return distill_rl("align", "--student", root / student, "--teacher", root / teacher, "--data", root / data, *extra)
+    root: Path,
+    *extra: str | Path,
+    student: str = "student",
+    teacher: str = "teacher",
+    data: str = "text.jsonl",
+    run: Callable[..., Ended] = distill_rl_in_process,
+) -> Ended:
+    return run("align", "--student", root / student, "--teacher", root / teacher, "--data", root / data, *extra)
 
 
 def test_figures_are_printed_written_and_agree_with_the_library(root: Path, tmp_path: Path) -> None:
     from distill_rl.align import TokenAligner, audit
 
-    ended = align(root, "--json", tmp_path / "result.json", "--limit", "25")
+    ended = align(root, "--json", tmp_path / "result.json", "--limit", "25", run=distill_rl)
     assert ended.code == 0, ended.err
     result = json.loads((tmp_path / "result.json").read_text())
     texts = [json.loads(line)["text"] for line in (root / "text.jsonl").read_text().splitlines()]

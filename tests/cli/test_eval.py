@@ -16,6 +16,7 @@ from tests.helpers.command import (
     Ended,
     actor_pid,
     distill_rl,
+    distill_rl_in_process,
     leftovers,
     running,
     shared_memory,
@@ -200,7 +201,7 @@ def test_every_mistake_in_the_command_is_reported(model: Path, tmp_path: Path) -
         ),
     ]
     for options, words in cases:
-        ended = distill_rl("eval", *map(str, options))
+        ended = distill_rl_in_process("eval", *options)
         assert ended.code == 2, (options, ended.err)
         assert "Traceback" not in ended.err
         assert all(word in " ".join(ended.errors) for word in words), (options, ended.err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -48,6 +49,16 @@ def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster
     variables = environment() | dict(cluster.variables if cluster else {})
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=variables)
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def distill_rl_in_process(*arguments: str | Path) -> Ended:
+    """Runs a command that starts neither processes nor Ray by its entry point, without the cost of starting Python."""
+    from distill_rl import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(list(map(str, arguments)))
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def command_lines() -> list[str]:
