@@ -29,7 +29,7 @@ from tests.helpers.suites import write_suite
 
 pytestmark = pytest.mark.cli
 
-COUNT = 400
+COUNT = 200
 ROOT = Path(__file__).parents[2]
 
 

@@ -88,8 +88,8 @@ def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, t
 
 def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    suite = write_suite(tmp_path, count=400, max_new_tokens=40)
-    limit = ("evaluate.suites_every=4", "evaluate.limit=396", "aligner.workers=0")
+    suite = write_suite(tmp_path, count=200, max_new_tokens=40)
+    limit = ("evaluate.suites_every=4", "evaluate.limit=196", "aligner.workers=0")
     with running("train", "-c", config, *settings(suite, *limit), log=tmp_path / "log") as process:
         until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_a_killed_evaluator_costs_only_its_scores(material, tmp_path, straight):
     message = r"the evaluation of step 4 failed, training goes on: evaluator on \S+: its process died"
     assert re.search(message, (tmp_path / "log").read_text())
     assert [step for step, _ in series(run, "eval/own")] == [8]
-    assert result(run, "student")["num_items"] == 400
+    assert result(run, "student")["num_items"] == 200
     assert not list((run / "evals").glob(".weights-*"))
     assert_equal_runs(straight, run)
 
