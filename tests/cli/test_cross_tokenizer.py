@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.test_train import assert_equal_runs, shards, weights
-from tests.helpers.command import Cluster, actor_pid, distill_rl, records, running, series, until
+from tests.cli.test_train import assert_equal_runs, shards
+from tests.helpers.command import Cluster, distill_rl, records, series
 
 pytestmark = pytest.mark.cli
 
@@ -66,22 +64,6 @@ def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, clus
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
     assert shards(run, 8) == shards(straight, 8)
-
-
-def test_an_aligner_killed_mid_run_changes_no_bit(material, cluster, tmp_path):
-    """Whatever the killed aligner was working on is done again by its replacement."""
-    steps = ("train.steps=80", "schedule.steps=80")
-    calm = train(material, tmp_path / "calm", *steps, "aligner.workers=0", cluster=cluster)
-    log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
-    config = material.config(tmp_path / "hit", "foreign")
-    with running("train", "-c", config, *steps, "aligner.workers=2", log=log) as process:
-        for step in (2, 12):
-            until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
-            os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
-        assert process.wait(timeout=120) == 0, log.read_text()
-    assert series(run, "train/loss") == series(calm, "train/loss")
-    assert "is replaced" in (run / "logs" / "latest" / "driver.log").read_text()
-    assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
 
 
 def test_split_ranks_match_one_process_and_save_the_learned_projection(material, cluster, tmp_path):
