@@ -89,17 +89,17 @@ def source_of(targets: dict, batch: RankBatch, temperature: float):
 def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
     """Runs on a rank. The whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
-    found = {}
+    results = {}
     for (method, export), (_, sizes) in CASES.items():
         engine, targets, batch = engine_for(method, export, world, folders)
         source = source_of(targets, batch, engine.config.loss.temperature)
         for size in sizes:
             engine.config.train.micro_batch_size = size
             engine.forward_backward(batch, source)
-            found[method, export, size] = whole_gradients(engine.model)
+            results[method, export, size] = whole_gradients(engine.model)
             engine.evaluate(batch, source)
             engine.optimizer.zero_grad()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +114,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def bridge_of(path: Path) -> VocabularyProjection:
-    found = load_projection(path)
-    common = {"student_common": found.student_common, "teacher_common": found.teacher_common}
+    projection = load_projection(path)
+    common = {"student_common": projection.student_common, "teacher_common": projection.teacher_common}
     return VocabularyProjection.from_arrays(
-        found.indptr, found.indices, found.values, num_teacher=found.num_teacher, **common
+        projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher, **common
     )
 
 
@@ -150,8 +150,8 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
 def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
-    found = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
-    for (method, export, size), gradient in found.items():
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
+    for (method, export, size), gradient in results.items():
         error = relative_l2(gradient, references[method, export])
         assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
 

@@ -50,7 +50,7 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
     """Runs on a rank. The whole gradient per teacher, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
-    found = {}
+    results = {}
     for name, path in teachers.items():
         for export, sizes in (("hidden", (1, 2)), ("logits", (2,))):
             config = engine_config(
@@ -69,11 +69,11 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
             for size in sizes:
                 config.train.micro_batch_size = size
                 engine.forward_backward(batch, source)
-                found[name, export, size] = whole_gradients(engine.model)
+                results[name, export, size] = whole_gradients(engine.model)
                 engine.evaluate(batch, source)
                 engine.optimizer.zero_grad()
             assert not any("head" in parameter for parameter in dict(engine.objective.named_parameters()))
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
 def test_hidden_states_and_logits_give_the_reference_gradient(folders, references, dp: int, tp: int):
-    for rank, found in enumerate(ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)):
-        for (name, export, size), gradient in found.items():
+    for rank, results in enumerate(ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)):
+        for (name, export, size), gradient in results.items():
             error = relative_l2(gradient, references[name])
             assert error < 1e-5, f"{export} of {name}, micro-batch {size}, rank {rank}: {error:.1e}"
 
@@ -129,6 +129,6 @@ def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], fl
 
 def test_a_rank_holds_only_its_columns_of_the_teachers_head(folders):
     student, teachers = folders
-    found = ranks.run_ranks(2, parts, 1, 2, student, teachers["llama"])
-    assert [shape for shape, _ in found] == [[254, 48], [253, 48]]
-    assert found[0][1] > 0.01
+    results = ranks.run_ranks(2, parts, 1, 2, student, teachers["llama"])
+    assert [shape for shape, _ in results] == [[254, 48], [253, 48]]
+    assert results[0][1] > 0.01

@@ -142,7 +142,7 @@ def test_tensor_parallel_ranks_read_only_their_slices(tmp_path: Path) -> None:
 def teachers(dp: int, tp: int, paths: list[str], vocabulary: int) -> list[tuple[Tensor, Tensor, bool]]:
     """Per model: (masked logits in one piece, the same by chunks of tokens, whether the parameters are split)."""
     world = in_world(dp, tp)
-    found = []
+    results = []
     for path in paths:
         model = load_model(path, world, role="teacher", dtype="fp32")
         with torch.no_grad():
@@ -151,9 +151,9 @@ def teachers(dp: int, tp: int, paths: list[str], vocabulary: int) -> list[tuple[
             chunks = [mask_padded_columns(families.head(model, part), vocabulary) for part in hidden.split(5)]
         split = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         is_part = split < 0.6 * sum(p.numel() for p in model.parameters())
-        found.append((_whole(whole)[0], torch.cat([_whole(chunk) for chunk in chunks]), is_part))
+        results.append((_whole(whole)[0], torch.cat([_whole(chunk) for chunk in chunks]), is_part))
     close_world(world)
-    return found
+    return results
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def masked(vocabularies: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    found = []
+    results = []
     for vocabulary in vocabularies:
         torch.manual_seed(0)
         weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
@@ -197,8 +197,10 @@ def masked(vocabularies: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         logits = torch.nn.functional.linear(DTensor.from_local(hidden, mesh), weight)
         assert mask_padded_columns(logits, vocabulary) is logits
         logits.full_tensor().log_softmax(-1)[:, 1].sum().backward()
-        found.append((logits.full_tensor().detach(), weight.grad.full_tensor(), torch.tensor(logits.to_local().shape)))
-    return found
+        results.append(
+            (logits.full_tensor().detach(), weight.grad.full_tensor(), torch.tensor(logits.to_local().shape))
+        )
+    return results
 
 
 def test_padding_is_masked_on_any_rank() -> None:
@@ -256,11 +258,11 @@ def slices(dp: int, tp: int, rows: int) -> list[tuple[int, int]]:
     fully_shard(module, mesh=world.mesh["dp"])
     where = local_slices(module.weight)
     local = module.weight.to_local().detach()
-    found = [(int(local.numel()), int(torch.equal(local, values[where])))]
+    results = [(int(local.numel()), int(torch.equal(local, values[where])))]
     gathered = gather_to_first(module.weight)
-    found.append((-1, int(gathered is None or torch.equal(gathered, values))))
+    results.append((-1, int(gathered is None or torch.equal(gathered, values))))
     close_world(world)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 13])

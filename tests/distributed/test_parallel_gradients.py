@@ -121,8 +121,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dic
 def test_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
     names = [name for name in models if tp == 1 or name.removesuffix("-tied") not in WHOLE]
     cases = [(models[name][0], name.startswith(("qwen", "phi3", "gpt2-"))) for name in names]
-    for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):
-        for name, step in zip(names, found, strict=True):
+    for rank, results in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):
+        for name, step in zip(names, results, strict=True):
             where = f"{name} on rank {rank} of dp {dp}, tp {tp}, replicas {replicas}"
             wanted = models[name][1]
             norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()

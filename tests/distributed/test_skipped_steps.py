@@ -92,12 +92,12 @@ def assert_skipped_together(folders, dp: int, tp: int, value: float, where: str,
     """For the first and the last rank as victim; returns what the ranks observed with the latter."""
     expected = [float(step in POISONED) for step in range(1, STEPS + 1)]
     for victim in (0, dp * tp - 1):
-        found = ranks.run_ranks(dp * tp, train, dp, tp, victim, value, where, settings, *folders)
-        assert found[0].skipped == expected
-        assert all(seen.skipped in ([], expected) for seen in found)
-        assert all(seen.changed == [not skipped for skipped in expected] for seen in found)
-        assert len({tuple(seen.scales) for seen in found}) == 1
-    return found
+        observed = ranks.run_ranks(dp * tp, train, dp, tp, victim, value, where, settings, *folders)
+        assert observed[0].skipped == expected
+        assert all(seen.skipped in ([], expected) for seen in observed)
+        assert all(seen.changed == [not skipped for skipped in expected] for seen in observed)
+        assert len({tuple(seen.scales) for seen in observed}) == 1
+    return observed
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
@@ -111,5 +111,5 @@ def test_all_ranks_skip_a_step_poisoned_on_one(folders, dp, tp, value, where):
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("value", "where"), [(20.0, "logprobs"), (1e6, "gradient")], ids=["loss", "gradient"])
 def test_all_ranks_skip_a_spike_on_one_and_continue(folders, dp, tp, value, where):
-    found = assert_skipped_together(folders, dp, tp, value, where, **SPIKES)
-    assert all(all(seen.finite) for seen in found)
+    observed = assert_skipped_together(folders, dp, tp, value, where, **SPIKES)
+    assert all(all(seen.finite) for seen in observed)

@@ -91,7 +91,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     # A single shard reduces once per step under either setting: test_student_collectives.py.
     syncs = ("step",) if dp == replicas else ("step", "micro_batch")
-    found = {}
+    results = {}
     for name, path in students.items():
         config.student.model = str(path)
         for sync in syncs:
@@ -107,8 +107,8 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
                 engine.evaluate(batch, source)
                 norm = clip_gradients(engine.parameters, 0.0).item()
                 engine.optimizer.zero_grad()
-                found[name, size, sync] = (whole if world.rank == 0 else None, norm)
-    return found
+                results[name, size, sync] = (whole if world.rank == 0 else None, norm)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +137,12 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
 def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
-    found = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
-    for (name, size, sync), (gradient, norm) in found[0].items():
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
+    for (name, size, sync), (gradient, norm) in results[0].items():
         error = relative_l2(gradient, references[name])
         assert error < 1e-5, f"{name}, micro-batch {size}, {sync}: {error:.1e}"
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
-        assert all(other[name, size, sync][1] == norm for other in found), "every rank must scale by the same factor"
+        assert all(other[name, size, sync][1] == norm for other in results), "every rank must scale by the same factor"
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, micro-batch {size}"
 
 
@@ -150,7 +150,7 @@ def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]
     """Runs on a rank of a 2 × 2 mesh. Whole gradients with activation checkpointing and with bf16."""
     world = open_world(rank=ranks.rank(), dp=2, tp=2)
     batch = rank_batch(batch_rows(), world.dp_rank, 2)
-    found = {}
+    results = {}
     for name, settings in {
         "checkpointed": {"student__activation_checkpointing": True},
         "bf16": {"student__dtype": "bf16"},
@@ -161,16 +161,16 @@ def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]
         engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
         source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
         engine.forward_backward(batch, source)
-        found[name] = whole_gradients(engine.model)
+        results[name] = whole_gradients(engine.model)
         engine.optim_step()
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
-    return found
+    return results
 
 
 def test_checkpointing_and_bf16_match_the_reference_on_a_mesh(folders, references):
     students, teacher = folders
-    found = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
-    assert relative_l2(found["checkpointed"], references["qwen3"]) < 1e-5
-    assert {tensor.dtype for tensor in found["bf16"].values()} == {torch.float32}
+    results = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
+    assert relative_l2(results["checkpointed"], references["qwen3"]) < 1e-5
+    assert {tensor.dtype for tensor in results["bf16"].values()} == {torch.float32}
     # bf16 keeps 8 bits; a missing or doubled term would be off by a third at least.
-    assert 1e-4 < relative_l2(found["bf16"], references["qwen3"]) < 0.05
+    assert 1e-4 < relative_l2(results["bf16"], references["qwen3"]) < 0.05

@@ -192,7 +192,7 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
         new.optimizer = build_optimizer(new.trained, new.config.optimizer, fused=fused)
         return new
 
-    found = []
+    outcomes = []
     for fused in (False, True):
         writer, reader = engine(fused), engine(not fused)
         run_steps(writer, teacher, 0, 2)
@@ -202,8 +202,8 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
         equal = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
         for trained in (writer, reader):
             run_steps(trained, teacher, 2, 3)
-        found.append((equal, whole_state(reader), whole_state(writer)))
-    return found
+        outcomes.append((equal, whole_state(reader), whole_state(writer)))
+    return outcomes
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
@@ -250,8 +250,8 @@ def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, f
 
 def test_only_the_first_rank_reads_back_the_metadata(folders, tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    found = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
-    assert found == [True, False]
+    outcomes = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
+    assert outcomes == [True, False]
     assert '"error": null' in (tmp_path / "written.json").read_text()
 
 

@@ -137,9 +137,9 @@ def settled(opened: Opened, *batches: DocumentBatch):
     return [(opened.pool.settle(alignment)[0], ray.get(alignment.parts, timeout=60)) for alignment in pending]
 
 
-def assert_same(found, wanted) -> None:
-    assert len(found) == len(wanted)
-    for (info, parts), (other, others) in zip(found, wanted):
+def assert_same(results, wanted) -> None:
+    assert len(results) == len(wanted)
+    for (info, parts), (other, others) in zip(results, wanted):
         assert (info.index, info.num_labels, info.num_tokens) == (other.index, other.num_labels, other.num_tokens)
         for part, same in zip(parts, others, strict=True):
             for name in ("input_ids", "labels", "position_ids"):
@@ -169,8 +169,8 @@ def test_a_dead_or_stopped_aligner_is_replaced_and_its_batches_redone(open_pool,
 
 def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):
     text = f"ONCE {tmp_path / 'marker'}"
-    (found,) = settled(open_pool(1), batch(0, {3: text}))
-    assert_same([found], settled(open_pool(0), batch(0, {3: text})))
+    (result,) = settled(open_pool(1), batch(0, {3: text}))
+    assert_same([result], settled(open_pool(0), batch(0, {3: text})))
     assert not (tmp_path / "bad_rows.jsonl").exists()
 
 
@@ -184,14 +184,14 @@ def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):
 )
 def test_a_poison_row_is_left_out_and_listed(open_pool, fate, deadline_s, reason):
     opened = open_pool(1, deadline_s=deadline_s)
-    found = settled(opened, batch(0, {5: fate}))
+    results = settled(opened, batch(0, {5: fate}))
     (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
     assert (listed["source"], listed["row"]) == ("train", 5)
     assert reason in listed["reason"]
-    assert found[0][0].num_documents == 8
-    assert_same(settled(opened, batch(0, {5: fate})), found)  # a row known to be bad is never read again
+    assert results[0][0].num_documents == 8
+    assert_same(settled(opened, batch(0, {5: fate})), results)  # a row known to be bad is never read again
     empty = settled(open_pool(0), batch(0, {5: ""}))[0][0]
-    assert found[0][0].num_labels == empty.num_labels
+    assert results[0][0].num_labels == empty.num_labels
 
 
 @pytest.mark.parametrize("size", [0, 1])
