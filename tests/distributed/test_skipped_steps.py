@@ -50,10 +50,11 @@ class Seen:
     """Whether any weight changed."""
 
 
-def train(dp: int, tp: int, victim: int, value: float, where: str, settings, student, teacher) -> Seen:
-    """Runs on a rank. In POISONED steps `value` is put into the victim's targets, or multiplies its gradient.
+def train(dp: int, tp: int, value: float, where: str, settings, student, teacher) -> list[Seen]:
+    """Runs on a rank: STEPS steps with the first rank as victim, and again with the last.
 
-    `where` is the name of a target tensor, or `gradient`.
+    In POISONED steps `value` is put into the victim's targets, or multiplies its gradient. `where` is the name of a
+    target tensor, or `gradient`.
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = rank_batch(token_rows([[document] for document in random_documents(4, seed=3)], WIDTH), world.dp_rank, dp)
@@ -63,22 +64,26 @@ def train(dp: int, tp: int, victim: int, value: float, where: str, settings, stu
     if where != "gradient":
         poisoned[where][1] = value
     good, bad = (fixed_targets([tensors], WIDTH, first_row=batch.first_row) for tensors in (targets, poisoned))
-    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
-    seen, weights = Seen(), whole_parameters(engine.model)
-    for step in range(1, STEPS + 1):
-        poison = step in POISONED and world.rank == victim
-        metrics = engine.forward_backward(batch, bad if poison else good)
-        if poison and where == "gradient":
-            multiply_gradient(engine, value)
-        metrics |= engine.optim_step()
-        seen.scales.append(engine.kd_scale)
-        if world.tp_rank == 0:
-            seen.skipped.append(metrics["train/skipped"].value)
-            seen.finite.append(all(math.isfinite(metrics[name].value) for name in ("train/loss", "train/grad_norm")))
-        before, weights = weights, whole_parameters(engine.model)
-        seen.changed.append(any(not torch.equal(weights[name], before[name]) for name in before))
-    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
-    return seen
+    observed = []
+    for victim in (0, world.world_size - 1):
+        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+        seen, weights = Seen(), whole_parameters(engine.model)
+        for step in range(1, STEPS + 1):
+            poison = step in POISONED and world.rank == victim
+            metrics = engine.forward_backward(batch, bad if poison else good)
+            if poison and where == "gradient":
+                multiply_gradient(engine, value)
+            metrics |= engine.optim_step()
+            seen.scales.append(engine.kd_scale)
+            if world.tp_rank == 0:
+                seen.skipped.append(metrics["train/skipped"].value)
+                numbers = (metrics[name].value for name in ("train/loss", "train/grad_norm"))
+                seen.finite.append(all(map(math.isfinite, numbers)))
+            before, weights = weights, whole_parameters(engine.model)
+            seen.changed.append(any(not torch.equal(weights[name], before[name]) for name in before))
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+        observed.append(seen)
+    return observed
 
 
 def multiply_gradient(engine: StudentEngine, factor: float) -> None:
@@ -91,13 +96,12 @@ def multiply_gradient(engine: StudentEngine, factor: float) -> None:
 def assert_skipped_together(folders, dp: int, tp: int, value: float, where: str, **settings: float) -> list[Seen]:
     """For the first and the last rank as victim; returns what the ranks observed with the latter."""
     expected = [float(step in POISONED) for step in range(1, STEPS + 1)]
-    for victim in (0, dp * tp - 1):
-        observed = ranks.run_ranks(dp * tp, train, dp, tp, victim, value, where, settings, *folders)
+    for observed in zip(*ranks.run_ranks(dp * tp, train, dp, tp, value, where, settings, *folders)):
         assert observed[0].skipped == expected
         assert all(seen.skipped in ([], expected) for seen in observed)
         assert all(seen.changed == [not skipped for skipped in expected] for seen in observed)
         assert len({tuple(seen.scales) for seen in observed}) == 1
-    return observed
+    return list(observed)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
