@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.quickstart.recipe import RECIPES
-from tests.helpers.command import Ended, environment, series
+from tests.helpers.command import Cluster, Ended, environment, series
 
 pytestmark = pytest.mark.cli
 
@@ -55,19 +55,24 @@ class Quickstart:
         )
 
 
-def quickstart(*arguments: str | Path) -> Ended:
-    command = [sys.executable, "-m", "distill_rl.quickstart", *map(os.fspath, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment())
+def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
+    settings = cluster.settings if cluster else ()
+    command = [sys.executable, "-m", "distill_rl.quickstart", *map(os.fspath, arguments), *settings]
+    variables = environment() | dict(cluster.variables if cluster else {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module", params=RECIPES)
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """A finished quickstart. With one tokenizer its runs start Ray as a user's do; across tokenizers they join one."""
     root = tmp_path_factory.mktemp(request.param)
     runs, material = root / "runs", root / "material"
-    flags = ["--cross"] if request.param == "quickstart-cross" else []
+    crosses = request.param == "quickstart-cross"
+    flags = ["--cross"] if crosses else []
     steps = f"train.steps={STEPS[request.param]}"
-    ended = quickstart("--runs", runs, "--material", material, "--seed", str(SEED), *flags, steps)
+    cluster = request.getfixturevalue("cluster") if crosses else None
+    ended = quickstart("--runs", runs, "--material", material, "--seed", str(SEED), *flags, steps, cluster=cluster)
     assert ended.code == 0, ended.out + ended.err
     return Quickstart(request.param, ended, runs, material)
 
