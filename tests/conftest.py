@@ -1,15 +1,19 @@
-"""For a run in several processes (`launch/test.sh` without arguments): file by file, to whichever process is free.
+"""Scheduling of the default suite, which `launch/test.sh` runs in two processes: whole files go to the process that is free.
 
-What looks at shared memory or at processes waits for the others of its own run to be gone and asks for no more: another
-test may hold some at the same time.
+A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
 
+import os
 from typing import Any
 
 import pytest
 
+# For torch of this process and of all that it starts. A run with a single rank uses as many OpenMP threads as there are
+# cores, and by default these spin while they wait: beside another test they would take its cores, and each other's.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 TOGETHER = {"tests/cli/test_evaluations.py": "tests/cli/test_train.py"}
-"""Files that compare with a run of another one: they go to the same process, so that it is made once."""
+"""Files that share a reference run with another file: both go to the same process, so that the run is made once."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -19,7 +23,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            # One Ray for all of tests/ray, which starts once.
+            # All of tests/ray shares one Ray, so that it starts once.
             return "tests/ray" if file.startswith("tests/ray/") else TOGETHER.get(file, file)
 
     return Scheduling(config, log)

@@ -1,4 +1,4 @@
-"""A tiny teacher, a tinier student and a small corpus, made once; a configuration that trains on them in seconds."""
+"""Tiny models, a small corpus, a configuration that trains in seconds, a Ray cluster and a reference run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Material:
     root: Path
 
     def config(self, folder: Path, teacher: str = "teacher") -> Path:
-        """A configuration whose runs go to `folder`/runs; the teacher `foreign` has another tokenizer."""
+        """Writes a configuration whose runs go to `folder`/runs. The teacher `foreign` has another tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "tiny.yaml"
         path.write_text(CONFIG.format(root=self.root, runs=folder / "runs", teacher=teacher))
@@ -54,9 +54,12 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Of one node, for the runs whose subject is neither how Ray starts nor how it ends."""
+    """A one-node Ray cluster, for tests that do not check how Ray starts or ends.
+
+    The widest run takes six CPUs. Ray starts a worker process per CPU when the first driver joins.
+    """
     folder = tmp_path_factory.mktemp("cluster")
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=16) as address:
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=8) as address:
         variables = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
         patch.undo()
         yield Cluster(address, variables)
@@ -64,10 +67,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def straight(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that others must equal: eight steps in one go, with validation and checkpoints on the way."""
+    """The reference run: eight steps without interruption, with validation and checkpoints every four steps."""
     folder = tmp_path_factory.mktemp("straight")
-    seen = ("observe.table_every=4", "observe.timeline=true")
-    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4", *seen)
+    observe = ("observe.table_every=4", "observe.timeline=true")
+    ended = distill_rl("train", "-c", material.config(folder), "evaluate.every=4", "checkpoint.every=4", *observe)
     assert ended.code == 0, ended.err
     assert "transport object_store: " in ended.out
     return folder / "runs" / "tiny"

@@ -1,5 +1,7 @@
-"""Bad input through the real command line: exit code 2, one line per problem, all at once, nothing written. What can be
-wrong with a training, row by row: test_bad_input_table.py."""
+"""Bad input on the real command line: exit code 2, one line per problem, all problems at once, nothing written.
+
+The table of everything that can be wrong with a training run is in test_bad_input_table.py.
+"""
 
 from pathlib import Path
 
@@ -11,6 +13,7 @@ pytestmark = pytest.mark.cli
 
 
 def refused(*arguments) -> list[str]:
+    """Runs the command, asserts that it refuses its input, and returns the error lines."""
     ended = distill_rl(*arguments)
     assert ended.code == 2, ended.err
     assert "Traceback" not in ended.err
@@ -19,15 +22,16 @@ def refused(*arguments) -> list[str]:
 
 
 def assert_named(errors: list[str], *expected: tuple[str, ...]) -> None:
-    """Each tuple of words stands together on exactly one line, and no line is left over."""
+    """Every tuple of words occurs on exactly one line, and there are no other lines."""
     matched = [[line for line in errors if all(word in line for word in words)] for words in expected]
     assert all(len(lines) == 1 for lines in matched), (expected, errors)
     assert len(errors) == len(expected), errors
 
 
-def test_wrong_settings_are_all_told_at_once_and_nothing_is_written(material, tmp_path):
+def test_all_wrong_settings_are_reported_and_nothing_is_written(material, tmp_path):
     errors = refused(
-        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3", "student.model=/no/such/model",
+        "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3",
+        "student.model=/no/such/model",
         "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8",
     )  # fmt: skip
     assert_named(
@@ -43,7 +47,7 @@ def test_wrong_settings_are_all_told_at_once_and_nothing_is_written(material, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_from_which_no_size_follows_are_refused_without_one(material, tmp_path):
+def test_zero_sizes_are_refused_without_deriving_from_them(material, tmp_path):
     zeros = ("train.micro_batch_size=0", "teachers.0.parallel.dp=0", "prefetch.slots=4")
     ended = distill_rl("check", "-c", material.config(tmp_path), *zeros)
     assert ended.code == 2
@@ -51,7 +55,7 @@ def test_settings_from_which_no_size_follows_are_refused_without_one(material, t
     assert "Traceback" not in ended.err
 
 
-def test_a_hub_model_out_of_reach_stops_train_but_not_check(material, tmp_path):
+def test_an_unreachable_hub_model_stops_train_but_not_check(material, tmp_path):
     config = material.config(tmp_path)
     checked = distill_rl(
         "check", "-c", config, "student.model=some-org/some-model", "teachers.0.model=some-org/another"
@@ -69,19 +73,19 @@ def test_a_hub_model_out_of_reach_stops_train_but_not_check(material, tmp_path):
         (("export", "/no/such/run"), ("/no/such/run", "run directory")),
     ],
 )
-def test_other_commands_say_what_they_need(arguments, words):
+def test_other_commands_name_what_is_missing(arguments, words):
     errors = refused(*arguments)
     assert len(errors) == 1
     assert all(word in errors[0] for word in words)
 
 
-def test_resume_and_clean_exclude_each_other_and_resume_needs_a_checkpoint(material, tmp_path):
+def test_resume_excludes_clean_and_needs_a_checkpoint(material, tmp_path):
     config = material.config(tmp_path)
     assert "exclude each other" in refused("train", "-c", config, "--resume", "--clean")[0]
     assert "--clean" in refused("train", "-c", config, "--resume")[0]
 
 
-def test_an_evaluation_says_what_is_wrong_with_suites_and_models_at_once():
+def test_eval_reports_bad_suites_and_models_together():
     suites, model = refused("eval", "--model", "absent", "--suites", "nonsense", "--data", "x")
     assert "nonsense" in suites
     assert "exact_match" in suites
@@ -89,7 +93,7 @@ def test_an_evaluation_says_what_is_wrong_with_suites_and_models_at_once():
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["align"], ["export"], ["report"]])
-def test_help_teaches_and_takes_no_heavy_import(command):
+def test_every_command_prints_its_help(command):
     ended = distill_rl(*command, "--help")
     assert ended.code == 0
     assert "usage: distill-rl" in ended.out
@@ -98,7 +102,7 @@ def test_help_teaches_and_takes_no_heavy_import(command):
         assert "85" in ended.out
 
 
-def test_every_recipe_shipped_is_free_of_mistakes():
+def test_every_shipped_recipe_passes_check():
     root = Path(__file__).parents[2] / "configs" / "recipes"
     for recipe in sorted(root.glob("*.yaml")):
         ended = distill_rl("check", "-c", recipe)

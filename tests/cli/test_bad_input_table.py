@@ -1,6 +1,7 @@
-"""Every kind of bad input, one row each: exit code 2, one line that names the thing, the rule, the value and the remedy,
-nothing written. What can be wrong at once is given at once, to the real command in a process of its own, and all of it
-must be told; what can be wrong only alone (a run has one data set) goes to the same entry point inside this process.
+"""One row for every kind of bad input: exit code 2, one line with name, rule, value and remedy, and nothing written.
+
+Problems that can occur together are given to one real command in its own process, which must report all of them.
+Problems that exclude each other (a run has one data set) go to the same entry point inside this process.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ pytestmark = pytest.mark.cli
 
 PREFIX = "distill-rl: error: "
 POSITIONS = 8192
-"""of the models whose length is not what is wrong"""
+"""Positions of the models whose length is not the problem."""
 NO_LIGER = {
     "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install 'distill_rl[liger]'"),
 }
-if installed("liger_kernel"):  # as where the oldest packages are
+if installed("liger_kernel"):
     NO_LIGER = {}
 
 
 @dataclass(frozen=True)
 class Place:
-    """What the rows use: models, data and configurations, good and bad."""
+    """The folder of models, data and configurations, good and bad, that the rows use."""
 
     root: Path
 
     def config(self, name: str, **parts: object) -> Path:
-        """`<root>/<name>.yaml`, a good configuration but for `parts`, whose runs go to `<root>/<name>`."""
+        """Writes `<root>/<name>.yaml`: a valid configuration updated with `parts`, whose runs go to `<root>/<name>`."""
         good = {
             "student": {"model": f"{self.root}/student"},
             "teachers": [{"name": "big", "model": f"{self.root}/teacher"}],
@@ -85,14 +86,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def _stranger() -> PreTrainedTokenizerFast:
-    """Knows three words that no text here has, so that it has no token in common with anybody."""
-    words = {f"zzq{number}xx": number for number in range(3)} | {"??": 3}
+    """A tokenizer of three words that occur nowhere else, so that it has no token in common with any other."""
+    words = {f"zzq{i}xx": i for i in range(3)} | {"??": 3}
     core = Tokenizer(models.WordLevel(words, unk_token="??"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="??")
 
 
-# ------------------------------------------------------------------ wrong together, told at once, by a process
+# ------------------------------------------------------------------ problems together, in a process of their own
 
 
 def settings(place: Place) -> Ended:
@@ -128,9 +129,9 @@ def output(place: Place) -> Ended:
 
 
 def cramped(place: Place) -> Ended:
-    """With file systems of its own, which only this process and its children see."""
+    """A small disk and a small /dev/shm, mounted in a namespace that only the command sees."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("unshare: no mount namespace of one's own is to be had here")
+        pytest.skip("unshare: cannot create a mount namespace here")
     runs = place.root / "small"
     runs.mkdir()
     mounts = f"mount -t tmpfs -o size=40m none /dev/shm && mount -t tmpfs -o size=64k none {runs}"
@@ -204,13 +205,13 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def answered(place: Place) -> Callable[[Callable[[Place], Ended]], Ended]:
-    """What a command said; it is given once."""
-    known: dict[Callable[[Place], Ended], Ended] = {}
+    """The result of a command; every command runs once."""
+    results: dict[Callable[[Place], Ended], Ended] = {}
 
     def answer(command: Callable[[Place], Ended]) -> Ended:
-        if command not in known:
-            known[command] = command(place)
-        return known[command]
+        if command not in results:
+            results[command] = command(place)
+        return results[command]
 
     return answer
 
@@ -219,14 +220,14 @@ def answered(place: Place) -> Callable[[Callable[[Place], Ended]], Ended]:
     ("command", "words"),
     [pytest.param(command, words, id=name) for command, rows in TOGETHER.items() for name, words in rows.items()],
 )
-def test_one_line_for(answered, command, words):
+def test_exactly_one_error_line_for(answered, command, words):
     ended = answered(command)
     assert ended.code == 2, ended.err
     assert len([line for line in ended.errors if all(word in line for word in words)]) == 1, (words, ended.err)
 
 
 @pytest.mark.parametrize("command", TOGETHER, ids=lambda command: command.__name__)
-def test_all_is_told_at_once_and_nothing_else_and_nothing_is_written(answered, place, command):
+def test_all_problems_are_reported_at_once_and_nothing_is_written(answered, place, command):
     ended = answered(command)
     assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
     assert len(ended.errors) == len(TOGETHER[command]), ended.err
@@ -235,12 +236,12 @@ def test_all_is_told_at_once_and_nothing_else_and_nothing_is_written(answered, p
         assert not (place.root / name).exists()
 
 
-# ------------------------------------------------------------------ wrong alone, through the same entry point
+# ------------------------------------------------------------------ problems alone, through the same entry point
 
 
 @pytest.fixture
 def refused(place: Place, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Gives `distill-rl train` with these arguments, here; the one line that it refuses them with."""
+    """Runs `distill-rl train` in this process and returns the one error line with which it refuses its input."""
 
     def train(config: Path, *arguments: str) -> str:
         code = cli.main(["train", "-c", str(config), *arguments])
@@ -256,7 +257,7 @@ def _rows(*rows: object) -> bytes:
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 
-GOOD = [{"text": f"row {number}"} for number in range(16)]
+GOOD = [{"text": f"row {i}"} for i in range(16)]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ GOOD = [{"text": f"row {number}"} for number in range(16)]
     ],
     ids=["empty", "no column", "not text", "not UTF-8", "cut off", "too few rows"],
 )
-def test_data_that_cannot_be_trained_on(place, refused, tmp_path, content, words):
+def test_unusable_data_is_refused(place, refused, tmp_path, content, words):
     data = tmp_path / "data.jsonl"
     data.write_bytes(content)
     line = refused(place.config("data"), f"data.path={data}")
@@ -281,7 +282,7 @@ def test_data_that_cannot_be_trained_on(place, refused, tmp_path, content, words
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_table_that_is_cut_off(place, refused, tmp_path, form):
+def test_a_truncated_table_is_refused(place, refused, tmp_path, form):
     table = write_corpus(tmp_path / f"table.{form}", form=form)
     table.write_bytes(table.read_bytes()[:-200])
     line = refused(place.config("data"), f"data.path={table}")
@@ -290,13 +291,13 @@ def test_a_table_that_is_cut_off(place, refused, tmp_path, form):
 
 @pytest.fixture(scope="module")
 def projections(place: Place) -> Path:
-    """Of another pair, and of this one with a value, or a place, that cannot be."""
+    """Projections of another pair, of this pair with a NaN, and of this pair with an index out of range."""
     ours, theirs = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
-    made = build_projection(ours, theirs, student_columns=320, teacher_columns=600)
-    values, indices = made.values.copy(), made.indices.copy()
+    valid = build_projection(ours, theirs, student_columns=320, teacher_columns=600)
+    values, indices = valid.values.copy(), valid.indices.copy()
     values[3], indices[3] = np.nan, 600
     other = build_projection(theirs, ours, student_columns=600, teacher_columns=320)
-    broken = {"another": other, "nan": replace(made, values=values), "away": replace(made, indices=indices)}
+    broken = {"another": other, "nan": replace(valid, values=values), "out-of-range": replace(valid, indices=indices)}
     folder = place.root / "projections"
     folder.mkdir()
     for name, projection in broken.items():
@@ -307,9 +308,9 @@ def projections(place: Place) -> Path:
 @pytest.mark.parametrize(("name", "words"), [
     ("another", ("must be this pair's", "student_hash", "the file has", "give the file of this pair")),
     ("nan", ("finite", "delete the file, it is built anew")),
-    ("away", ("600", "delete the file, it is built anew")),
+    ("out-of-range", ("600", "delete the file, it is built anew")),
 ])  # fmt: skip
-def test_a_projection_that_cannot_be_taken(place, refused, projections, name, words):
+def test_an_unusable_projection_is_refused(place, refused, projections, name, words):
     teacher = {"name": "big", "model": f"{place.root}/foreign"}
     line = refused(place.config("projection", teachers=[teacher]), f"projection.path={projections}/{name}")
     assert line.startswith("projection.path: ")
@@ -317,7 +318,7 @@ def test_a_projection_that_cannot_be_taken(place, refused, projections, name, wo
     assert not (place.root / "projection").exists()
 
 
-def test_more_gpus_than_there_are(place, refused, monkeypatch):
+def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
     from distill_rl import preflight
 
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
@@ -343,7 +344,7 @@ def _corrupt(step: Path) -> None:
     ],
     ids=["foreign", "newer", "corrupt"],
 )
-def test_a_checkpoint_that_cannot_be_gone_on_from(place, refused, tmp_path, harm, words):
+def test_a_checkpoint_that_cannot_be_resumed_is_refused(place, refused, tmp_path, harm, words):
     folder = tmp_path / "runs" / "mine" / "checkpoints"
     store = CheckpointStore(folder, keep_last=2, keep_best=0)
     draft = store.begin(SavedState(TrainState(3), {"data": "d" * 64}, None))

@@ -1,16 +1,14 @@
-"""Whole runs with a teacher of another tokenizer, through the command line."""
+"""Whole runs with a cross-tokenizer teacher, from the command line."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cli.test_train import assert_equal_runs, shards, weights
-from tests.helpers.command import Cluster, actor_pid, distill_rl, records, running, series, until
+from tests.cli.test_train import assert_equal_runs, shards
+from tests.helpers.command import Cluster, distill_rl, records, series
 
 pytestmark = pytest.mark.cli
 
@@ -22,12 +20,13 @@ def train(material, folder: Path, *overrides: str, teacher: str = "foreign", clu
 
 
 @pytest.fixture(scope="module")
-def straight(material, tmp_path_factory) -> Path:
-    """Eight steps in one go, KD scaled to the size of CE."""
-    return train(material, tmp_path_factory.mktemp("straight"), "loss.dynamic_scale=on", "checkpoint.every=4")
+def straight(material, cluster, tmp_path_factory) -> Path:
+    """Eight steps without interruption, with KD scaled to the size of CE."""
+    settings = ("loss.dynamic_scale=on", "checkpoint.every=4")
+    return train(material, tmp_path_factory.mktemp("straight"), *settings, cluster=cluster)
 
 
-def test_two_models_and_a_text_are_all_that_is_needed(straight, material):
+def test_two_models_and_a_text_suffice(straight, material):
     from transformers import AutoModelForCausalLM
 
     first = records(straight)[0]
@@ -43,7 +42,7 @@ def test_two_models_and_a_text_are_all_that_is_needed(straight, material):
     assert model.config.vocab_size == 320
 
 
-def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
+def test_kd_is_scaled_by_the_previous_steps_ratio(straight):
     kd, ce, scale = (dict(series(straight, f"train/{name}")) for name in ("kl_loss", "nll_loss", "kd_scale"))
     assert scale[1] == 1.0
     for step in range(2, 9):
@@ -52,44 +51,22 @@ def test_kd_is_scaled_by_the_ratio_of_the_step_before(straight):
     assert loss[5] == pytest.approx(scale[5] * kd[5] + ce[5], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [("prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"), ("prefetch.depth=3", "aligner.workers=3")],
-)
-def test_neither_the_pool_nor_the_depth_changes_a_bit(straight, material, cluster, tmp_path, overrides):
-    run = train(material, tmp_path, "loss.dynamic_scale=on", *overrides, cluster=cluster)
+def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path):
+    """Three steps and five more, with other aligners, depth and transport in either part, equal eight steps.
+
+    Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py.
+    """
+    for part in (
+        ("train.steps=3", "prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"),
+        ("train.steps=8", "prefetch.depth=3", "aligner.workers=3", "--resume"),
+    ):
+        run = train(material, tmp_path, "loss.dynamic_scale=on", *part, cluster=cluster)
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
-
-
-def test_three_plus_five_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
-    """The ratio that scales KD goes on as well; more resumes of one run: test_train.py."""
-    for steps, resume in ((3, []), (8, ["--resume"])):
-        settings = ("loss.dynamic_scale=on", f"train.steps={steps}", "aligner.workers=0")
-        run = train(material, tmp_path, *settings, *resume, cluster=cluster)
-    assert_equal_runs(straight, run)
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_an_aligner_killed_in_mid_run_changes_no_bit(material, cluster, tmp_path):
-    """The second of two, over and over: whatever it was doing is done again by another."""
-    steps = ("train.steps=80", "schedule.steps=80")
-    calm = train(material, tmp_path / "calm", *steps, "aligner.workers=0", cluster=cluster)
-    log, run = tmp_path / "log", tmp_path / "hit" / "runs" / "tiny"
-    config = material.config(tmp_path / "hit", "foreign")
-    with running("train", "-c", config, *steps, "aligner.workers=2", log=log) as process:
-        for step in (2, 12):
-            until(lambda step=step: len(series(run, "train/loss")) >= step or process.poll() is not None, "a step")
-            os.kill(actor_pid(process.pid, "AlignerWorker"), signal.SIGKILL)
-        assert process.wait(timeout=120) == 0, log.read_text()
-    assert series(run, "train/loss") == series(calm, "train/loss")
-    assert "is replaced" in (run / "logs" / "latest" / "driver.log").read_text()
-    assert all(torch.equal(ours, weights(calm)[name]) for name, ours in weights(run).items())
-
-
-def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_is_a_projection(
-    material, cluster, tmp_path
-):
+def test_split_ranks_match_one_process_and_save_the_learned_projection(material, cluster, tmp_path):
     common = (
         "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
         "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001", "aligner.workers=0",
@@ -103,14 +80,12 @@ def test_ranks_of_either_kind_have_the_losses_of_one_process_and_what_is_learnt_
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
         assert len(ours) == (1 if metric.startswith("validation") else 4)
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
-    learnt = whole / "projections" / "0.safetensors"
-    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learnt}")
+    learned = whole / "projections" / "0.safetensors"
+    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
     assert again.code == 0, again.err
 
 
-def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_know_the_text(
-    material, cluster, tmp_path
-):
+def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):
     run = train(
         material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
         f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
@@ -123,10 +98,8 @@ def test_teachers_of_both_kinds_teach_chats_together_weighed_by_how_well_they_kn
     assert first["align/coverage"] > 0.9
 
 
-def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_rows(
-    material, cluster, tmp_path, monkeypatch
-):
-    """CUDA through Numba's simulator, which needs no device."""
+def test_dp_runs_on_the_chosen_backend_with_equal_rows(material, cluster, tmp_path, monkeypatch):
+    """The CUDA backend runs on Numba's simulator, which needs no device."""
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     common = (
         "aligner.method=dp", "data.max_length=16", "data.validation.fraction=0",
@@ -146,7 +119,7 @@ def test_the_dynamic_programme_runs_on_the_engine_asked_for_and_gives_the_same_r
     assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
 
 
-def test_two_copies_of_one_tokenizer_give_the_same_run(material, cluster, tmp_path):
+def test_two_copies_of_one_tokenizer_match_the_plain_loss(material, cluster, tmp_path):
     common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4", "aligner.workers=0")
     cross, same = (
         train(material, tmp_path / loss, f"teachers.0.loss={loss}", *common, teacher="teacher", cluster=cluster)
@@ -159,7 +132,7 @@ def test_two_copies_of_one_tokenizer_give_the_same_run(material, cluster, tmp_pa
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_problems_of_a_tokenizer_pair_are_reported_before_the_start(material, tmp_path):
+def test_a_bad_tokenizer_pair_is_reported_before_the_start(material, tmp_path):
     ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
     assert ended.code == 2
     (line,) = ended.errors
@@ -167,7 +140,7 @@ def test_problems_of_a_tokenizer_pair_are_reported_before_the_start(material, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_says_how_the_student_learns_from_the_teacher_and_how_many_align(material, tmp_path):
+def test_check_shows_the_loss_and_the_number_of_aligners(material, tmp_path):
     ended = distill_rl("check", "-c", material.config(tmp_path, "foreign"))
     assert ended.code == 0, ended.err
     assert "aligner: 1 process" in ended.out

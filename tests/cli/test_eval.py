@@ -1,4 +1,4 @@
-"""`distill-rl eval` as a user gives it: what it prints and writes, and what no end of it may lose or do twice."""
+"""`distill-rl eval` from the command line: its results, and no item lost or repeated however it is interrupted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.helpers.command import (
     Ended,
     actor_pid,
     distill_rl,
+    distill_rl_in_process,
     leftovers,
     running,
     shared_memory,
@@ -28,7 +29,7 @@ from tests.helpers.suites import write_suite
 
 pytestmark = pytest.mark.cli
 
-COUNT = 400
+COUNT = 200
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,18 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long enough to be interrupted."""
+    """A suite long enough to be interrupted."""
     return write_suite(tmp_path_factory.mktemp("suite"), count=COUNT, max_new_tokens=40)
 
 
 def arguments(model: Path, suite: Path, out: Path, *more: str) -> list[str]:
-    given = ("--model", model, "--suites", suite, "--data", suite.parent, "--out", out, "--batch-size", "4")
-    return ["eval", *map(str, given), *more]
+    options = ("--model", model, "--suites", suite, "--data", suite.parent, "--out", out, "--batch-size", "4")
+    return ["eval", *map(str, options), *more]
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path, suite: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation that nothing disturbed, on two shards."""
+    """The output of an undisturbed evaluation on two shards."""
     out = tmp_path_factory.mktemp("whole") / "out"
     ended = distill_rl(*arguments(model, suite, out, "--shards", "2"))
     assert ended.code == 0, ended.err
@@ -66,27 +67,27 @@ def result(out: Path) -> dict:
 
 
 def judged(out: Path) -> int:
-    """Items on disk of an evaluation that runs."""
+    """The number of judged items that a running evaluation has on disk."""
     partial = out / ".own.partial.jsonl"
     return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
 
 @contextmanager
 def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Popen]:
-    """An evaluation, handed over when some of its items are judged; checks afterwards that nothing is left of it."""
+    """Starts an evaluation and yields once some items are judged. Afterwards, asserts that it left nothing behind."""
     before = shared_memory()
     with running(*command, log=log) as process:
         until(lambda: judged(out) >= 8 or process.poll() is not None, "the first items")
         assert process.poll() is None, log.read_text()
-        started = leftovers(process.pid)
-        assert len(started) > 3
+        children = leftovers(process.pid)
+        assert len(children) > 3
         yield process
-    assert not survivors(started.values(), deadline_s=30)
+    assert not survivors(children.values(), deadline_s=30)
     until(lambda: shared_memory() <= before, "shared memory given back")
 
 
-def assert_goes_on_to(whole: Path, command: list[str], out: Path) -> Ended:
-    """The command again (or without Ray) ends with every item once, each as if nothing had happened."""
+def assert_resumes(whole: Path, command: list[str], out: Path) -> Ended:
+    """Runs the command again and asserts that every item is there once, equal to that of the whole evaluation."""
     before = judged(out)
     assert 0 < before < COUNT
     assert not (out / "own.json").exists()
@@ -101,14 +102,14 @@ def assert_goes_on_to(whole: Path, command: list[str], out: Path) -> Ended:
     return ended
 
 
-def test_results_say_what_was_done_and_on_what(whole: Path, model: Path, suite: Path) -> None:
-    found = result(whole)
-    assert found["num_items"] == COUNT == len(items(whole))
-    assert sum(found["outcomes"].values()) == COUNT
-    assert (found["backend"], found["dtype"], found["device"]) == ("hf", "auto", "cpu")
-    assert (found["model"], found["data"]) == (str(model), [str(suite.parent)])
-    assert found["tokens_per_second"] > 0
-    assert found["example_prompt"] == items(whole)[0]["prompt"] == "question 0 is"
+def test_results_record_model_data_and_settings(whole: Path, model: Path, suite: Path) -> None:
+    summary = result(whole)
+    assert summary["num_items"] == COUNT == len(items(whole))
+    assert sum(summary["outcomes"].values()) == COUNT
+    assert (summary["backend"], summary["dtype"], summary["device"]) == ("hf", "auto", "cpu")
+    assert (summary["model"], summary["data"]) == (str(model), [str(suite.parent)])
+    assert summary["tokens_per_second"] > 0
+    assert summary["example_prompt"] == items(whole)[0]["prompt"] == "question 0 is"
     assert [row["id"] for row in items(whole)] == [f"q{n}" for n in range(COUNT)]
 
 
@@ -118,26 +119,24 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
     assert items(tmp_path / "out") == items(whole)
 
 
-def test_kill_9_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
+def test_sigkill_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
     command = arguments(model, suite, tmp_path / "out", "--shards", "2")
     with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
         process.kill()
-    assert_goes_on_to(whole, command, tmp_path / "out")
+    assert_resumes(whole, command, tmp_path / "out")
 
 
-def test_a_request_to_stop_keeps_what_was_judged_and_exits_85(
-    whole: Path, model: Path, suite: Path, tmp_path: Path
-) -> None:
+def test_sigterm_keeps_judged_items_and_exits_85(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
     command = arguments(model, suite, tmp_path / "out")
     with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
         assert not temporary(process.pid)
     assert "the same command goes on" in (tmp_path / "log").read_text()
-    assert_goes_on_to(whole, [*command, "--shards", "0"], tmp_path / "out")
+    assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
-def test_a_killed_actor_ends_the_evaluation_with_one_line_and_the_same_command_goes_on(
+def test_a_killed_actor_is_one_error_line_and_the_command_resumes(
     whole: Path, model: Path, suite: Path, tmp_path: Path
 ) -> None:
     command = arguments(model, suite, tmp_path / "out")
@@ -148,10 +147,10 @@ def test_a_killed_actor_ends_the_evaluation_with_one_line_and_the_same_command_g
     assert "evaluator-0: its process died during running the model" in error
     assert "give the same command again" in error
     assert "Traceback" not in (tmp_path / "log").read_text()
-    assert_goes_on_to(whole, [*command, "--shards", "0"], tmp_path / "out")
+    assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
-def test_another_model_does_not_mix_with_the_results_of_the_first(whole: Path, suite: Path, tmp_path: Path) -> None:
+def test_results_of_another_model_are_not_overwritten(whole: Path, suite: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", hidden=32, seed=2)
     before = {path: path.read_bytes() for path in whole.glob("own.*")}
     ended = distill_rl(*arguments(other, suite, whole))
@@ -164,8 +163,8 @@ def test_another_model_does_not_mix_with_the_results_of_the_first(whole: Path, s
 def test_models_are_compared_side_by_side(model: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", hidden=16, seed=2)
     suite = write_suite(tmp_path, count=20)
-    given = ("--model", f"big={model}", "--model", other, "--suites", suite, "--data", tmp_path, "--shards", "0")
-    ended = distill_rl("eval", *given, "--out", tmp_path / "out")
+    options = ("--model", f"big={model}", "--model", other, "--suites", suite, "--data", tmp_path, "--shards", "0")
+    ended = distill_rl("eval", *options, "--out", tmp_path / "out")
     assert ended.code == 0, ended.err
     for name in ("big", "other"):
         assert result(tmp_path / "out" / name)["num_items"] == 20
@@ -182,7 +181,7 @@ def test_suites_are_listed(tmp_path: Path) -> None:
     assert {"math", "math500", "minerva_math", "mmlu", "mmlu_cot", "gsm8k", "exact_match"} <= set(listed)
 
 
-def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_path: Path) -> None:
+def test_every_mistake_in_the_command_is_reported(model: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
     cases: list[tuple[tuple[object, ...], tuple[str, ...]]] = [
         (("--model", model, "--suites", "maths,mmul", "--data", tmp_path), ("maths, mmul", "minerva_math")),
@@ -201,23 +200,23 @@ def test_everything_wrong_with_the_command_is_one_line_each(model: Path, tmp_pat
             ("vllm", "not installed"),
         ),
     ]
-    for given, words in cases:
-        ended = distill_rl("eval", *map(str, given))
-        assert ended.code == 2, (given, ended.err)
+    for options, words in cases:
+        ended = distill_rl_in_process("eval", *options)
+        assert ended.code == 2, (options, ended.err)
         assert "Traceback" not in ended.err
-        assert all(word in " ".join(ended.errors) for word in words), (given, ended.err)
+        assert all(word in " ".join(ended.errors) for word in words), (options, ended.err)
 
 
-def test_data_that_are_not_as_published_are_only_a_warning(model: Path, tmp_path: Path) -> None:
+def test_data_unlike_the_published_is_only_a_warning(model: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=4, warnings=("own: 4 rows; published are 5",))
     ended = distill_rl("eval", "--model", model, "--suites", suite, "--data", tmp_path, "--shards", "0")
     assert ended.code == 0, ended.err
     assert "warning: own: 4 rows; published are 5" in ended.out
 
 
-def test_the_batch_script_hands_a_signal_on_and_requeues_itself(model: Path, suite: Path, tmp_path: Path) -> None:
-    """Slurm's own part, the requeue, is written down by a stand-in for its command."""
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+def test_the_batch_script_forwards_the_signal_and_requeues(model: Path, suite: Path, tmp_path: Path) -> None:
+    """A stand-in for `scontrol` records the requeue."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/scontrol-arguments\n')
     (tmp_path / "scontrol").chmod(0o755)
     out, log = tmp_path / "out", tmp_path / "log"
     variables = {"MODELS": f"tiny={model}", "SUITES": str(suite), "DATA": str(suite.parent), "OUT": str(out)}
@@ -230,5 +229,5 @@ def test_the_batch_script_hands_a_signal_on_and_requeues_itself(model: Path, sui
     until(lambda: judged(out) >= 8 or script.poll() is not None, "the first items")
     script.send_signal(signal.SIGUSR1)
     assert script.wait(timeout=60) == 85, log.read_text()
-    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert (tmp_path / "scontrol-arguments").read_text() == "requeue 77\n"
     assert 0 < judged(out) < COUNT

@@ -1,4 +1,4 @@
-"""launch/gpu_check.sh: it runs where nothing but torch, transformers, numpy and safetensors is installed."""
+"""launch/gpu_check.sh runs where only torch, transformers, numpy and safetensors are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cli
 SCRIPT = Path(distill_rl.__file__).parents[1] / "launch" / "gpu_check.sh"
 BLOCKED = ("ray", "omegaconf", "datasets", "numba", "pyarrow", "rich", "pytest", "jinja2", "psutil", "tensorboard")
 DEADLINE_S = 400
-# Run by every Python that finds it on its path, before anything else: packages are as if they were not installed.
+# Every Python that has this file on its path runs it first. The blocked packages then look as if not installed.
 SITE = f"""\
 from importlib import machinery
 find = machinery.PathFinder.find_spec
@@ -32,7 +32,7 @@ machinery.PathFinder.find_spec = staticmethod(find_spec)
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> dict[str, str]:
-    """The environment of a machine with nothing but what the kit needs."""
+    """Environment variables under which only the packages that the GPU check needs can be imported."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "sitecustomize.py").write_text(SITE)
     return os.environ | {"DISTILL_RL_PYTHON": sys.executable, "PYTHONPATH": str(folder)}
@@ -50,9 +50,9 @@ def test_all_parts_run_with_four_packages_and_no_gpu(bare, tmp_path):
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + (tmp_path / "out" / "gpu_check.log").read_text()
-    said = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert (said["state"], said["failures"]) == ("done", [])
-    parts = {part["name"]: part for part in said["parts"]}
+    record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert (record["state"], record["failures"]) == ("done", [])
+    parts = {part["name"]: part for part in record["parts"]}
     assert list(parts) == [part.name for part in PARTS]
     for name in ("environment", "student", "teacher", "resume", "transport", "kernels"):
         assert parts[name]["status"] == "ok", parts[name]
@@ -62,14 +62,14 @@ def test_all_parts_run_with_four_packages_and_no_gpu(bare, tmp_path):
     page = (tmp_path / "out" / "gpu_check.txt").read_text()
     assert max(map(len, page.splitlines())) <= 140
     assert all(part.name in page for part in PARTS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "it writes into its folder alone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "it writes only into its own folder"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "gpu_check.json", "gpu_check.log", "gpu_check.txt",
     ]  # fmt: skip
     assert done.stdout.splitlines()[-2] == page.splitlines()[0]
 
 
-def test_a_gpu_that_is_not_there_is_bad_input(bare, tmp_path):
+def test_a_missing_gpu_is_bad_input(bare, tmp_path):
     command = ["bash", str(SCRIPT), "--device", "cuda", "--out", str(tmp_path / "out")]
     environment = bare | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -90,7 +90,7 @@ def test_a_python_without_torch_is_bad_input(bare, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_kit_leaves_its_record_and_no_process(bare, tmp_path, number, code):
+def test_a_stopped_check_leaves_its_record_and_no_process(bare, tmp_path, number, code):
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "environment,resume"]
     process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, text=True)
     try:
@@ -105,7 +105,7 @@ def test_a_stopped_kit_leaves_its_record_and_no_process(bare, tmp_path, number, 
         process.wait()
     assert process.returncode == code, rest
     assert survivors(children.values()) == []
-    said = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert said["state"] == f"stopped by {number.name}"
-    assert [part["status"] for part in said["parts"]] == ["ok", "waiting"]
+    record = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert record["state"] == f"stopped by {number.name}"
+    assert [part["status"] for part in record["parts"]] == ["ok", "waiting"]
     assert "1 not done" in (tmp_path / "gpu_check.txt").read_text().splitlines()[0]

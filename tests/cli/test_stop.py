@@ -1,4 +1,4 @@
-"""Every way a run can end early: its exit code, its last words, and nothing left behind."""
+"""Every way in which a run can end early: exit code, final message, and nothing left behind."""
 
 import os
 import signal
@@ -22,45 +22,48 @@ from tests.helpers.command import (
 pytestmark = pytest.mark.cli
 
 PROMISE_S = 30
-"""An error ends the run within this; the promise is on the run, the test's deadline is its double on a shared machine."""
+"""A run promises to end this soon after an error. The tests wait twice as long, because the machine is shared."""
 
 
 @contextmanager
 def training(material, folder: Path, *overrides: str):
-    """A run that would go on for long, handed over in its first steps; checks afterwards that nothing is left of it."""
-    before = shared_memory()
-    log = folder / "log"
-    config = material.config(folder)
-    with running("train", "-c", config, "train.steps=100000", *overrides, log=log) as process:
-        run = folder / "runs" / "tiny"
-        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+    """Starts a long run and yields in its first steps. Afterwards, asserts that it left nothing behind."""
+    before, log = shared_memory(), folder / "log"
+    config, run = material.config(folder), folder / "runs" / "tiny"
+    steps = len(series(run, "train/loss"))
+    with running("train", "-c", config, "train.steps=100000", "aligner.workers=0", *overrides, log=log) as process:
+        until(lambda: len(series(run, "train/loss")) > steps or process.poll() is not None, "a step")
         assert process.poll() is None, log.read_text()
-        started = leftovers(process.pid)
+        children = leftovers(process.pid)
         assert temporary(process.pid)
-        assert len(started) > 3
+        assert len(children) > 3
         yield process, run, log
-    assert not survivors(started.values())
+    assert not survivors(children.values())
     until(lambda: shared_memory() <= before, "shared memory given back")
     assert not temporary(process.pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_request_to_stop_ends_the_step_saves_and_exits_85(material, cluster, tmp_path, number):
-    with training(material, tmp_path) as (process, run, log):
-        os.killpg(process.pid, number)  # as a scheduler does: to every process of the job
-        assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
-    last = series(run, "train/loss")[-1][0]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
-    assert f"after step {last}" in log.read_text()
+def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path):
+    """SIGTERM stops the run, SIGUSR1 the resumed run."""
+    before: set[str] = set()
+    for number, resume in ((signal.SIGTERM, ()), (signal.SIGUSR1, ("--resume",))):
+        with training(material, tmp_path, *resume) as (process, run, log):
+            os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
+            assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
+        last = series(run, "train/loss")[-1][0]
+        saved = {path.name for path in (run / "checkpoints").iterdir()}
+        assert saved - before == {f"step-{last}"}
+        assert f"after step {last}" in log.read_text()
+        before = saved
     more = (f"train.steps={last + 2}", "aligner.workers=0")
     ended = distill_rl("train", "-c", tmp_path / "tiny.yaml", *more, "--resume", cluster=cluster)
     assert ended.code == 0, ended.err
     assert [step for step, _ in series(run, "train/loss")] == list(range(1, last + 3))
 
 
-def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
+def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):
     with training(material, tmp_path) as (process, _, log):
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
 
@@ -69,7 +72,7 @@ def test_ctrl_c_stops_cleanly_with_130(material, tmp_path):
     ("worker", "role"),
     [("StudentWorker", "student-dp0-tp0"), ("TeacherWorker", "big/dp0-tp0")],
 )
-def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp_path, worker, role):
+def test_a_killed_worker_ends_the_run_with_one_error(material, tmp_path, worker, role):
     settings = ("transport=shared_memory", "prefetch.slots=2", "faults.teacher_restarts=0")
     with training(material, tmp_path, *settings) as (process, _, log):
         os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
@@ -81,9 +84,9 @@ def test_a_killed_worker_ends_the_run_with_one_error_that_names_it(material, tmp
     assert "Traceback" not in log.read_text()
 
 
-def test_an_exception_in_a_worker_ends_the_run_with_its_name_and_cause(material, tmp_path):
-    config = material.config(tmp_path)
-    ended = distill_rl("train", "-c", config, "optimizer.lr=1e30", "schedule.warmup_steps=0")
+def test_a_worker_exception_ends_the_run_with_name_and_cause(material, cluster, tmp_path):
+    settings = ("optimizer.lr=1e30", "schedule.warmup_steps=0", "aligner.workers=0")
+    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
     assert ended.code == 1
     assert len(ended.errors) == 1
     assert "student-dp0-tp0" in ended.errors[0]
@@ -92,7 +95,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_name_and_cause(material,
     assert "Traceback" in (tmp_path / "runs" / "tiny" / "logs" / "latest" / "driver.log").read_text()
 
 
-def test_resources_that_cannot_be_had_are_listed_with_what_there_is(material, tmp_path):
+def test_missing_resources_are_listed_beside_those_available(material, tmp_path):
     ended = distill_rl("train", "-c", material.config(tmp_path), "ray.num_cpus=1", "ray.placement_timeout_s=2")
     assert ended.code == 2
     assert "CPU: asked 3, cluster has 1" in ended.errors[0]

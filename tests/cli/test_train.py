@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they write, and what must not change a bit of it."""
+"""Whole runs from the command line: what they write, and which settings must not change a bit of it."""
 
 import json
 from pathlib import Path
@@ -32,12 +32,12 @@ def assert_equal_weights(run: Path, other: Path) -> None:
 
 
 def shards(run: Path, step: int) -> dict[str, str]:
-    """sha256 of what the student's ranks saved: weights and optimizer state."""
+    """sha256 of the files that the student's ranks saved: weights and optimizer state."""
     manifest = json.loads((run / "checkpoints" / f"step-{step}" / "MANIFEST.json").read_text())
     return {name: file["sha256"] for name, file in manifest["files"].items() if name.endswith(".distcp")}
 
 
-def test_a_run_leaves_what_the_design_says(straight):
+def test_a_run_leaves_the_documented_files(straight):
     names = {path.name for path in straight.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "logs", "checkpoints", "export", "report.html"} <= names
     assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["step-4", "step-8"]
@@ -49,12 +49,12 @@ def test_a_run_leaves_what_the_design_says(straight):
     )
 
 
-def test_training_lowers_what_it_minimises_on_text_it_has_not_seen(straight):
+def test_training_lowers_the_validation_loss(straight):
     kd, ce = dict(series(straight, "validation/kl_loss")), dict(series(straight, "validation/nll_loss"))
     assert kd[8] + 0.5 * ce[8] < kd[4] + 0.5 * ce[4]
 
 
-def test_the_export_loads_and_its_card_names_its_origin(straight, material):
+def test_the_export_loads_and_its_card_names_the_teacher(straight, material):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(straight / "export")
@@ -69,71 +69,65 @@ def test_the_export_loads_and_its_card_names_its_origin(straight, material):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("prefetch.depth=0", "transport=shared_memory", "aligner.workers=0"),
         ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2"),
         ("prefetch.depth=5", "prefetch.slots=3", "aligner.workers=0"),
     ],
 )
-def test_neither_depth_nor_transport_nor_the_size_of_the_ring_changes_a_bit(
-    straight, material, cluster, tmp_path, overrides
-):
+def test_a_ring_smaller_than_a_batch_changes_no_weight(straight, material, cluster, tmp_path, overrides):
     ended = distill_rl("train", "-c", material.config(tmp_path), *overrides, cluster=cluster)
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     assert_equal_weights(straight, run)
-    # A ring that holds no batch trains in sub-batches, whose means are added up in another order in fp64.
-    rounding = 1e-14 if "prefetch.slots" in " ".join(overrides) else 0
+    # A ring smaller than a batch trains in sub-batches, and their means are summed in another order in fp64.
     for metric in LOSSES:
-        ours, theirs = ([value for _, value in series(each, metric)] for each in (run, straight))
-        assert ours == pytest.approx(theirs, rel=rounding, abs=0)
-    ours, theirs = (series(each, "validation/kl_loss")[-1][1] for each in (run, straight))
-    assert ours == pytest.approx(theirs, rel=rounding, abs=0)
+        ours, theirs = ([value for _, value in series(folder, metric)] for folder in (run, straight))
+        assert ours == pytest.approx(theirs, rel=1e-14, abs=0)
+    ours, theirs = (series(folder, "validation/kl_loss")[-1][1] for folder in (run, straight))
+    assert ours == pytest.approx(theirs, rel=1e-14, abs=0)
 
 
 def boxes(run: Path, call: str, row: str) -> list[tuple[float, float]]:
-    """When a worker's calls began and ended, by the run's timeline."""
+    """(start, end) of one worker's calls of a method, from the run's timeline."""
     events = json.loads((run / "logs" / "latest" / "timeline.json").read_text())["traceEvents"]
     rows = {event["args"]["name"]: (event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
-    own = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
-    return [(event["ts"], event["ts"] + event["dur"]) for event in own]
+    calls = [event for event in events if event["name"] == call and (event["pid"], event["tid"]) == rows[row]]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in calls]
 
 
 def overlap(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> bool:
     return any(start < end and begin < stop for start, stop in some for begin, end in others)
 
 
-def test_what_workers_did_can_be_seen_side_by_side_and_in_a_table(straight):
-    trained, taught = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
-    assert (len(trained), len(taught)) == (8, 8 + 2)
+def test_the_timeline_and_the_time_table_show_the_workers(straight):
+    student, teacher = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
+    assert (len(student), len(teacher)) == (8, 8 + 2)
     assert len(boxes(straight, "build", "aligner-0")) == 8 + 2
-    assert overlap(trained, taught), "the teacher never worked while the student did"
+    assert overlap(student, teacher), "the teacher never worked while the student did"
     log = (straight / "logs" / "latest" / "driver.log").read_text()
     assert "where the time went, steps 1 to 4" in log
     assert "where the time went, steps 5 to 8" in log
     assert records(straight)[0]["transport/bytes_per_token"] == 16 * 8 + 8
 
 
-def test_three_plus_two_plus_three_steps_are_eight_bit_for_bit(straight, material, cluster, tmp_path):
+def test_three_plus_two_plus_three_steps_equal_eight_bit_for_bit(straight, material, cluster, tmp_path):
+    """Every part has another depth than the straight run, and some another transport, no aligner, or synchronous saves."""
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    # At depths other than the straight run's, and saved at once as well as beside the training.
-    for steps, depth, beside, resume in (
-        (3, 0, True, []),
-        (5, 2, False, ["--resume"]),
-        (8, 2, True, ["--resume", "auto"]),
+    for part in (
+        ("train.steps=3", "prefetch.depth=0", "transport=shared_memory", "aligner.workers=0"),
+        ("train.steps=5", "prefetch.depth=2", "checkpoint.async_save=false", "aligner.workers=0", "--resume"),
+        ("train.steps=8", "prefetch.depth=5", "transport=shared_memory", "--resume", "auto"),
     ):
-        how = (f"prefetch.depth={depth}", f"checkpoint.async_save={str(beside).lower()}")
-        settings = (f"train.steps={steps}", "aligner.workers=0", *how)
-        ended = distill_rl("train", "-c", config, *settings, *resume, cluster=cluster)
+        ended = distill_rl("train", "-c", config, *part, cluster=cluster)
         assert ended.code == 0, ended.err
     assert_equal_runs(straight, run)
+    assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_same(
-    straight, material, cluster, tmp_path
-):
+def test_split_ranks_and_other_micro_batches_train_alike(straight, material, cluster, tmp_path):
     ended = distill_rl(
-        "train", "-c", material.config(tmp_path), "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
+        "train", "-c", material.config(tmp_path),
+        "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
         "teachers.0.micro_batch_size=4", "train.micro_batch_size=1", "aligner.workers=0", cluster=cluster,
     )  # fmt: skip
     assert ended.code == 0, ended.err
@@ -144,7 +138,7 @@ def test_two_student_ranks_a_split_teacher_and_other_micro_batches_train_the_sam
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
 
 
-def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(material, cluster, tmp_path):
+def test_tensor_parallel_matches_the_loss_curve_of_one_process(material, cluster, tmp_path):
     curves = []
     for tp in (1, 2):
         folder = tmp_path / str(tp)
@@ -167,8 +161,8 @@ def test_tensor_parallel_student_and_teacher_have_the_loss_curve_of_one_process(
         torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
 
 
-def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(material, cluster, tmp_path):
-    """Teachers equal to the one of the straight run, so that their weighted mean is its loss."""
+def test_several_split_teachers_and_a_short_last_batch(material, cluster, tmp_path):
+    """All teachers are equal, so that the weighted mean of their losses is the loss of one of them."""
     losses = []
     for overrides in (
         ["aligner.workers=0"],
@@ -187,7 +181,7 @@ def test_several_teachers_that_are_split_otherwise_and_a_short_last_batch(materi
     torch.testing.assert_close([kl for _, kl in losses[0]], [kl for _, kl in losses[1]], rtol=2e-4, atol=1e-6)
 
 
-def test_a_resumed_run_must_find_the_same_teacher_order_and_data(straight, material):
+def test_resume_refuses_another_teacher_order_or_data(straight, material):
     config = straight.parent.parent / "tiny.yaml"
     ended = distill_rl(
         "train", "-c", config, "--resume", "train.steps=9", "run.seed=4", f"teachers.0.model={material.root}/student",
@@ -199,7 +193,7 @@ def test_a_resumed_run_must_find_the_same_teacher_order_and_data(straight, mater
         assert any(name in line for line in ended.errors), ended.errors
 
 
-def test_without_distillation_weight_no_teacher_runs(material, cluster, tmp_path):
+def test_no_teacher_runs_with_zero_kd_weight(material, cluster, tmp_path):
     settings = ("loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16", "aligner.workers=0")
     ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
     assert ended.code == 0, ended.err
@@ -222,7 +216,7 @@ def test_any_checkpoint_can_be_exported_later(straight, tmp_path):
     assert (tmp_path / "thesis" / "thesis.tex").exists()
 
 
-def test_a_run_directory_is_not_overwritten_and_check_changes_nothing(straight, material):
+def test_a_run_is_not_overwritten_and_check_changes_nothing(straight, material):
     folder = straight.parent.parent
     before = sorted(path.name for path in straight.rglob("*"))
     again = distill_rl("train", "-c", folder / "tiny.yaml")

@@ -1,4 +1,4 @@
-"""Cross-tokenizer losses on sharded student vocabularies: value and gradient are those of the whole, on every rank."""
+"""Cross-tokenizer losses on sharded student vocabularies: value and gradient equal those of the whole on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 WEIGHTS = (1.7, 0.6)
-"""KD and CE are multiplied by these before backward, so that neither gradient of an output is 1."""
+"""Factors of KD and CE before backward, so that the gradient of neither output is 1."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ CASES = (
 
 
 def compare(sizes: tuple[int, int], cases: Sequence[Case], dtype: torch.dtype, bound: float) -> list[ChunkOutput]:
-    """Uneven DTensor shards against the oracle."""
+    """Compares uneven DTensor shards with the oracle."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data, outputs = documents(student=sizes[0], teacher=sizes[1]), []
-    for number, case in enumerate(cases):
+    for i, case in enumerate(cases):
         target = data.target(case.kind, case.temperature, k=min(7, sizes[1]))
         expected, gradient = oracle(data, target, WEIGHTS, **case.keywords)
         student = sharded(data.student.to(dtype), mesh, 1).requires_grad_()
         output = chunk_kd_loss(
-            student, target, data.chunks, data.bridge, labels=data.labels, chunk_size=1 + number % 5, **case.keywords
+            student, target, data.chunks, data.bridge, labels=data.labels, chunk_size=1 + i % 5, **case.keywords
         )
         (WEIGHTS[0] * output.kd + WEIGHTS[1] * output.ce).backward()
         try:
@@ -87,7 +87,7 @@ def compare(sizes: tuple[int, int], cases: Sequence[Case], dtype: torch.dtype, b
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 2e-6)])
-def test_value_and_gradient_equal_the_oracle_on_uneven_shards(ranks: int, dtype: torch.dtype, bound: float) -> None:
+def test_value_and_gradient_match_the_oracle_on_uneven_shards(ranks: int, dtype: torch.dtype, bound: float) -> None:
     by_rank = run_ranks(ranks, compare, (53, 71), CASES, dtype, bound)
     for outputs in zip(*by_rank):
         for name in ("kd", "ce", "teacher_mass", "student_mass", "num_chunks"):
@@ -95,12 +95,12 @@ def test_value_and_gradient_equal_the_oracle_on_uneven_shards(ranks: int, dtype:
 
 
 @pytest.mark.parametrize("sizes", [(1003, 301), (9, 30)])
-def test_a_larger_vocabulary_and_shards_that_are_nearly_empty(sizes: tuple[int, int]) -> None:
+def test_large_vocabularies_and_nearly_empty_shards_match_the_oracle(sizes: tuple[int, int]) -> None:
     run_ranks(4, compare, sizes, CASES, torch.float64, 1e-10)
 
 
 def plain_shards() -> None:
-    """Equal shards in rank order with a group."""
+    """Compares equal plain shards in rank order, with a group, with the oracle."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(list(range(size)))
     data = documents(student=32 * size)
@@ -121,7 +121,7 @@ def plain_shards() -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:
+def test_plain_shards_with_a_group_match_the_oracle() -> None:
     run_ranks(2, plain_shards)
 
 
@@ -140,7 +140,7 @@ def learned_gradient() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_shares_of_a_learnt_projections_gradient_add_up_to_that_of_one_rank(ranks: int) -> None:
+def test_learned_projection_gradients_sum_to_that_of_one_rank(ranks: int) -> None:
     ((whole, value),) = run_ranks(1, learned_gradient)
     assert whole.abs().max() > 1e-3
     for gradient, kd in run_ranks(ranks, learned_gradient):
@@ -149,7 +149,7 @@ def test_the_shares_of_a_learnt_projections_gradient_add_up_to_that_of_one_rank(
 
 
 def ties(method: str) -> torch.Tensor:
-    """The gradient of rounded logits, many of them equal."""
+    """This rank's gradient of rounded logits, many of which are equal."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data = documents(student=97)
     student = sharded(data.student.round(), mesh, 1).requires_grad_()
@@ -161,7 +161,7 @@ def ties(method: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["gold", "uld"])
-def test_equal_probabilities_are_ranked_alike_however_they_are_sharded(method: str) -> None:
+def test_ties_are_ranked_alike_for_any_sharding(method: str) -> None:
     (whole,) = run_ranks(1, ties, method)
     parts = run_ranks(4, ties, method)
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-12)
@@ -181,12 +181,12 @@ def without_chunks() -> None:
             assert student.grad.to_local().isfinite().all()
 
 
-def test_without_a_chunk_or_a_label_the_zero_is_connected_on_every_rank() -> None:
+def test_zero_chunks_or_labels_give_a_connected_zero() -> None:
     run_ranks(2, without_chunks)
 
 
 def same_tokenizer() -> float:
-    """Teacher rows in the order of the student's, so that `kd_loss` can compare them as well."""
+    """The largest difference from `kd_loss`, which gets the teacher's rows in the order of the student's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data = documents(((1, 1),) * 6, 64, 64)
     target = data.target("topk")
@@ -196,11 +196,11 @@ def same_tokenizer() -> float:
     student, other = (sharded(data.student, mesh, 1).requires_grad_() for _ in range(2))
     plain = kd_loss(student, aligned, labels=labels, reduction="sum", kd_ratio=0.5)
     plain.loss.backward()
-    crossed = chunk_kd_loss(other, target, data.chunks, identity(64), method="hybrid", labels=labels)
-    (0.5 * crossed.kd + 0.5 * crossed.ce).backward()
+    by_chunk = chunk_kd_loss(other, target, data.chunks, identity(64), method="hybrid", labels=labels)
+    (0.5 * by_chunk.kd + 0.5 * by_chunk.ce).backward()
     assert torch.equal(other.grad.to_local(), student.grad.to_local())
-    return max(float((crossed.kd - plain.kd_loss).abs()), float((crossed.ce - plain.ce_loss).abs()))
+    return max(float((by_chunk.kd - plain.kd_loss).abs()), float((by_chunk.ce - plain.ce_loss).abs()))
 
 
-def test_two_copies_of_one_tokenizer_give_the_same_gradient_as_the_same_tokenizer_loss() -> None:
+def test_two_copies_of_one_tokenizer_match_kd_loss() -> None:
     assert max(run_ranks(2, same_tokenizer)) < 1e-11

@@ -1,4 +1,4 @@
-"""Across tokenizers too one global batch gives one gradient, whatever the layout and the micro-batch size."""
+"""Across tokenizers, too, a global batch has one gradient for every layout and micro-batch size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.ranks
 
 OURS, THEIRS, COLUMNS, TOP, CE_WEIGHT = 320, 600, 507, 16, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-# method, teacher's export → (loss settings, micro-batch sizes)
+# (method, teacher's export) → (loss settings, micro-batch sizes)
 CASES = {
     ("hybrid", "topk"): ({"temperature": 2.0}, (1, 2, 4)),
     ("xtoken", "logits"): ({}, (2,)),
@@ -50,11 +50,11 @@ CASES = {
 
 
 def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch]]:
-    """Eight documents as the student's ranks and as the teacher's read them."""
+    """Eight documents as batches of the student's ranks and of the teacher's ranks."""
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
     plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing=False, pad_id=7)
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
-    documents = tuple({"row": n, **row} for n, row in enumerate(corpus_rows(8, seed=2)))
+    documents = tuple({"row": i, **row} for i, row in enumerate(corpus_rows(8, seed=2)))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
     _, ours, (theirs,) = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
@@ -63,7 +63,7 @@ def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch
 def engine_for(
     method: str, export: str, world: World, folders: dict[str, Path], **settings
 ) -> tuple[StudentEngine, dict, RankBatch]:
-    """The student's engine, what its teacher published for its part of the batch, and that part."""
+    """The student's engine, the teacher's targets for this rank's part of the batch, and that part."""
     loss, _ = CASES[method, export]
     ours, theirs = build(world.dp, world.dp)
     batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
@@ -87,26 +87,26 @@ def source_of(targets: dict, batch: RankBatch, temperature: float):
 
 
 def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
-    """On a rank: the whole gradient per method, export and micro-batch size."""
+    """Runs on a rank. The whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
-    found = {}
+    results = {}
     for (method, export), (_, sizes) in CASES.items():
         engine, targets, batch = engine_for(method, export, world, folders)
         source = source_of(targets, batch, engine.config.loss.temperature)
         for size in sizes:
             engine.config.train.micro_batch_size = size
             engine.forward_backward(batch, source)
-            found[method, export, size] = whole_gradients(engine.model)
+            results[method, export, size] = whole_gradients(engine.model)
             engine.evaluate(batch, source)
             engine.optimizer.zero_grad()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("cross")
     ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    # On two ranks an odd number of columns gives shards of unequal size, one of them mostly padding.
     student = write_tiny_model(root / "student", "qwen2", seed=20, vocab_size=COLUMNS, tie=True, tokenizer=ours)
     teacher = write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=640, tokenizer=theirs)
     projection = cached_projection(root, ours, theirs, student_columns=COLUMNS, teacher_columns=640)
@@ -114,10 +114,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def bridge_of(path: Path) -> VocabularyProjection:
-    found = load_projection(path)
-    common = {"student_common": found.student_common, "teacher_common": found.teacher_common}
+    projection = load_projection(path)
+    common = {"student_common": projection.student_common, "teacher_common": projection.teacher_common}
     return VocabularyProjection.from_arrays(
-        found.indptr, found.indices, found.values, num_teacher=found.num_teacher, **common
+        projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher, **common
     )
 
 
@@ -149,15 +149,20 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
-    found = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
-    for (method, export, size), gradient in found.items():
+def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
+    for (method, export, size), gradient in results.items():
         error = relative_l2(gradient, references[method, export])
         assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
 
 
-def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> tuple[dict, torch.Tensor, list[float]]:
-    """Three steps with a projection that is learnt: all parameters, the rows of W, the losses; saved after two."""
+def train_projection(
+    dp: int, tp: int, folders: dict[str, Path], folder: Path | None
+) -> tuple[dict, torch.Tensor, list[float]]:
+    """Three steps with a learned projection: (all parameters, values of the projection, losses).
+
+    With a `folder`, the run is saved after two steps and resumed from there.
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     engine, targets, batch = engine_for(
         "xtoken", "logits", world, folders, projection__learnable=True, optimizer__lr=1e-2, train__micro_batch_size=1,
@@ -168,7 +173,7 @@ def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> t
     for step in range(3):
         if folder is not None and step == 2:
             engine.save(folder, {})
-            for parameter in engine.parameters:  # what is loaded must not be there already
+            for parameter in engine.parameters:  # so that loading has something to restore
                 parameter.data.zero_()
             engine.kd_scale = 0.0
             engine.load(folder)
@@ -178,26 +183,26 @@ def learnt(dp: int, tp: int, folders: dict[str, Path], folder: Path | None) -> t
     return whole_parameters(engine.trained), projection().values.detach().clone(), losses
 
 
-def test_a_learnt_projection_is_the_same_on_every_layout_stays_stochastic_and_resumes(folders, tmp_path):
-    whole, values, losses = ranks.run_ranks(1, learnt, 1, 1, folders, None)[0]
+def test_a_learned_projection_matches_on_every_layout_and_resumes(folders, tmp_path):
+    whole, values, losses = ranks.run_ranks(1, train_projection, 1, 1, folders, None)[0]
     bridge = bridge_of(folders["projection"])
     sums = torch.zeros(COLUMNS).index_add_(0, bridge.entry_rows, values)
     torch.testing.assert_close(sums[:OURS], torch.ones(OURS))
     assert (values > 0).all()
     moved = (values - bridge.values).abs() > 1e-4
-    assert moved.any(), "nothing was learnt"
+    assert moved.any(), "the projection did not change"
     for dp, tp in ((1, 2), (2, 2)):
-        split, theirs, _ = ranks.run_ranks(dp * tp, learnt, dp, tp, folders, None)[0]
+        split, theirs, _ = ranks.run_ranks(dp * tp, train_projection, dp, tp, folders, None)[0]
         torch.testing.assert_close(theirs, values, rtol=1e-4, atol=1e-6)
         assert relative_l2(split, whole) < 1e-4
-    again, resumed, series = ranks.run_ranks(1, learnt, 1, 1, folders, tmp_path / "saved")[0]
+    again, resumed, series = ranks.run_ranks(1, train_projection, 1, 1, folders, tmp_path / "saved")[0]
     assert torch.equal(resumed, values)
     assert series == losses
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
-    """Two steps whose KD is scaled by the ratio of the very step."""
+    """Metrics of two steps, each with KD scaled by its own ratio of CE to KD."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=1)
     engine, targets, batch = engine_for(
         "hybrid", "topk", world, folders, loss__dynamic_scale="exact", optimizer__lr=1e-2, train__micro_batch_size=size
@@ -206,7 +211,7 @@ def exact_scales(dp: int, size: int, folders: dict[str, Path]) -> list[dict]:
     return [engine.train_step(batch, source) for _ in range(2)]
 
 
-def test_an_exact_scale_is_the_ratio_of_its_own_step_for_any_split(folders):
+def test_an_exact_scale_is_its_own_steps_ratio_for_any_split(folders):
     whole = ranks.run_ranks(1, exact_scales, 1, 4, folders)[0]
     halves = ranks.run_ranks(2, exact_scales, 2, 1, folders)
     for step, metrics in enumerate(whole):

@@ -1,4 +1,4 @@
-"""Hidden states teach exactly what whole logits teach, however teacher and student are split."""
+"""Hidden states give the same gradient as whole logits, however teacher and student are split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ranks
 
 VOCABULARY, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 24, 2.0, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
-# Tables that are wider and narrower than the student's 507, tied and not, split and not, with a soft cap and without.
+# Vocabularies wider and narrower than the student's 507; tied and untied, split and whole, with and without a soft cap.
 TEACHERS = {
     "qwen2": {"tie": True, "vocab_size": 352},
     "llama": {"vocab_size": 640, "hidden": 48, "kv_heads": 4},
@@ -41,16 +41,16 @@ DIVERGENCES = {"qwen2": "forward_kl", "llama": "reverse_kl", "gemma2": "jsd"}
 
 
 def batch_rows():
-    """Four rows: of two documents, of one, and an empty one, so that ranks differ in their number of labels."""
+    """Four rows with two, one, no and two documents, so that ranks differ in their number of labels."""
     documents = random_documents(5, seed=11, longest=12)
     return token_rows([documents[:2], documents[2:3], [], documents[3:]], WIDTH)
 
 
 def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dict:
-    """On a rank: per teacher, export and micro-batch size the whole gradient."""
+    """Runs on a rank. The whole gradient per teacher, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
-    found = {}
+    results = {}
     for name, path in teachers.items():
         for export, sizes in (("hidden", (1, 2)), ("logits", (2,))):
             config = engine_config(
@@ -58,22 +58,22 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
                 loss__divergence=DIVERGENCES[name],
             )  # fmt: skip
             config.teachers[0].export = export
-            # A family without a plan, and one that four ranks cannot split, are whole on every rank.
+            # A teacher without a tensor-parallel plan, or with too few heads for four ranks, is whole on every rank.
             split = tp == 1 or (name == "qwen2" and tp == 2) or name == "llama"
-            there = world if split else open_world(rank=ranks.rank(), dp=dp * tp, tp=1)
+            teacher_world = world if split else open_world(rank=ranks.rank(), dp=dp * tp, tp=1)
             targets = engine_targets(
-                TeacherEngine(config, config.teachers[0], there, vocabulary_size=VOCABULARY), batch
+                TeacherEngine(config, config.teachers[0], teacher_world, vocabulary_size=VOCABULARY), batch
             )
             source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             for size in sizes:
                 config.train.micro_batch_size = size
                 engine.forward_backward(batch, source)
-                found[name, export, size] = whole_gradients(engine.model)
+                results[name, export, size] = whole_gradients(engine.model)
                 engine.evaluate(batch, source)
                 engine.optimizer.zero_grad()
-            assert not any("head" in each for each in dict(engine.objective.named_parameters()))
-    return found
+            assert not any("head" in parameter for parameter in dict(engine.objective.named_parameters()))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def folders(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models through the plain loss over every column, documents one by one."""
+    """fp64 gradients of plain models with the plain loss over all columns, one document at a time."""
     student, teachers = folders
     rows = batch_rows()
     labels = torch.tensor(rows.labels, dtype=torch.long)
@@ -104,15 +104,15 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_hidden_states_and_logits_give_the_gradient_of_the_definition(folders, references, dp: int, tp: int):
-    for rank, found in enumerate(ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)):
-        for (name, export, size), gradient in found.items():
+def test_hidden_states_and_logits_give_the_reference_gradient(folders, references, dp: int, tp: int):
+    for rank, results in enumerate(ranks.run_ranks(dp * tp, gradients, dp, tp, *folders)):
+        for (name, export, size), gradient in results.items():
             error = relative_l2(gradient, references[name])
             assert error < 1e-5, f"{export} of {name}, micro-batch {size}, rank {rank}: {error:.1e}"
 
 
 def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], float]:
-    """Rows of the teacher's output layer that this rank holds, and how far a step of training got."""
+    """(shape of the teacher's output layer on this rank, decrease of KD over three steps)."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     config = engine_config(student, [teacher], optimizer__lr=1e-2)
     config.teachers[0].export = "hidden"
@@ -121,14 +121,14 @@ def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], fl
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row)
     before = engine.objective.heads[0].weight.clone()
-    losses = [engine.train_step(batch, source) for _ in range(3)]
-    assert torch.equal(engine.objective.heads[0].weight, before), "a teacher never learns"
-    kds = [loss["train/kl_loss"].value for loss in losses if loss]
+    history = [engine.train_step(batch, source) for _ in range(3)]
+    assert torch.equal(engine.objective.heads[0].weight, before), "the teacher must not be trained"
+    kds = [metrics["train/kl_loss"].value for metrics in history if metrics]
     return list(before.shape), kds[0] - kds[-1] if kds else 0.0
 
 
-def test_a_rank_holds_the_output_layer_of_its_own_columns_and_the_student_learns_from_it(folders):
+def test_a_rank_holds_only_its_columns_of_the_teachers_head(folders):
     student, teachers = folders
-    found = ranks.run_ranks(2, parts, 1, 2, student, teachers["llama"])
-    assert [shape for shape, _ in found] == [[254, 48], [253, 48]]
-    assert found[0][1] > 0.01
+    results = ranks.run_ranks(2, parts, 1, 2, student, teachers["llama"])
+    assert [shape for shape, _ in results] == [[254, 48], [253, 48]]
+    assert results[0][1] > 0.01

@@ -1,4 +1,4 @@
-"""Weights go straight from files into shards, and from shards back into files."""
+"""Loading weights from files straight into shards, and exporting shards back into files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_world(dp: int, tp: int, replicas: int = 1) -> World:
 
 
 def round_trip(dp: int, tp: int, replicas: int, sources: list[str], out: str) -> list[str]:
-    """Export every untrained model and return what is wrong with the shards on the way."""
+    """Loads and exports every model untrained; returns what was wrong with the shards."""
     world = in_world(dp, tp, replicas)
     problems = []
     for source in sources:
@@ -57,7 +57,7 @@ def round_trip(dp: int, tp: int, replicas: int, sources: list[str], out: str) ->
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Models whose vocabulary divides by nothing and whose norms are too short for four even parts."""
+    """Models whose vocabulary and norms cannot be divided evenly among the ranks."""
     folder = tmp_path_factory.mktemp("sources")
     for name, settings in (
         ("llama", {"hidden": 24, "tie": False, "dtype": "bfloat16"}),
@@ -77,25 +77,25 @@ def test_sharded_load_and_export_give_the_same_bytes(sources, tmp_path: Path, dp
     assert run_ranks(dp * tp, round_trip, dp, tp, replicas, sources, str(tmp_path), group=False) == [[]] * (dp * tp)
     for source in map(Path, sources):
         wanted = load_file(source / "model.safetensors")
-        found = load_file(tmp_path / source.name / "model.safetensors")
-        assert found.keys() == wanted.keys()
+        exported = load_file(tmp_path / source.name / "model.safetensors")
+        assert exported.keys() == wanted.keys()
         for name in wanted:
-            assert found[name].dtype == wanted[name].dtype, name
-            assert torch.equal(found[name], wanted[name]), f"{source.name}: {name}"
+            assert exported[name].dtype == wanted[name].dtype, name
+            assert torch.equal(exported[name], wanted[name]), f"{source.name}: {name}"
 
 
 # --- memory
 
 
 def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
-    """Bytes: growth of this process at its peak, held afterwards, read at once at most, read in all."""
+    """Bytes: (peak growth of this process, held afterwards, largest single read, total read)."""
     world = in_world(dp, tp)
     config = read_config(path)
     model = skeleton(config, dtype=torch.float32, attention="sdpa")
     family = families.family_of(config)
     parallelize(model, world.mesh, family=family, fsdp=True, compute_dtype=torch.float32)
     files = WeightFiles(Path(path))
-    Path("/proc/self/clear_refs").write_text("5")  # forget the old peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     model.to_empty(device="cpu")
     tie_again(model)
@@ -112,7 +112,7 @@ def _status(key: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def test_no_rank_ever_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -> None:
     path = write_model(
         tmp_path, "llama-biased", vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=4
     )
@@ -127,7 +127,7 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_slice(tmp_path: Path) -
         assert peak < 0.95 * whole
 
 
-def test_ranks_of_one_tensor_parallel_group_read_their_own_slices(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_read_only_their_slices(tmp_path: Path) -> None:
     path = write_model(tmp_path, "llama-biased", vocab_size=8192, hidden_size=512, intermediate_size=2048)
     whole = (path / "model.safetensors").stat().st_size
     for _, held, largest, total in run_ranks(4, peak_growth, 2, 2, str(path), group=False):
@@ -140,9 +140,9 @@ def test_ranks_of_one_tensor_parallel_group_read_their_own_slices(tmp_path: Path
 
 
 def teachers(dp: int, tp: int, paths: list[str], vocabulary: int) -> list[tuple[Tensor, Tensor, bool]]:
-    """Logits of every model in one piece and by chunks of tokens, masked; and whether the parameters are split."""
+    """Per model: (masked logits in one piece, the same by chunks of tokens, whether the parameters are split)."""
     world = in_world(dp, tp)
-    found = []
+    results = []
     for path in paths:
         model = load_model(path, world, role="teacher", dtype="fp32")
         with torch.no_grad():
@@ -151,9 +151,9 @@ def teachers(dp: int, tp: int, paths: list[str], vocabulary: int) -> list[tuple[
             chunks = [mask_padded_columns(families.head(model, part), vocabulary) for part in hidden.split(5)]
         split = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         is_part = split < 0.6 * sum(p.numel() for p in model.parameters())
-        found.append((_whole(whole)[0], torch.cat([_whole(chunk) for chunk in chunks]), is_part))
+        results.append((_whole(whole)[0], torch.cat([_whole(chunk) for chunk in chunks]), is_part))
     close_world(world)
-    return found
+    return results
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -161,33 +161,35 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
-def test_a_teacher_is_split_by_tensor_parallelism_only_and_keeps_its_logits(tmp_path: Path, dp: int, tp: int) -> None:
+def test_a_teacher_is_split_by_tp_only_and_keeps_its_logits(tmp_path: Path, dp: int, tp: int) -> None:
     from transformers import AutoModelForCausalLM
 
     vocabulary = 501
     models = {"llama": {}, "qwen2": {}, "qwen3": {}, "mistral-window": {}, "phi3": {}, "gpt2": {"positions": 32}}
-    paths = [str(write_model(tmp_path / name, name, vocab_size=VOCABULARY, **own)) for name, own in models.items()]
+    paths = [
+        str(write_model(tmp_path / name, name, vocab_size=VOCABULARY, **settings)) for name, settings in models.items()
+    ]
     results = run_ranks(2, teachers, dp, tp, paths, vocabulary, group=False)
-    for number, path in enumerate(paths):
+    for i, path in enumerate(paths):
         plain = AutoModelForCausalLM.from_pretrained(path).eval()
         with torch.no_grad():
             parts = [plain(input_ids=ids, use_cache=False).logits[0] for ids in TOKENS.split([5, 7], dim=1)]
         wanted = torch.cat(parts)
         wanted[:, vocabulary:] = -torch.inf
         for rank in range(2):
-            whole, by_chunks, is_part = results[rank][number]
+            whole, by_chunks, is_part = results[rank][i]
             assert is_part == (tp == 2)
             torch.testing.assert_close(whole, wanted, rtol=0, atol=5e-6)
             torch.testing.assert_close(by_chunks, wanted, rtol=0, atol=5e-6)
 
 
 def masked(vocabularies: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(logits, gradient of the weight, local columns) of a masked, unevenly sharded head for each vocabulary size."""
+    """(logits, gradient of the weight, local shape) of a masked, unevenly sharded head for each vocabulary size."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    found = []
+    results = []
     for vocabulary in vocabularies:
         torch.manual_seed(0)
         weight = distribute_tensor(torch.randn(11, 4), mesh, [Shard(0)]).requires_grad_()
@@ -195,21 +197,23 @@ def masked(vocabularies: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
         logits = torch.nn.functional.linear(DTensor.from_local(hidden, mesh), weight)
         assert mask_padded_columns(logits, vocabulary) is logits
         logits.full_tensor().log_softmax(-1)[:, 1].sum().backward()
-        found.append((logits.full_tensor().detach(), weight.grad.full_tensor(), torch.tensor(logits.to_local().shape)))
-    return found
+        results.append(
+            (logits.full_tensor().detach(), weight.grad.full_tensor(), torch.tensor(logits.to_local().shape))
+        )
+    return results
 
 
-def test_padding_is_masked_on_whichever_rank_it_lies() -> None:
+def test_padding_is_masked_on_any_rank() -> None:
     vocabularies = [11, 10, 7, 3]
     results = run_ranks(4, masked, vocabularies)
     assert [int(result[0][2][-1]) for result in results] == [3, 3, 3, 2]
-    for number, vocabulary in enumerate(vocabularies):
+    for i, vocabulary in enumerate(vocabularies):
         torch.manual_seed(0)
         weight = torch.randn(11, 4, requires_grad=True)
         wanted = torch.randn(3, 4) @ weight[:vocabulary].T
         wanted.log_softmax(-1)[:, 1].sum().backward()
         for result in results:
-            logits, gradient, _ = result[number]
+            logits, gradient, _ = result[i]
             torch.testing.assert_close(logits[:, :vocabulary], wanted.detach())
             assert (logits[:, vocabulary:] == -torch.inf).all()
             torch.testing.assert_close(gradient, weight.grad)
@@ -243,7 +247,7 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(
 
 
 def slices(dp: int, tp: int, rows: int) -> list[tuple[int, int]]:
-    """Rows of a [rows, 2] parameter that FSDP2 and tensor parallelism both cut."""
+    """A [rows, 2] parameter that FSDP2 and TP both split: [(local elements, whether right), (-1, whether it gathers)]."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -254,15 +258,15 @@ def slices(dp: int, tp: int, rows: int) -> list[tuple[int, int]]:
     fully_shard(module, mesh=world.mesh["dp"])
     where = local_slices(module.weight)
     local = module.weight.to_local().detach()
-    found = [(int(local.numel()), int(torch.equal(local, values[where])))]
+    results = [(int(local.numel()), int(torch.equal(local, values[where])))]
     gathered = gather_to_first(module.weight)
-    found.append((-1, int(gathered is None or torch.equal(gathered, values))))
+    results.append((-1, int(gathered is None or torch.equal(gathered, values))))
     close_world(world)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 13])
-def test_a_dimension_that_both_split_is_found_and_gathered_whatever_its_size(rows: int) -> None:
+def test_a_dimension_split_by_fsdp_and_tp_is_gathered_whole(rows: int) -> None:
     results = run_ranks(4, slices, 2, 2, rows, group=False)
     assert all(equal for result in results for _, equal in result)
     assert sum(result[0][0] for result in results) == 2 * rows

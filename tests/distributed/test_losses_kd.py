@@ -1,4 +1,4 @@
-"""KD on sharded vocabularies: value and gradient are those of the whole, on every rank, to fp64 rounding."""
+"""KD on sharded vocabularies: value and gradient equal those of the whole on every rank, up to fp64 rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 FACTOR = 1.7
-"""The loss is multiplied by it before backward, so that the gradient of the output is not 1."""
+"""Factor of the loss before backward, so that the gradient of the output is not 1."""
 
 
 def line() -> DeviceMesh:
@@ -78,20 +78,20 @@ def compare_fused(case: Case, data: Batch, mesh: DeviceMesh, truth: tuple[KDOutp
 
 
 def compare_cases(vocabulary: int, padding: int, num_rows: int, cases: Sequence[Case]) -> int:
-    """Both entries against the oracle; the number of comparisons."""
+    """Compares both entry points with the oracle; returns the number of comparisons."""
     mesh, data = line(), batch(num_rows, vocabulary, padding)
-    for number, case in enumerate(cases):
+    for i, case in enumerate(cases):
         truth = oracle(case, data, data.target(case, k=min(9, vocabulary)), FACTOR)
         for compare in (compare_logits, compare_fused):
             try:
-                compare(case, data, mesh, truth, chunk=1 + number % 7)
+                compare(case, data, mesh, truth, chunk=1 + i % 7)
             except AssertionError as error:
                 raise AssertionError(f"{compare.__name__} {case} V={vocabulary}: {error}") from None
     return 2 * len(cases)
 
 
 def extremes(vocabulary: int) -> list[Case]:
-    """A case of every kind of arithmetic, for shapes where all cases would take long."""
+    """One case of every kind of arithmetic, for shapes on which all cases would take too long."""
     return [
         Case("forward_kl", "dense", "bucket", 2.5),
         Case("jsd", "hidden", "bucket", 1.0),
@@ -102,19 +102,19 @@ def extremes(vocabulary: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_value_and_gradient_equal_the_oracle_for_every_setting_on_uneven_shards(ranks: int) -> None:
+def test_every_setting_matches_the_oracle_on_uneven_shards(ranks: int) -> None:
     cases = list(all_cases())
     assert run_ranks(ranks, compare_cases, 507, 11, 5, cases) == [2 * len(cases)] * ranks
 
 
 @pytest.mark.parametrize(("vocabulary", "padding"), [(32003, 100), (5, 0), (3, 0), (2, 0)])
-def test_value_and_gradient_equal_the_oracle_on_large_and_on_empty_shards(vocabulary: int, padding: int) -> None:
+def test_large_and_empty_shards_match_the_oracle(vocabulary: int, padding: int) -> None:
     cases = extremes(vocabulary)
     run_ranks(4, compare_cases, vocabulary, padding, 3, cases)
 
 
 def compare_plain_shards() -> None:
-    """Equal shards in rank order with a group that is not the default one's order."""
+    """Compares equal plain shards in rank order, with a new group, with the oracle."""
     size, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(size))
     group = dist.new_group(members)
@@ -137,7 +137,7 @@ def compare_plain_shards() -> None:
 
 
 def compare_on_two_dimensional_mesh() -> None:
-    """dp × tp: rows of a [B, S, V] DTensor over dp, columns over tp; every dp rank has its own labels and targets."""
+    """Rows of a [B, S, V] DTensor over dp and columns over tp. Every dp rank has its own labels and targets."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data = batch(8, 101)
     rows = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)
@@ -166,8 +166,10 @@ def compare_on_two_dimensional_mesh() -> None:
 
 
 def compare_replicated_hidden() -> None:
-    """Hidden states that are a replicated DTensor get a replicated gradient, complete on every rank; plain ones are
-    known to be replicated by the name of the mesh."""
+    """A replicated DTensor of hidden states gets a replicated gradient, complete on every rank.
+
+    Plain hidden states count as replicated because of the name of the mesh.
+    """
     data, case = batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
     _, gradient = oracle(case, data, data.target(case))
     named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -186,7 +188,7 @@ def compare_replicated_hidden() -> None:
 
 
 def compare_saved_output() -> None:
-    """An upstream operation that saved its output still has it: nothing was overwritten."""
+    """The loss does not overwrite its input, which an upstream operation may have saved."""
     mesh, data, case = line(), batch(5, 37), Case("reverse_kl", "topk", "bucket", 1.0)
     target = data.target(case)
     whole = (data.student / 10).requires_grad_()
@@ -201,7 +203,7 @@ def compare_saved_output() -> None:
 
 
 def refuse_a_weight_whose_ranks_have_rows_of_their_own() -> None:
-    """What FSDP has sharded over data-parallel ranks looks like a sharded vocabulary."""
+    """A weight that FSDP has sharded over data-parallel ranks looks like a sharded vocabulary."""
     mesh, data, case = line(), batch(5, 37), Case("forward_kl", "topk", "bucket", 1.0)
     target, head = data.target(case), sharded(data.head, mesh, 0)
     rows = DTensor.from_local(data.hidden, mesh, [Shard(0)], run_check=False)
@@ -225,16 +227,16 @@ def refuse_labels_that_are_a_dtensor() -> None:
 
 def refuse_plain_shards_of_unequal_width() -> None:
     widths = [20 + rank for rank in range(dist.get_world_size())]
-    own = torch.randn(5, widths[dist.get_rank()])
+    logits = torch.randn(5, widths[dist.get_rank()])
     teacher = TopKLogprobs(torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), -1.0), torch.full((5,), -1.3))
     for call in (
-        lambda: kd_loss(own, teacher, tp_group=dist.group.WORLD),
-        lambda: vocab_parallel_topk(own, 4, tp_group=dist.group.WORLD),
-        lambda: vocab_parallel_logprobs(own, torch.zeros(5, dtype=torch.int64), tp_group=dist.group.WORLD),
+        lambda: kd_loss(logits, teacher, tp_group=dist.group.WORLD),
+        lambda: vocab_parallel_topk(logits, 4, tp_group=dist.group.WORLD),
+        lambda: vocab_parallel_logprobs(logits, torch.zeros(5, dtype=torch.int64), tp_group=dist.group.WORLD),
     ):
         with pytest.raises(ValueError, match=f"equally wide on all ranks of tp_group; got 20 to {widths[-1]} columns"):
             call()
-    equal = kd_loss(own[:, :20], teacher, tp_group=dist.group.WORLD)  # and the ranks are still in step
+    equal = kd_loss(logits[:, :20], teacher, tp_group=dist.group.WORLD)  # the ranks are still in step
     assert equal.loss.isfinite()
 
 
@@ -242,7 +244,7 @@ def test_labels_that_are_a_dtensor_are_refused() -> None:
     run_ranks(2, refuse_labels_that_are_a_dtensor)
 
 
-def test_a_weight_that_is_sharded_over_data_parallel_ranks_is_refused() -> None:
+def test_a_weight_sharded_over_data_parallel_ranks_is_refused() -> None:
     run_ranks(2, refuse_a_weight_whose_ranks_have_rows_of_their_own)
 
 
@@ -251,7 +253,7 @@ def test_plain_shards_of_unequal_width_are_refused_by_all_ranks(ranks: int) -> N
     run_ranks(ranks, refuse_plain_shards_of_unequal_width)
 
 
-def test_plain_shards_with_a_group_give_the_oracles_value_and_gradient() -> None:
+def test_plain_shards_with_a_group_match_the_oracle() -> None:
     run_ranks(2, compare_plain_shards)
 
 
@@ -263,5 +265,5 @@ def test_replicated_hidden_states_get_a_complete_gradient() -> None:
     run_ranks(2, compare_replicated_hidden)
 
 
-def test_an_upstream_operation_that_saved_its_output_finds_it_unchanged() -> None:
+def test_the_saved_output_of_an_upstream_operation_is_unchanged() -> None:
     run_ranks(2, compare_saved_output)

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and top-k targets of sharded logits; what a loss costs in collectives."""
+"""Log-probabilities, entropies and top-k targets of sharded logits, and the number of collectives of a loss."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ VOCABULARIES = (507, 101, 40, 5, 3, 2)
 
 
 def compare_logprobs() -> None:
-    """Streamed and fused against log_softmax, with an entropy whose gradient is mixed in."""
+    """Compares streamed and fused log-probabilities and entropies with log_softmax, in value and gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for vocabulary, temperature in itertools.product(VOCABULARIES, (1.0, 2.5)):
-        # of 40 columns the last of four ranks has padding only
+        # With 40 columns on four ranks, the last rank has padding only.
         data = batch(5, vocabulary, padding=12 if vocabulary == 40 else vocabulary // 100)
         data.labels[1] = 0
         whole = data.student.requires_grad_()
@@ -67,14 +67,14 @@ def compare_topk() -> None:
         logprobs = (data.teacher / temperature).log_softmax(1)
         values, ids = logprobs.topk(k, 1)
         rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1)
-        found = vocab_parallel_topk(
+        target = vocab_parallel_topk(
             sharded(data.teacher, mesh, 1), k, labels=data.labels, temperature=temperature, chunk_size=2
         )
-        assert torch.equal(found.ids, ids)
-        assert found.temperature == temperature
-        assert_close(found.logprobs, values, what="log-probabilities")
-        assert_close(found.rest_logprob, rest, what="rest")
-        assert_close(found.label_logprob, logprobs.gather(1, data.labels[:, None])[:, 0], what="label")
+        assert torch.equal(target.ids, ids)
+        assert target.temperature == temperature
+        assert_close(target.logprobs, values, what="log-probabilities")
+        assert_close(target.rest_logprob, rest, what="rest")
+        assert_close(target.label_logprob, logprobs.gather(1, data.labels[:, None])[:, 0], what="label")
 
         everything = vocab_parallel_topk(sharded(data.teacher, mesh, 1), vocabulary)
         assert everything.rest_logprob.eq(-torch.inf).all()
@@ -82,7 +82,7 @@ def compare_topk() -> None:
 
 
 def count_cover() -> list[bool]:
-    """Whether the shards of every vocabulary tile it exactly once."""
+    """Per vocabulary, whether its shards tile it exactly once."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (size,))
     tiled = []
@@ -100,7 +100,7 @@ def count_cover() -> list[bool]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Counts what goes through c10d."""
+    """Records the names of all collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def count_collectives() -> dict[str, tuple[list[str], list[str]]]:
-    """Name → collectives of forward and of backward."""
+    """Case → (collectives of forward, collectives of backward)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     data, counts = batch(6, 40), {}
     for case in (
@@ -165,12 +165,12 @@ def refuse_placements() -> list[str]:
     return messages
 
 
-def test_logprobs_and_entropy_equal_log_softmax_in_value_and_gradient() -> None:
+def test_logprobs_and_entropy_match_log_softmax_and_its_gradient() -> None:
     run_ranks(1, compare_logprobs)
     run_ranks(4, compare_logprobs)
 
 
-def test_top_k_of_shards_is_that_of_the_whole_with_an_exact_rest() -> None:
+def test_sharded_top_k_matches_the_whole_with_an_exact_rest() -> None:
     run_ranks(2, compare_topk)
     run_ranks(4, compare_topk)
 
@@ -191,7 +191,7 @@ def test_dense_kl_needs_two_collectives_forward_and_none_backward() -> None:
     assert counts["fused"] == (["allreduce_"] * 3, [])  # the third completes the hidden states' gradient
 
 
-def test_placements_that_make_no_sense_are_refused_and_replicated_logits_need_no_group() -> None:
+def test_invalid_placements_are_refused() -> None:
     partial, twice, both = run_ranks(4, refuse_placements)[0]
     assert partial.startswith("student_logits: a Partial DTensor must be reduced first")
     assert "sharded over one mesh dimension" in twice

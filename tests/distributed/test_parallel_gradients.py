@@ -1,4 +1,4 @@
-"""One global batch, one gradient: whatever the layout, it is that of a single process."""
+"""A global batch has one gradient: that of a single process, on every layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.zoo import write_model
 pytestmark = pytest.mark.ranks
 
 VOCABULARY = 507
-"""Odd: both the tensor-parallel and the data-parallel shards of the embeddings are uneven."""
+"""Odd, so that tensor-parallel and data-parallel shards of the embeddings are uneven."""
 FIRST = 5
 """Length of the first document of every packed row."""
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
@@ -33,7 +33,7 @@ TIED = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
 @dataclass
 class Step:
-    """What one rank saw of a step with two micro-batches; gradients are whole."""
+    """Results of a step with two micro-batches on one rank; gradients are whole."""
 
     gradients: dict[str, Tensor]
     norm: Tensor
@@ -56,14 +56,12 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def steps(dp: int, tp: int, replicas: int, cases: list[tuple[str, bool]]) -> list[Step]:
-    """One step on every model: two micro-batches, an evaluation after each, then clipping."""
+    """One step of every model: two micro-batches, an evaluation after each, then clipping."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=ranks.store(), timeout_s=60)
     share = slice(world.dp_rank * 8 // dp, (world.dp_rank + 1) * 8 // dp)
-    found = [
-        step(world, path, recompute, share, once=number % 2 == 0) for number, (path, recompute) in enumerate(cases)
-    ]
+    results = [step(world, path, recompute, share, once=i % 2 == 0) for i, (path, recompute) in enumerate(cases)]
     close_world(world)
-    return found
+    return results
 
 
 def step(world, path: str, recompute: bool, share: slice, once: bool) -> Step:
@@ -96,7 +94,7 @@ def whole_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def single_process_gradients(path: str) -> dict[str, Tensor]:
-    """The definition: transformers alone, every document alone, in fp64."""
+    """The reference: plain transformers in fp64, one document at a time."""
     from transformers import AutoModelForCausalLM
 
     # sdpa would leave out the soft cap of Gemma 2
@@ -109,22 +107,22 @@ def single_process_gradients(path: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Tensor]]]:
-    """Name → (folder, gradient of the definition)."""
-    made = {}
+    """Name → (folder, reference gradient)."""
+    models = {}
     for name in SPLIT + WHOLE:
         for tie in (False, True) if name in TIED else (False,):
             folder = tmp_path_factory.mktemp("model")
             write_model(folder, name, vocab_size=VOCABULARY, **({"tie": tie} if name in TIED else {}))
-            made[f"{name}{'-tied' if tie else ''}"] = (str(folder), single_process_gradients(str(folder)))
-    return made
+            models[f"{name}{'-tied' if tie else ''}"] = (str(folder), single_process_gradients(str(folder)))
+    return models
 
 
 @pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS)
-def test_a_step_of_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
+def test_every_family_has_the_gradient_of_a_single_process(models, dp: int, tp: int, replicas: int) -> None:
     names = [name for name in models if tp == 1 or name.removesuffix("-tied") not in WHOLE]
     cases = [(models[name][0], name.startswith(("qwen", "phi3", "gpt2-"))) for name in names]
-    for rank, found in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):
-        for name, step in zip(names, found, strict=True):
+    for rank, results in enumerate(run_ranks(dp * tp, steps, dp, tp, replicas, cases, group=False, timeout=240)):
+        for name, step in zip(names, results, strict=True):
             where = f"{name} on rank {rank} of dp {dp}, tp {tp}, replicas {replicas}"
             wanted = models[name][1]
             norm = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()

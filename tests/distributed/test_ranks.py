@@ -1,4 +1,4 @@
-"""The helper that runs functions on gloo ranks."""
+"""`tests.helpers.ranks`, which runs functions on gloo ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_workers_stay_alive_between_calls() -> None:
     assert run_ranks(2, _process_id) == run_ranks(2, _process_id)
 
 
-def test_the_rank_that_failed_first_is_named_and_the_workers_survive() -> None:
+def test_the_first_failed_rank_is_named_and_workers_survive() -> None:
     before = run_ranks(2, _process_id)
     with pytest.raises(RankError, match=r"rank 1: ValueError: no luck") as caught:
         run_ranks(2, _fail_on, 1)
@@ -72,5 +72,5 @@ def test_a_killed_rank_is_named_and_replaced() -> None:
     assert run_ranks(2, _sum_of_ranks, 0) == [(0, 2, 1), (1, 2, 1)]
 
 
-def test_a_group_that_was_already_open_is_left_open() -> None:
+def test_an_open_group_is_left_open() -> None:
     assert run_ranks(2, _nested_group, group=False) == [(True, True), (True, True)]

@@ -1,4 +1,4 @@
-"""A value that is not finite, or a spike, on one rank: all ranks skip the step together, in every layout, and go on alike."""
+"""A non-finite value or a spike on one rank: all ranks skip the step and continue alike, on every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.models import write_tiny_model
 pytestmark = pytest.mark.ranks
 
 VOCABULARY, WIDTH, STEPS, POISONED = 320, 32, 4, (2, 3)
-"""steps whose targets, or gradients, are poisoned"""
+"""POISONED: the steps whose targets or gradients are poisoned."""
 SPIKES = {"faults__spike_window": 1, "faults__spike_factor": 10.0}
 
 
@@ -39,74 +39,81 @@ def folders(tmp_path_factory):
 
 @dataclass
 class Seen:
-    """What a rank saw, step by step."""
+    """What a rank observed, step by step."""
 
     skipped: list[float] = field(default_factory=list)
-    """on the first tensor-parallel ranks"""
+    """Whether the step was skipped; only on the first tensor-parallel ranks."""
     finite: list[bool] = field(default_factory=list)
-    """its loss and the gradient norm; on the same"""
+    """Whether loss and gradient norm were finite; only on the first tensor-parallel ranks."""
     scales: list[float] = field(default_factory=list)
     changed: list[bool] = field(default_factory=list)
-    """whether any weight did"""
+    """Whether any weight changed."""
 
 
-def train(dp: int, tp: int, victim: int, value: float, where: str, settings, student, teacher) -> Seen:
-    """On a rank: STEPS steps, in some of which `value` is in the victim's targets, or multiplies its `gradient`."""
+def train(dp: int, tp: int, value: float, where: str, settings, student, teacher) -> list[Seen]:
+    """Runs on a rank: STEPS steps with the first rank as victim, and again with the last.
+
+    In POISONED steps `value` is put into the victim's targets, or multiplies its gradient. `where` is the name of a
+    target tensor, or `gradient`.
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
-    batch = rank_batch(token_rows([[each] for each in random_documents(4, seed=3)], WIDTH), world.dp_rank, dp)
+    batch = rank_batch(token_rows([[document] for document in random_documents(4, seed=3)], WIDTH), world.dp_rank, dp)
     config = engine_config(student, [teacher], loss__ce_weight=0.5, loss__dynamic_scale="on", **settings)
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
     poisoned = {name: tensor.clone() for name, tensor in targets.items()}
     if where != "gradient":
         poisoned[where][1] = value
-    good, bad = (fixed_targets([each], WIDTH, first_row=batch.first_row) for each in (targets, poisoned))
-    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
-    seen, weights = Seen(), whole_parameters(engine.model)
-    for step in range(1, STEPS + 1):
-        poison = step in POISONED and world.rank == victim
-        found = engine.forward_backward(batch, bad if poison else good)
-        if poison and where == "gradient":
-            multiply_own_gradient(engine, value)
-        found |= engine.optim_step()
-        seen.scales.append(engine.kd_scale)
-        if world.tp_rank == 0:
-            seen.skipped.append(found["train/skipped"].value)
-            seen.finite.append(all(math.isfinite(found[name].value) for name in ("train/loss", "train/grad_norm")))
-        before, weights = weights, whole_parameters(engine.model)
-        seen.changed.append(any(not torch.equal(weights[name], before[name]) for name in before))
-    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
-    return seen
+    good, bad = (fixed_targets([tensors], WIDTH, first_row=batch.first_row) for tensors in (targets, poisoned))
+    observed = []
+    for victim in (0, world.world_size - 1):
+        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+        seen, weights = Seen(), whole_parameters(engine.model)
+        for step in range(1, STEPS + 1):
+            poison = step in POISONED and world.rank == victim
+            metrics = engine.forward_backward(batch, bad if poison else good)
+            if poison and where == "gradient":
+                multiply_gradient(engine, value)
+            metrics |= engine.optim_step()
+            seen.scales.append(engine.kd_scale)
+            if world.tp_rank == 0:
+                seen.skipped.append(metrics["train/skipped"].value)
+                numbers = (metrics[name].value for name in ("train/loss", "train/grad_norm"))
+                seen.finite.append(all(map(math.isfinite, numbers)))
+            before, weights = weights, whole_parameters(engine.model)
+            seen.changed.append(any(not torch.equal(weights[name], before[name]) for name in before))
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+        observed.append(seen)
+    return observed
 
 
-def multiply_own_gradient(engine: StudentEngine, factor: float) -> None:
-    """On this rank, and only what no other rank has a copy of, as copies must stay equal."""
+def multiply_gradient(engine: StudentEngine, factor: float) -> None:
+    """Multiplies this rank's gradients that no other rank has a copy of; copies must stay equal."""
     for gradient in (parameter.grad for parameter in engine.parameters):
         if all(isinstance(placement, Shard) for placement in gradient.placements):
             gradient.to_local().mul_(factor)
 
 
 def assert_skipped_together(folders, dp: int, tp: int, value: float, where: str, **settings: float) -> list[Seen]:
-    """Whoever the victim is; what the ranks saw with the last of them."""
+    """For the first and the last rank as victim; returns what the ranks observed with the latter."""
     expected = [float(step in POISONED) for step in range(1, STEPS + 1)]
-    for victim in (0, dp * tp - 1):
-        found = ranks.run_ranks(dp * tp, train, dp, tp, victim, value, where, settings, *folders)
-        assert found[0].skipped == expected
-        assert all(seen.skipped in ([], expected) for seen in found)
-        assert all(seen.changed == [not skipped for skipped in expected] for seen in found)
-        assert len({tuple(seen.scales) for seen in found}) == 1
-    return found
+    for observed in zip(*ranks.run_ranks(dp * tp, train, dp, tp, value, where, settings, *folders)):
+        assert observed[0].skipped == expected
+        assert all(seen.skipped in ([], expected) for seen in observed)
+        assert all(seen.changed == [not skipped for skipped in expected] for seen in observed)
+        assert len({tuple(seen.scales) for seen in observed}) == 1
+    return list(observed)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("value", "where"), [(float("nan"), "logprobs"), (float("inf"), "logprobs"), (float("nan"), "rest_logprob")]
 )
-def test_all_ranks_skip_together_what_is_poisoned_on_one(folders, dp, tp, value, where):
+def test_all_ranks_skip_a_step_poisoned_on_one(folders, dp, tp, value, where):
     assert_skipped_together(folders, dp, tp, value, where)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("value", "where"), [(20.0, "logprobs"), (1e6, "gradient")], ids=["loss", "gradient"])
-def test_all_ranks_skip_together_a_spike_on_one_and_go_on(folders, dp, tp, value, where):
-    found = assert_skipped_together(folders, dp, tp, value, where, **SPIKES)
-    assert all(all(seen.finite) for seen in found)
+def test_all_ranks_skip_a_spike_on_one_and_continue(folders, dp, tp, value, where):
+    observed = assert_skipped_together(folders, dp, tp, value, where, **SPIKES)
+    assert all(all(seen.finite) for seen in observed)

@@ -1,4 +1,4 @@
-"""What a training step sends and converts: gradients once per step, weights of a single shard once."""
+"""Communication and dtype conversions of a training step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {
 
 
 class Work(TorchDispatchMode):
-    """Collectives by name, and parameters converted from fp32 to bf16 (as many as the model has: 1.0)."""
+    """Counts collectives by name, and parameters that are converted from fp32 to bf16."""
 
     def __init__(self, parameters: int):
         super().__init__()
@@ -40,14 +40,14 @@ class Work(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             self.sent[NAMES.get(name, name)] += 1
-        # FSDP2 keeps shards as vectors; activations have three dimensions or more.
+        # FSDP2 keeps shards as vectors, while activations have at least three dimensions.
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16 and args[0].ndim == 1:
             self.converted += args[0].numel()
         return func(*args, **(kwargs or {}))
 
 
 def work(dp: int, replicas: int, sync: str, student: Path) -> tuple[dict[str, int], float, int]:
-    """Of forward and backward of a step: collectives, weights converted as a share of the model, and FSDP's units."""
+    """Forward and backward of a step: (collectives, converted weights as share of the model, number of FSDP units)."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=1, replicas=replicas)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, train__micro_batch_size=1)
     config.student.dtype, config.student.gradient_sync = "bf16", sync
@@ -65,32 +65,32 @@ def student(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "student", "llama", seed=71, vocab_size=VOCABULARY)
 
 
-def test_one_rank_sends_nothing_and_converts_its_weights_once_per_step(student):
+def test_one_rank_sends_nothing_and_converts_weights_once_per_step(student):
     for sync in ("step", "micro_batch"):
         ((sent, converted, _),) = ranks.run_ranks(1, work, 1, 1, sync, student)
         assert sent == {}
         assert converted == 1.0
 
 
-def test_shards_are_gathered_for_every_pass_and_gradients_reduced_once_if_asked(student):
+def test_shards_are_gathered_per_pass_and_gradients_reduced_as_set(student):
     for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
         for sent, _, count in ranks.run_ranks(2, work, 2, 1, sync, student):
             assert sent == {"gather": 2 * MICRO_BATCHES * count, "reduce-scatter": reductions * count}
 
 
-def test_replicas_exchange_gradients_once_per_step_in_either_way(student):
+def test_replicas_exchange_gradients_once_per_step(student):
     for sync, reductions in (("step", 1), ("micro_batch", MICRO_BATCHES)):
         for sent, _, count in ranks.run_ranks(4, work, 4, 2, sync, student):
             assert sent.pop("gather") == 2 * MICRO_BATCHES * count
             assert sent == {"reduce-scatter": reductions * count, "all-reduce": count}
         for sent, converted, count in ranks.run_ranks(2, work, 2, 2, sync, student):
-            assert (sent, converted) == ({"all-reduce": count}, 1.0), "replicas of one shard each"
+            assert (sent, converted) == ({"all-reduce": count}, 1.0), "each replica is a single shard"
 
 
 def with_evaluation(dp: int, replicas: int, student: Path) -> bool:
-    """Whether evaluations before, between and after steps leave the weights as they are without, bit for bit."""
+    """Whether the weights after three steps are equal bit for bit with and without an evaluation before each step."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=1, replicas=replicas)
-    ended = []
+    weights = []
     for evaluated in (False, True):
         config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0, optimizer__lr=1e-2)
         engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
@@ -100,8 +100,8 @@ def with_evaluation(dp: int, replicas: int, student: Path) -> bool:
             if evaluated:
                 engine.evaluate(batch, no_targets)
             engine.train_step(batch, no_targets)
-        ended.append(whole_parameters(engine.model))
-    return all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
+        weights.append(whole_parameters(engine.model))
+    return all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.parametrize(("dp", "replicas"), [(1, 1), (2, 1), (2, 2)])

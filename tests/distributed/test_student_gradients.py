@@ -1,4 +1,4 @@
-"""One global batch gives one gradient, whatever the layout, the micro-batch size and what happens in between."""
+"""A global batch has one gradient, for every layout and micro-batch size, with evaluations in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
 STUDENTS = {
     "llama-tied": {"family": "llama", "tie": True},
-    # An odd table on two ranks: shards of unequal size, of which one is mostly padding.
+    # On two ranks an odd number of columns gives shards of unequal size, one of them mostly padding.
     "qwen2-padded": {"family": "qwen2", "vocab_size": 507, "tie": True},
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
@@ -53,7 +53,7 @@ MICRO_BATCHES = {
 
 
 def batch_rows():
-    """Eight rows: packed, single and empty ones, so that ranks differ in their number of labels."""
+    """Eight rows with two, one or no document, so that ranks differ in their number of labels."""
     documents = random_documents(12, seed=11)
     packs = [
         documents[:2],
@@ -75,10 +75,9 @@ def _fitting(pack):
 
 
 def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teacher: Path) -> dict:
-    """On a rank: per student, micro-batch size and way of reducing, the whole gradient and its norm as clipping sees it.
+    """Runs on a rank. The whole gradient and its norm for clipping, per student, micro-batch size and gradient_sync.
 
-    The batch comes in two calls, as a batch does whose targets do not fit into a ring, with an evaluation between and
-    after them.
+    The batch comes in two calls, like a batch whose targets do not fit into a ring, with an evaluation after each.
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     batch = rank_batch(batch_rows(), world.dp_rank, dp)
@@ -90,24 +89,26 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     config = engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
-    found = {}
+    # A single shard reduces once per step under either setting: test_student_collectives.py.
+    syncs = ("step",) if dp == replicas else ("step", "micro_batch")
+    results = {}
     for name, path in students.items():
         config.student.model = str(path)
-        for sync in ("step", "micro_batch"):
+        for sync in syncs:
             config.student.gradient_sync = sync
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             for size in MICRO_BATCHES[name]:
                 config.train.micro_batch_size = size
                 engine.forward_backward(first, source, last=False)
-                # A forward pass without gradients must leave no trace in the parameters or what was added up so far.
+                # A forward pass without gradients must change neither parameters nor accumulated gradients.
                 engine.evaluate(batch, source)
                 engine.forward_backward(second, source, last=True)
                 whole = whole_gradients(engine.model)
                 engine.evaluate(batch, source)
                 norm = clip_gradients(engine.parameters, 0.0).item()
                 engine.optimizer.zero_grad()
-                found[name, size, sync] = (whole if world.rank == 0 else None, norm)
-    return found
+                results[name, size, sync] = (whole if world.rank == 0 else None, norm)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def folders(tmp_path_factory) -> tuple[dict[str, Path], Path]:
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models, documents one by one, targets from the definition."""
+    """fp64 gradients of the plain models, one document at a time, with targets from plain log_softmax and top-k."""
     students, teacher = folders
     rows = batch_rows()
     target = plain_topk(plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
@@ -135,21 +136,21 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
-def test_gradient_equals_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
-    found = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
-    for (name, size, sync), (gradient, norm) in found[0].items():
+def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, replicas: int):
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, *folders, timeout=240)
+    for (name, size, sync), (gradient, norm) in results[0].items():
         error = relative_l2(gradient, references[name])
         assert error < 1e-5, f"{name}, micro-batch {size}, {sync}: {error:.1e}"
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
-        assert all(other[name, size, sync][1] == norm for other in found), "every rank must scale by the same factor"
+        assert all(other[name, size, sync][1] == norm for other in results), "every rank must scale by the same factor"
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, micro-batch {size}"
 
 
 def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """On a rank of a 2 × 2 mesh: whole gradients with other settings than above."""
+    """Runs on a rank of a 2 × 2 mesh. Whole gradients with activation checkpointing and with bf16."""
     world = open_world(rank=ranks.rank(), dp=2, tp=2)
     batch = rank_batch(batch_rows(), world.dp_rank, 2)
-    found = {}
+    results = {}
     for name, settings in {
         "checkpointed": {"student__activation_checkpointing": True},
         "bf16": {"student__dtype": "bf16"},
@@ -160,16 +161,16 @@ def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]
         engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
         source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
         engine.forward_backward(batch, source)
-        found[name] = whole_gradients(engine.model)
+        results[name] = whole_gradients(engine.model)
         engine.optim_step()
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
-    return found
+    return results
 
 
-def test_checkpointing_and_bf16_give_the_gradient_of_the_reference_on_a_mesh(folders, references):
+def test_checkpointing_and_bf16_match_the_reference_on_a_mesh(folders, references):
     students, teacher = folders
-    found = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
-    assert relative_l2(found["checkpointed"], references["qwen3"]) < 1e-5
-    assert {tensor.dtype for tensor in found["bf16"].values()} == {torch.float32}
+    results = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
+    assert relative_l2(results["checkpointed"], references["qwen3"]) < 1e-5
+    assert {tensor.dtype for tensor in results["bf16"].values()} == {torch.float32}
     # bf16 keeps 8 bits; a missing or doubled term would be off by a third at least.
-    assert 1e-4 < relative_l2(found["bf16"], references["qwen3"]) < 0.05
+    assert 1e-4 < relative_l2(results["bf16"], references["qwen3"]) < 0.05

@@ -1,4 +1,4 @@
-"""Sharded load → train → export, against the same steps written out in plain torch."""
+"""Sharded load, training and export, compared with the same steps written in plain torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)], ids=["dp1tp1", "dp2tp2"])
-def test_exported_student_equals_a_plain_run_of_the_same_steps(folders, tmp_path, dp: int, tp: int):
+def test_the_exported_student_matches_a_plain_run(folders, tmp_path, dp: int, tp: int):
     student, teacher, wanted = folders
     ranks.run_ranks(dp * tp, train_and_export, dp, tp, student, teacher, tmp_path / "out")
     before = dict(plain_model(student).named_parameters())

@@ -1,4 +1,4 @@
-"""Checkpoints of the student: bit-exact on the same mesh, resharded on another, and errors that every rank sees."""
+"""Checkpoints of the student: bit-exact on the same mesh, resharded on another, errors raised on every rank."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ VOCABULARY, WIDTH, STEPS = 320, 24, 8
 
 
 def world_of(dp: int, tp: int, name: str, replicas: int = 1) -> World:
-    """A fresh process group among the ranks of the call."""
+    """A world with its own process groups among the ranks of the call."""
     store = torch.distributed.PrefixStore(name, ranks.store())
     return open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=store)
 
 
 def run_steps(engine: StudentEngine, teacher: Path, first: int, last: int) -> list[float]:
-    """Steps first+1 … last, with an evaluation on the way; the losses."""
+    """Takes steps first+1 … last with evaluations in between; returns losses and gradient norms."""
     config, world = engine.config, engine.world
     teacher_engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     losses = []
@@ -69,7 +69,10 @@ def whole_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
 def straight_and_resumed(
     dp: int, tp: int, student: Path, teacher: Path, folder: Path, beside: bool = True, replicas: int = 1
 ) -> list[tuple]:
-    """8 steps in one go, then 3 + 2 + 3 with a new process group and engine each time, saved beside or at once."""
+    """Eight steps without interruption, then 3 + 2 + 3 steps with a new process group and engine each time.
+
+    With `beside`, checkpoints are saved beside the training, otherwise at once.
+    """
     world = world_of(dp, tp, "straight", replicas)
     engine = engine_on(world, student, teacher)
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
@@ -95,7 +98,10 @@ def straight_and_resumed(
 def resharded(
     dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path, replicas: int = 1
 ) -> tuple[dict, dict]:
-    """Loads `source` on another mesh, saves it again as it is, and takes three steps more."""
+    """Loads `source` on another mesh, saves it unchanged to `target`, and takes three more steps.
+
+    Returns the state after loading and after the steps.
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     engine = engine_on(world, student, teacher)
     extra = engine.load(source)
@@ -114,7 +120,7 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The checkpoint after five steps, and the state after eight, of one rank."""
+    """The checkpoint after five steps and the state after eight, of a run on one rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     ((_, state, _), _) = ranks.run_ranks(1, straight_and_resumed, 1, 1, *folders, folder, group=False)[0]
     return folder / "step-5", state
@@ -125,7 +131,9 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     [(1, 1, 1, True), (2, 1, 1, True), (2, 1, 1, False), (1, 2, 1, True), (2, 2, 1, True), (4, 1, 2, True)],
     ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
 )
-def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool):
+def test_a_resumed_run_equals_the_straight_run_bit_for_bit(
+    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool
+):
     arguments = (dp, tp, *folders, tmp_path, beside, replicas)
     for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, *arguments, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
@@ -136,7 +144,7 @@ def test_resumed_run_is_the_straight_run_bit_for_bit(folders, tmp_path, dp: int,
         assert torch.equal(random_state, resumed_random_state)
 
 
-def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
+def test_a_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
     checkpoint, wanted = straight
     loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *folders, checkpoint, tmp_path / "wide")[0]
     again, ended_again = ranks.run_ranks(1, resharded, 1, 1, *folders, tmp_path / "wide", tmp_path / "narrow")[0]
@@ -146,11 +154,11 @@ def test_checkpoint_moves_to_another_mesh_and_back(folders, straight, tmp_path):
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straight, tmp_path):
+def test_a_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straight, tmp_path):
     checkpoint, wanted = straight
     loaded = None
-    for number, (dp, tp, replicas) in enumerate([(4, 1, 2), (2, 2, 2), (2, 1, 1), (2, 1, 2)]):
-        target = tmp_path / str(number)
+    for i, (dp, tp, replicas) in enumerate([(4, 1, 2), (2, 2, 2), (2, 1, 1), (2, 1, 2)]):
+        target = tmp_path / str(i)
         now, ended = ranks.run_ranks(dp * tp, resharded, dp, tp, *folders, checkpoint, target, replicas)[0]
         loaded, checkpoint = loaded or now, target
         assert all(torch.equal(tensor, now[name]) for name, tensor in loaded.items())
@@ -159,7 +167,7 @@ def test_checkpoint_moves_between_sharded_and_replicated_meshes(folders, straigh
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])
-def test_projections_that_hold_several_in_one_resume_and_move_too(folders, tmp_path, family: str):
+def test_fused_projections_resume_and_reshard(folders, tmp_path, family: str):
     pair = write_tiny_model(tmp_path / "student", family, seed=53, vocab_size=327), folders[1]
     for outcomes in ranks.run_ranks(2, straight_and_resumed, 1, 2, *pair, tmp_path, group=False):
         (losses, state, _), (resumed_losses, resumed_state, _) = outcomes
@@ -173,8 +181,10 @@ def test_projections_that_hold_several_in_one_resume_and_move_too(folders, tmp_p
 
 
 def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> list[tuple[bool, dict, dict]]:
-    """Per kernel of AdamW: whether the other one's checkpoint was loaded whole; the state after a step with it, and
-    after the step that the other one took instead."""
+    """A checkpoint of either AdamW kernel, loaded by the other one.
+
+    Per writer: (whether the state was loaded whole, the reader's state after a step, the writer's after that step).
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
 
     def engine(fused: bool) -> StudentEngine:
@@ -182,7 +192,7 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
         new.optimizer = build_optimizer(new.trained, new.config.optimizer, fused=fused)
         return new
 
-    found = []
+    outcomes = []
     for fused in (False, True):
         writer, reader = engine(fused), engine(not fused)
         run_steps(writer, teacher, 0, 2)
@@ -190,18 +200,18 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
         reader.load(folder / str(fused))
         saved, loaded = whole_state(writer), whole_state(reader)
         equal = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
-        for each in (writer, reader):
-            run_steps(each, teacher, 2, 3)
-        found.append((equal, whole_state(reader), whole_state(writer)))
-    return found
+        for trained in (writer, reader):
+            run_steps(trained, teacher, 2, 3)
+        outcomes.append((equal, whole_state(reader), whole_state(writer)))
+    return outcomes
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
-def test_checkpoints_of_fused_and_foreach_adamw_load_into_each_other(folders, tmp_path, dp: int, tp: int):
+def test_fused_and_foreach_adamw_load_each_others_checkpoints(folders, tmp_path, dp: int, tp: int):
     for loaded_whole, state, wanted in ranks.run_ranks(dp * tp, exchanged, dp, tp, *folders, tmp_path)[0]:
         assert loaded_whole
         for name, tensor in state.items():
-            # two kernels of one formula; a moment near zero divides by little
+            # The kernels round differently, and the update divides by moments near zero.
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
@@ -215,7 +225,7 @@ def load_error(dp: int, tp: int, student: Path, teacher: Path, checkpoint: Path)
     return str(caught.value)
 
 
-def test_checkpoint_of_another_model_is_refused_in_one_line_before_anything_is_read(folders, straight, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_before_reading(folders, straight, tmp_path):
     other = write_tiny_model(tmp_path / "other", "llama", layers=1, vocab_size=327)
     messages = ranks.run_ranks(2, load_error, 1, 2, other, folders[1], straight[0])
     assert len(set(messages)) == 1
@@ -224,7 +234,7 @@ def test_checkpoint_of_another_model_is_refused_in_one_line_before_anything_is_r
 
 
 def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, folder: Path) -> bool:
-    """As soon as it has told which files there are, the driver may rename their directory."""
+    """Other ranks must not: the driver may rename the directory once the first rank has listed its files."""
     world, read = world_of(2, 1, "one-reader"), []
     engine = engine_on(world, student, teacher)
     original = checkpoint.dcp.FileSystemReader.read_metadata
@@ -238,10 +248,10 @@ def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, f
     return bool(read)
 
 
-def test_only_the_first_rank_looks_at_what_is_written(folders, tmp_path):
+def test_only_the_first_rank_reads_back_the_metadata(folders, tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    found = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
-    assert found == [True, False]
+    outcomes = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
+    assert outcomes == [True, False]
     assert '"error": null' in (tmp_path / "written.json").read_text()
 
 
@@ -252,7 +262,7 @@ def save_error(folder: Path, student: Path, teacher: Path) -> str:
     return str(caught.value)
 
 
-def test_directory_that_cannot_be_written_is_an_error_on_every_rank(folders, tmp_path):
+def test_an_unwritable_directory_is_an_error_on_every_rank(folders, tmp_path):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     messages = ranks.run_ranks(2, save_error, blocked, *folders)
@@ -265,7 +275,7 @@ def write_error_of_one_rank(folder: Path, student: Path, teacher: Path) -> str:
     engine = engine_on(world, student, teacher)
     folder.mkdir(exist_ok=True)
     if world.rank == 1:
-        # DCP names a rank's file __<rank>_<n>.distcp; a folder of that name is in its way.
+        # A folder with the name of this rank's file, __<rank>_<n>.distcp, makes DCP fail to write it.
         (folder / "__1_0.distcp").mkdir()
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as caught:
@@ -273,7 +283,7 @@ def write_error_of_one_rank(folder: Path, student: Path, teacher: Path) -> str:
     return str(caught.value)
 
 
-def test_failure_of_one_rank_to_write_is_raised_on_all_and_names_it(folders, tmp_path):
+def test_a_failed_write_is_raised_on_all_ranks_and_names_the_rank(folders, tmp_path):
     messages = ranks.run_ranks(2, write_error_of_one_rank, tmp_path / "checkpoint", *folders)
     assert len(set(messages)) == 1
     assert "rank 1: " in messages[0]
@@ -281,7 +291,7 @@ def test_failure_of_one_rank_to_write_is_raised_on_all_and_names_it(folders, tmp
 
 
 def dropout_runs(dp: int, tp: int, student: Path, folder: Path) -> tuple[list[float], list[float]]:
-    """The last two of four losses with dropout: in one go, and after a resume."""
+    """The last two of four losses with dropout, without interruption and after a resume."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     config = engine_config(student, loss__kd_weight=0.0, loss__ce_weight=1.0)
 
@@ -292,27 +302,27 @@ def dropout_runs(dp: int, tp: int, student: Path, folder: Path) -> tuple[list[fl
                 module.p = 0.2
         return new
 
-    def steps(which: StudentEngine, count: int) -> list[float]:
+    def steps(student_engine: StudentEngine, count: int) -> list[float]:
         rows = token_rows([[document] for document in random_documents(4, seed=1)], WIDTH)
         batch = rank_batch(rows, world.dp_rank, dp)
-        metrics = [which.train_step(batch, no_targets) for _ in range(count)]
-        return [found["train/nll_loss"].value for found in metrics if found]
+        metrics = [student_engine.train_step(batch, no_targets) for _ in range(count)]
+        return [step["train/nll_loss"].value for step in metrics if step]
 
-    one = engine()
-    steps(one, 2)
-    one.save(folder, {})
-    straight = steps(one, 2)
-    other = engine()
-    other.load(folder)
-    return straight, steps(other, 2)
+    first = engine()
+    steps(first, 2)
+    first.save(folder, {})
+    straight = steps(first, 2)
+    resumed = engine()
+    resumed.load(folder)
+    return straight, steps(resumed, 2)
 
 
-def test_dropout_goes_on_with_the_random_numbers_of_the_straight_run(tmp_path):
+def test_dropout_resumes_with_the_straight_runs_random_numbers(tmp_path):
     student = write_tiny_model(tmp_path / "student", "gpt2")
     results = ranks.run_ranks(2, dropout_runs, 2, 1, student, tmp_path / "checkpoint")
     assert all(straight == resumed for straight, resumed in results)
     assert results[0][0] != results[1][0]
-    # Ranks that share a model must drop the same.
+    # Tensor-parallel ranks must drop the same activations.
     (whole, _), (split, resumed) = (
         ranks.run_ranks(tp, dropout_runs, 1, tp, student, tmp_path / f"tp-{tp}")[0] for tp in (1, 2)
     )

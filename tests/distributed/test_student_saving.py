@@ -1,4 +1,4 @@
-"""Saving beside the training: what is saved is what was, training does not notice, and every rank hears of an error."""
+"""Saving beside the training: the saved state is that of the save, training is unaffected, all ranks see errors."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def train(engine: StudentEngine, step: int) -> list[float]:
 
 
 def local_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
-    """This rank's part of all that is saved, as copies."""
+    """Copies of this rank's part of everything that is saved."""
     tensors = engine._snapshot({}).tensors
-    return {name: (each.to_local() if hasattr(each, "to_local") else each).clone() for name, each in tensors.items()}
+    return {
+        name: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone() for name, tensor in tensors.items()
+    }
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -48,7 +50,10 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 def written_late(dp: int, tp: int, student: Path, folder: Path) -> tuple[bool, bool, int]:
-    """Takes a snapshot, trains on, and only then writes its copy."""
+    """Takes a snapshot, copies it, trains on, and only then writes the copy.
+
+    Returns (whether the uncopied snapshot changed, whether the saved state is the old one, number of missing files).
+    """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     engine = engine_on(world, student)
     train(engine, 0)
@@ -57,48 +62,50 @@ def written_late(dp: int, tp: int, student: Path, folder: Path) -> tuple[bool, b
     copy = live.copied()
     train(engine, 1)
     still_live = any(
-        not torch.equal(before[name], each.to_local() if hasattr(each, "to_local") else each)
-        for name, each in live.tensors.items()
+        not torch.equal(before[name], tensor.to_local() if hasattr(tensor, "to_local") else tensor)
+        for name, tensor in live.tensors.items()
         if name.startswith("model.")
     )
     files = checkpoint.save(folder, copy, world)
-    other = engine_on(world, student)
-    assert other.load(folder) == {"at": 1}
-    return still_live, equal(local_state(other), before), len(set(files) - {path.name for path in folder.iterdir()})
+    loaded = engine_on(world, student)
+    assert loaded.load(folder) == {"at": 1}
+    return still_live, equal(local_state(loaded), before), len(set(files) - {path.name for path in folder.iterdir()})
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2)])
-def test_what_is_written_is_what_was_copied_whatever_was_trained_since(student, tmp_path, dp, tp):
-    for still_live, saved_as_it_was, unnamed in ranks.run_ranks(dp * tp, written_late, dp, tp, student, tmp_path / "x"):
-        assert still_live, "the snapshot is of the parameters themselves: without a copy the test would show nothing"
-        assert saved_as_it_was
-        assert unnamed == 0
+def test_a_late_write_holds_the_copied_state(student, tmp_path, dp, tp):
+    for still_live, saved_old_state, num_missing in ranks.run_ranks(
+        dp * tp, written_late, dp, tp, student, tmp_path / "x"
+    ):
+        assert still_live, "an uncopied snapshot must change with training, or this test shows nothing"
+        assert saved_old_state
+        assert num_missing == 0
 
 
 def with_and_without_saving(dp: int, tp: int, student: Path, folder: Path) -> list[tuple]:
-    """Six steps without a save, with one beside each step, and with one at once after each."""
+    """Six steps without saves, with an async save after each step, and with a synchronous save after each step."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     outcomes: list[tuple] = []
-    for how in ("never", "beside", "at once"):
+    for mode in ("never", "beside", "at once"):
         engine = engine_on(world, student)
         losses, states = [], {}
         for step in range(STEPS):
             losses += train(engine, step)
             states[step] = local_state(engine)
-            target = folder / how / f"step-{step}"
-            if how != "never":
-                engine.save(target, {}, target.with_suffix(".json") if how == "beside" else None)
+            target = folder / mode / f"step-{step}"
+            if mode != "never":
+                engine.save(target, {}, target.with_suffix(".json") if mode == "beside" else None)
         engine.finish_saving()
-        for step in range(STEPS) if how != "never" else ():
-            other = engine_on(world, student)
-            other.load(folder / how / f"step-{step}")
-            assert equal(local_state(other), states[step])
+        for step in range(STEPS) if mode != "never" else ():
+            loaded = engine_on(world, student)
+            loaded.load(folder / mode / f"step-{step}")
+            assert equal(local_state(loaded), states[step])
         outcomes.append((losses, states))
     return outcomes
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-def test_saving_beside_every_step_changes_no_bit_of_the_run(student, tmp_path, dp, tp):
+def test_async_saves_change_no_bit_of_the_run(student, tmp_path, dp, tp):
     for never, beside, at_once in ranks.run_ranks(2, with_and_without_saving, dp, tp, student, tmp_path):
         assert never[0] == beside[0] == at_once[0]
         assert all(equal(never[1][step], beside[1][step]) for step in range(STEPS))
@@ -109,35 +116,38 @@ def test_saving_beside_every_step_changes_no_bit_of_the_run(student, tmp_path, d
 
 
 def failing_saves(folder: Path, student: Path) -> list[str]:
-    """Rank 1 cannot write; training goes on; what is said by the end, by the next save, and by the one after it."""
+    """Rank 1 cannot write two async saves while training goes on; returns the errors that this rank gets.
+
+    The first error is raised by `finish_saving`, the second by the next save. The save after that succeeds.
+    """
     world = open_world(rank=ranks.rank(), dp=2, tp=1)
     engine = engine_on(world, student)
     train(engine, 0)
     for name in ("first", "second"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         if world.rank == 1:
-            # DCP names a rank's file __<rank>_<n>.distcp; a folder of that name is in its way.
+            # A folder with the name of this rank's file, __<rank>_<n>.distcp, makes DCP fail to write it.
             (folder / name / "__1_0.distcp").mkdir()
     torch.distributed.barrier()
-    said = []
+    errors = []
     engine.save(folder / "first", {}, folder / "first.json")
     train(engine, 1)
     with pytest.raises(CheckpointError) as caught:
         engine.finish_saving()
-    said.append(str(caught.value))
+    errors.append(str(caught.value))
     engine.save(folder / "second", {}, folder / "second.json")
     train(engine, 2)
     with pytest.raises(CheckpointError) as caught:
         engine.save(folder / "third", {}, folder / "third.json")
-    said.append(str(caught.value))
+    errors.append(str(caught.value))
     engine.save(folder / "third", {}, folder / "third.json")
     engine.finish_saving()
-    return said
+    return errors
 
 
-def test_a_rank_that_cannot_write_is_named_on_all_ranks_later_and_the_next_save_works(student, tmp_path):
-    for said in ranks.run_ranks(2, failing_saves, tmp_path, student, timeout=90):
-        assert ["rank 1: " in line and "\n" not in line for line in said] == [True, True]
+def test_a_failed_async_write_names_its_rank_and_the_next_works(student, tmp_path):
+    for errors in ranks.run_ranks(2, failing_saves, tmp_path, student, timeout=90):
+        assert ["rank 1: " in line and "\n" not in line for line in errors] == [True, True]
     markers = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second", "third")]
     assert ["rank 1: " in (marker["error"] or "") for marker in markers] == [True, True, False]
     assert markers[2]["error"] is None

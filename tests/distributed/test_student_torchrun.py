@@ -1,4 +1,4 @@
-"""The engines under plain torchrun: no Ray, no driver."""
+"""The engines under plain torchrun, without Ray and without a driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_student_learns_from_a_teacher_under_torchrun_without_ray(tmp_path):
+def test_a_student_learns_under_torchrun_without_ray(tmp_path):
     student = write_tiny_model(tmp_path / "student", "llama", seed=1)
     teacher = write_tiny_model(tmp_path / "teacher", "llama", seed=2)
     script, out = tmp_path / "train.py", tmp_path / "out.json"

@@ -36,14 +36,14 @@ def targets_on(dp: int, tp: int, teachers: dict[str, Path], chunk_tokens: int) -
     targets_module.CHUNK_TOKENS = chunk_tokens
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = rank_batch(rows_of_two_documents(), world.dp_rank, dp)
-    found = {}
+    targets = {}
     for name, path in teachers.items():
         config = engine_config("unused", [path], loss__top_k=TOP, loss__temperature=TEMPERATURE)
         engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
         assert engine.chunk == chunk_tokens
         assert not any(parameter.requires_grad for parameter in engine.model.parameters())
-        found[name] = engine_targets(engine, batch)
-    return found
+        targets[name] = engine_targets(engine, batch)
+    return targets
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
     return {
         "llama": write_tiny_model(root / "llama", "llama", seed=61),
         "qwen3-uneven": write_tiny_model(root / "qwen3", "qwen3", seed=62, vocab_size=337, tie=True),
-        # All that the second rank holds is padding.
+        # The second rank holds only padding.
         "qwen2-padding": write_tiny_model(root / "qwen2", "qwen2", seed=63, vocab_size=640),
         "phi3": write_tiny_model(root / "phi3", "phi3", seed=64),
         "gpt2": write_tiny_model(root / "gpt2", "gpt2", seed=65, vocab_size=337, tie=True),
@@ -60,15 +60,15 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)], ids=["dp1tp2", "dp2tp2"])
-def test_targets_of_a_split_teacher_equal_those_of_the_plain_model(teachers, dp: int, tp: int):
+def test_targets_of_a_split_teacher_match_the_plain_model(teachers, dp: int, tp: int):
     results = ranks.run_ranks(dp * tp, targets_on, dp, tp, teachers, 17)
     for name, path in teachers.items():
         exact = plain_topk(plain_model(path), rows_of_two_documents(), VOCABULARY, TOP, TEMPERATURE)
         for rank in range(0, dp * tp, tp):
             one, other = results[rank][name], results[rank + 1][name]
             assert all(torch.equal(one[key], other[key]) for key in one), "tensor-parallel ranks must agree to the bit"
-        found = {key: torch.cat([results[rank][name][key] for rank in range(0, dp * tp, tp)]) for key in exact}
-        assert_same_targets(found, exact)
+        targets = {key: torch.cat([results[rank][name][key] for rank in range(0, dp * tp, tp)]) for key in exact}
+        assert_same_targets(targets, exact)
 
 
 def test_split_and_whole_teacher_choose_the_same_entries(teachers):
@@ -78,17 +78,17 @@ def test_split_and_whole_teacher_choose_the_same_entries(teachers):
         assert_same_targets(split[name], whole[name])
 
 
-def assert_same_targets(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Ids in order, except where two log-probs are equal but for rounding; every number within 1e-5."""
-    assert found["ids"].shape == wanted["ids"].shape
-    differing = found["ids"] != wanted["ids"]
+def assert_same_targets(targets: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Equal ids, except where two log-probs differ only by rounding, and equal numbers within 1e-5."""
+    assert targets["ids"].shape == wanted["ids"].shape
+    differing = targets["ids"] != wanted["ids"]
     assert differing.float().mean() < 0.01
     for key in ("logprobs", "rest_logprob"):
-        torch.testing.assert_close(found[key].double(), wanted[key].double(), rtol=1e-5, atol=2e-5)
-    # The log-prob of the label, where there is one: plain_topk and the engine may differ elsewhere.
+        torch.testing.assert_close(targets[key].double(), wanted[key].double(), rtol=1e-5, atol=2e-5)
+    # Only where there is a label: plain_topk and the engine may differ elsewhere.
     labelled = torch.tensor(rows_of_two_documents().labels).flatten() >= 0
     torch.testing.assert_close(
-        found["label_logprob"][labelled].double(), wanted["label_logprob"][labelled].double(), rtol=1e-5, atol=2e-5
+        targets["label_logprob"][labelled].double(), wanted["label_logprob"][labelled].double(), rtol=1e-5, atol=2e-5
     )
 
 

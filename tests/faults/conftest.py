@@ -1,4 +1,4 @@
-"""Runs that are disturbed on purpose, and the undisturbed ones that they must equal."""
+"""Deliberately disturbed runs, and the undisturbed runs that they must equal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["material"]
 
 STEPS = 120
 RESTART_S = 120
-"""within which a test gives up; what is promised is told by `launch/bench.sh faults`"""
+"""Deadline of the tests for a restart. The restart times themselves are measured by `launch/bench.sh faults`."""
 
 
 @dataclass
 class Disturbed:
-    """A run in its first steps, with the processes of its actors by name."""
+    """A running training, with the process ids of its actors by name."""
 
     process: psutil.Popen
     run: Path
@@ -50,33 +50,33 @@ class Disturbed:
         until(lambda: list(saved.glob("step-*")) or self.process.poll() is not None, "a checkpoint", RESTART_S)
 
     def look_again(self) -> None:
-        """Learns the actors' processes anew, while the driver stands still."""
+        """Looks up the process ids of the actors again, with the driver stopped meanwhile."""
         os.kill(self.process.pid, signal.SIGSTOP)
         self.actors = actors(self.process.pid)
         os.kill(self.process.pid, signal.SIGCONT)
 
     def look_again_after(self, steps: int) -> None:
-        """The same once the run has got further."""
+        """`look_again` once the run has got past this number of steps."""
         until(lambda: self.steps > steps or self.process.poll() is not None, f"step {steps + 1}", RESTART_S)
         assert self.process.poll() is None, self.text
         self.look_again()
 
     def kill_idle(self, name: str) -> None:
-        """SIGKILL when nobody has anything left to do, because the driver gives out nothing."""
+        """Kills an actor while all actors are idle: the driver is stopped and hands out no work."""
         os.kill(self.process.pid, signal.SIGSTOP)
         busy = [psutil.Process(pid) for actor, pid in self.actors.items() if "aligner" not in actor]
-        until(lambda: not _working(busy), "the end of all work")
+        until(lambda: not _working(busy), "all actors to be idle")
         os.kill(self.actors[name], signal.SIGKILL)
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill_busy(self, name: str) -> None:
-        """SIGKILL while it computes."""
+        """Kills an actor while it computes."""
         victim = psutil.Process(self.actors[name])
-        until(lambda: _working([victim]), f"work of {name}")
+        until(lambda: _working([victim]), f"{name} to be busy")
         victim.kill()
 
-    def after(self, word: str) -> None:
-        """Waits until the run has said something."""
+    def wait_for_output(self, word: str) -> None:
+        """Waits until the run has printed this text."""
         until(lambda: word in self.text or self.process.poll() is not None, repr(word), RESTART_S)
         assert word in self.text, self.text
 
@@ -85,15 +85,15 @@ class Disturbed:
 
 
 def _working(processes: list[psutil.Process]) -> bool:
-    """Whether one of them used the processor in the last tenth of a second."""
+    """Whether any of the processes uses the processor within a tenth of a second."""
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(0.1)
-    return any(sum(process.cpu_times()[:2]) > then for process, then in zip(processes, before))
+    return any(sum(process.cpu_times()[:2]) > seconds for process, seconds in zip(processes, before))
 
 
 @pytest.fixture
 def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
-    """`with disturb(settings…) as run:` a training in its first steps; afterwards nothing of it may be left."""
+    """`with disturb(settings…) as run:` yields a training in its first steps. Afterwards nothing of it may be left."""
 
     @contextmanager
     def disturbed(*settings: str, folder: Path = tmp_path) -> Iterator[Disturbed]:
@@ -102,11 +102,11 @@ def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
         with running("train", "-c", config, *settings, log=log) as process:
             run = folder / "runs" / "tiny"
             until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
-            found = Disturbed(process, run, log, {})
-            assert process.poll() is None, found.text
-            found.look_again()
+            training = Disturbed(process, run, log, {})
+            assert process.poll() is None, training.text
+            training.look_again()
             family = leftovers(process.pid)
-            yield found
+            yield training
             family |= leftovers(process.pid) if process.is_running() and process.poll() is None else {}
         assert not survivors(family.values())
         until(lambda: shared_memory() <= before, "shared memory given back")
@@ -117,29 +117,29 @@ def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
 
 @pytest.fixture(scope="session")
 def undisturbed(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The run directory of a run to its end with these settings; made once for each."""
-    made: dict[tuple[str, ...], Path] = {}
+    """The directory of a complete run with the given settings. Each combination of settings runs once."""
+    runs: dict[tuple[str, ...], Path] = {}
 
     def run(*settings: str) -> Path:
-        if settings not in made:
+        if settings not in runs:
             folder = tmp_path_factory.mktemp("undisturbed")
             ended = distill_rl("train", "-c", material.config(folder), *settings)
             assert ended.code == 0, ended.err
-            made[settings] = folder / "runs" / "tiny"
-        return made[settings]
+            runs[settings] = folder / "runs" / "tiny"
+        return runs[settings]
 
     return run
 
 
 def assert_resumes(run: Disturbed, *settings: str) -> None:
-    """A run that has ended goes on to its last step."""
+    """Resumes a run that has ended, to its last step."""
     ended = distill_rl("train", "-c", run.run.parents[1] / "tiny.yaml", *settings, "--resume")
     assert ended.code == 0, ended.err
 
 
 def assert_same_student(run: Path, expected: Path) -> None:
-    """Losses and gradient norms of every step, and the exported weights, bit for bit."""
+    """Losses and gradient norms of every step, and the exported weights, are equal bit for bit."""
     for metric in ("train/loss", "train/kl_loss", "train/grad_norm", "validation/kl_loss"):
         assert series(run, metric) == series(expected, metric), metric
-    weights = [(each / "export" / "model.safetensors").read_bytes() for each in (run, expected)]
-    assert weights[0] == weights[1]
+    ours, theirs = ((folder / "export" / "model.safetensors").read_bytes() for folder in (run, expected))
+    assert ours == theirs

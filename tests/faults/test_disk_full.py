@@ -1,4 +1,4 @@
-"""R5: the disk of the checkpoints is full in mid-run. Small cases of the same: tests/unit/run/test_async_save.py."""
+"""R5: the disk of the checkpoints fills up during a run. Smaller cases: tests/unit/run/test_async_save.py."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ code=$?
 cp -a "$1/checkpoints" "$1/kept"
 exit $code
 """
-"""of a size, the run directory, and a command: what it left is copied before the file system goes away"""
+"""Arguments: size, run directory, command. Copies the checkpoints before the small file system goes away."""
 
 
-def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_old_checkpoint_whole(material, undisturbed, tmp_path):
-    calm = undisturbed("checkpoint.every=4")
-    size = size_of(calm / "checkpoints" / "step-4")
+def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(material, undisturbed, tmp_path):
+    whole = undisturbed("checkpoint.every=4")
+    size = size_of(whole / "checkpoints" / "step-4")
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     (run / "checkpoints").mkdir(parents=True)
     script = RUN.replace('"$@"', f'"{sys.executable}" -m distill_rl "${{@:2}}"')

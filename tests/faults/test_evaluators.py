@@ -1,21 +1,40 @@
-"""An evaluator that stands still while nobody but the end of the run waits for it: it costs its scores only."""
+"""An evaluator that is killed, or stopped while only the end of the run waits for it, costs nothing but its scores."""
 
+import json
 import os
 import re
 import signal
 
+from tests.cli.test_train import assert_equal_runs
 from tests.helpers.command import actor_pid, running, series, until
 from tests.helpers.suites import write_suite
 
 
-def test_a_stopped_evaluator_is_killed_and_the_run_ends_with_the_score_of_its_export(material, tmp_path):
+def test_a_stopped_evaluator_is_killed_and_the_export_still_scored(material, tmp_path):
     config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
     suite = write_suite(tmp_path, count=400, max_new_tokens=40)
-    asked = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.suites_every=7"]
-    with running("train", "-c", config, *asked, "evaluate.limit=396", "faults.stopped_s=1", log=log) as process:
+    evaluation = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.suites_every=7"]
+    with running("train", "-c", config, *evaluation, "evaluate.limit=396", "faults.stopped_s=1", log=log) as process:
         until(lambda: list(run.glob("evals/step-7/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
         os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGSTOP)
         assert process.wait(timeout=120) == 0, log.read_text()
-    told = r"the evaluation of step 7 failed, .*: evaluator on \S+: .*it was stopped \(SIGSTOP\) for 1 s, and killed"
-    assert re.search(told, log.read_text()), log.read_text()
+    message = r"the evaluation of step 7 failed, .*: evaluator on \S+: .*it was stopped \(SIGSTOP\) for 1 s, and killed"
+    assert re.search(message, log.read_text()), log.read_text()
     assert [step for step, _ in series(run, "eval/own")] == [8]
+
+
+def test_a_killed_evaluator_costs_only_its_scores(material, undisturbed, tmp_path):
+    config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
+    suite = write_suite(tmp_path, count=200, max_new_tokens=40)
+    evaluation = [f"evaluate.suites=[{suite}]", f"evaluate.data={tmp_path}", "evaluate.batch_size=4"]
+    limit = ("evaluate.suites_every=4", "evaluate.limit=196", "aligner.workers=0")
+    with running("train", "-c", config, *evaluation, *limit, log=log) as process:
+        until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
+        os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, log.read_text()
+    message = r"the evaluation of step 4 failed, training goes on: evaluator on \S+: its process died"
+    assert re.search(message, log.read_text())
+    assert [step for step, _ in series(run, "eval/own")] == [8]
+    assert json.loads((run / "evals" / "student" / "own.json").read_text())["num_items"] == 200
+    assert not list((run / "evals").glob(".weights-*"))
+    assert_equal_runs(undisturbed(), run)

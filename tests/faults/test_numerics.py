@@ -1,4 +1,4 @@
-"""A teacher that says NaN (R13): of one token, and of all."""
+"""A teacher whose outputs are NaN (R13), for one token and for all."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from tests.helpers.models import write_tiny_model
 
 @pytest.fixture
 def poisoned_teacher(tmp_path):
-    """A teacher whose embedding of some tokens is NaN."""
+    """Writes a teacher whose embedding of the given tokens is NaN, and returns the setting that selects it."""
 
     def write(tokens) -> str:
         folder = write_tiny_model(tmp_path / "poisoned", hidden=32, seed=1, tie=False)
@@ -25,9 +25,7 @@ def poisoned_teacher(tmp_path):
     return write
 
 
-def test_a_row_of_which_a_teacher_says_nan_costs_the_steps_that_hold_it_and_no_other(
-    material, poisoned_teacher, tmp_path
-):
+def test_a_nan_row_skips_only_the_steps_that_contain_it(material, poisoned_teacher, tmp_path):
     from tests.helpers.tokenizers import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -58,9 +56,7 @@ def test_a_row_of_which_a_teacher_says_nan_costs_the_steps_that_hold_it_and_no_o
     assert all(tensor.isfinite().all() for tensor in load_file(run / "export" / "model.safetensors").values())
 
 
-def test_a_teacher_that_says_nothing_but_nan_ends_the_run_on_the_last_good_checkpoint(
-    material, poisoned_teacher, tmp_path
-):
+def test_an_all_nan_teacher_ends_the_run_without_a_bad_checkpoint(material, poisoned_teacher, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     assert distill_rl("train", "-c", config, "train.steps=2", "checkpoint.every=1").code == 0
     bad = poisoned_teacher(slice(None))
@@ -73,11 +69,11 @@ def test_a_teacher_that_says_nothing_but_nan_ends_the_run_on_the_last_good_check
         "--resume",
     ):
         assert word in error, error
-    assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so none is worth keeping"
-    assert [value for _, value in series(run, "train/loss")] == [None, None], "both skipped steps are told"
+    assert not list((run / "checkpoints").glob("step-*")), "no step was taken, so there is nothing to save"
+    assert [value for _, value in series(run, "train/loss")] == [None, None], "both skipped steps are in the metrics"
 
 
-def test_a_request_to_stop_between_skipped_steps_saves_nothing_of_them(material, poisoned_teacher, tmp_path):
+def test_a_stop_between_skipped_steps_saves_none_of_them(material, poisoned_teacher, tmp_path):
     config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
     endless = ("train.steps=100000", "checkpoint.every=1", "faults.skipped_steps=400", poisoned_teacher(slice(None)))
     with running("train", "-c", config, *endless, log=log) as process:

@@ -1,4 +1,4 @@
-"""Five hundred steps (R24): memory, shared memory and open files stay as they were, of our processes and of Ray's."""
+"""Five hundred steps (R24): memory, shared memory and open files of our processes and of Ray's do not grow."""
 
 import statistics
 from pathlib import Path
@@ -9,29 +9,29 @@ from tests.helpers.command import shared_memory, until
 
 STEPS, SETTLED = 500, 100
 MEMORY_GROWTH = 1.05
-"""of a process's resident memory between step 100 and 500: allocators settle within a few percent"""
+"""Limit for a process's resident memory between steps 100 and 500: allocators settle within a few percent."""
 SHARED_GROWTH = 1.01
-"""of its shared part, where a memfd shows that has no name in /dev/shm: slots are allotted once, and so what moves are
-pages of libraries that the kernel drops and reads again"""
+"""Limit for the shared part of it, which includes memfds that have no name in /dev/shm. Slots are allocated once; what
+varies are pages of libraries that the kernel drops and reads again."""
 RAY = {"raylet": MEMORY_GROWTH, "gcs_server": 1.1}
 """The GCS remembers the last 100,000 calls (RAY_task_events_max_num_task_in_gcs), about 2 KiB each. This test ends long
-before: 2.5 MiB between the medians of its halves, which is 5 %."""
+before that: it grows by 2.5 MiB, or 5 %, between the medians of its halves."""
 
 
 def _measure(processes: dict[str, psutil.Process]) -> dict[str, tuple[int, int, int]]:
-    """(resident, shared, open files) of each: bytes, bytes, number."""
-    found = {}
+    """(resident bytes, shared bytes, number of open files) of each process."""
+    usage = {}
     for name, process in processes.items():
         memory = process.memory_info()
-        found[name] = (memory.rss, memory.shared, process.num_fds())
-    return found
+        usage[name] = (memory.rss, memory.shared, process.num_fds())
+    return usage
 
 
 def _of_ray(driver: psutil.Process) -> dict[str, psutil.Process]:
     return {process.name(): process for process in driver.children(recursive=True) if process.name() in RAY}
 
 
-def test_nothing_grows_over_five_hundred_steps(disturb):
+def test_memory_and_files_stay_flat_over_five_hundred_steps(disturb):
     settings = (
         f"train.steps={STEPS}", f"schedule.steps={STEPS}", "transport=shared_memory", "prefetch.depth=2",
         "checkpoint.every=50", "checkpoint.keep_last=1", "evaluate.every=50", "observe.tensorboard=true",
@@ -56,8 +56,8 @@ def test_nothing_grows_over_five_hundred_steps(disturb):
     assert statistics.median(segments[half:]) <= statistics.median(segments[:half]), "shared memory"
     for name, numbers in seen.items():
         limits = {"memory": RAY.get(name, MEMORY_GROWTH), "shared memory": SHARED_GROWTH, "open files": 1.0}
-        for index, (what, factor) in enumerate(limits.items()):
-            early, late = (statistics.median(each[index] for each in part) for part in (numbers[:half], numbers[half:]))
+        for i, (what, factor) in enumerate(limits.items()):
+            early, late = (statistics.median(usage[i] for usage in part) for part in (numbers[:half], numbers[half:]))
             assert late <= early * factor, f"{what} of {name}: {early} at first, {late} later"
     assert len(list((run.run / "checkpoints").iterdir())) == 1
     assert not list(Path("/tmp").glob(f"drl-{run.process.pid}-*"))

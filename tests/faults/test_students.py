@@ -1,4 +1,4 @@
-"""Student ranks that are killed or stopped (R9, R10): the run ends at once, tells who and why, and can be resumed."""
+"""Student ranks killed or stopped (R9, R10): the run ends at once, names rank and cause, and can be resumed."""
 
 import os
 import signal
@@ -15,9 +15,7 @@ CHECKPOINTS = ("checkpoint.every=1", "faults.stopped_s=2")
     ("number", "cause"),
     [(signal.SIGKILL, "Worker unexpectedly exits"), (signal.SIGSTOP, "it was stopped (SIGSTOP) for 2 s, and killed")],
 )
-def test_a_rank_that_is_gone_ends_all_with_one_line_and_stacks_and_the_run_can_be_resumed(
-    disturb, undisturbed, number, cause
-):
+def test_a_lost_rank_ends_the_run_with_stacks_and_it_can_be_resumed(disturb, undisturbed, number, cause):
     expected = undisturbed(*LENGTH)
     with disturb(*LENGTH, *CHECKPOINTS) as run:
         run.wait_for_checkpoint()
@@ -29,25 +27,25 @@ def test_a_rank_that_is_gone_ends_all_with_one_line_and_stacks_and_the_run_can_b
     logs = run.run / "logs" / "latest"
     stack = (logs / "stacks" / "student-dp0-tp0.txt").read_text()
     assert "most recent call first" in stack
-    assert (logs / "big-dp0-tp0.err").exists(), "what the others printed is kept"
+    assert (logs / "big-dp0-tp0.err").exists(), "the output of the other workers is kept"
     assert_resumes(run, *LENGTH, *CHECKPOINTS)
     assert_same_student(run.run, expected)
 
 
-def test_the_last_words_of_a_rank_are_in_the_error(disturb):
+def test_the_error_contains_the_last_words_of_the_rank(disturb):
     with disturb(*LENGTH) as run:
-        os.kill(run.actors["student-dp1-tp0"], signal.SIGABRT)  # the fault handler writes where it was
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGABRT)  # the fault handler prints the stack
         assert run.end() == 1, run.text
     (error,) = run.errors
     assert "its last words: " in error
     assert "student-dp1-tp0" in error
 
 
-def test_a_wait_that_grows_long_is_reported_with_who_is_waited_for(disturb):
+def test_a_long_wait_is_reported_with_the_awaited_worker(disturb):
     with disturb(*LENGTH, "faults.report_after_s=1", "faults.stopped_s=60") as run:
         os.kill(run.actors["student-dp1-tp0"], signal.SIGSTOP)
-        run.after("waiting 1 s for step ")
-        run.after("student-dp1-tp0 on ")
-        run.after(" is stopped")
+        run.wait_for_output("waiting 1 s for step ")
+        run.wait_for_output("student-dp1-tp0 on ")
+        run.wait_for_output(" is stopped")
         os.kill(run.actors["student-dp1-tp0"], signal.SIGCONT)
-        assert run.end() == 0, "a worker that goes on in time is forgiven"
+        assert run.end() == 0, "a worker that continues in time does no harm"

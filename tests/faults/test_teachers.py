@@ -1,4 +1,4 @@
-"""Teachers that are killed, stopped or gone for good (R6, R7): the student never knows."""
+"""Teachers that are killed, stopped or lost for good (R6, R7) do not affect the student."""
 
 import os
 import signal
@@ -15,22 +15,22 @@ TWO = ("{name: big, model: %s/teacher, dtype: fp32%s}", "{name: other, model: %s
 
 
 def two_teachers(material, first: str = "", second: str = "") -> str:
-    """The setting of two teachers, of which the second is a copy with other weights."""
+    """The setting for two teachers; the second is a copy of the first with other weights."""
     from tests.helpers.models import write_tiny_model
 
     if not (material.root / "teacher2").exists():
         write_tiny_model(material.root / "teacher2", hidden=32, seed=9)
-    each = (text % (material.root, more) for text, more in zip(TWO, (first, second)))
-    return f"teachers=[{','.join(each)}]"
+    teachers = (text % (material.root, more) for text, more in zip(TWO, (first, second)))
+    return f"teachers=[{','.join(teachers)}]"
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory"])
-def test_a_teacher_killed_idle_and_at_work_is_replaced_and_no_bit_changes(disturb, undisturbed, transport):
+def test_a_teacher_killed_idle_or_busy_is_replaced_without_a_trace(disturb, undisturbed, transport):
     settings = (*LENGTH, f"transport={transport}", "prefetch.depth=2")
     expected = undisturbed(*settings)
     with disturb(*settings) as run:
         run.kill_idle("big/dp0-tp0")
-        run.after("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
+        run.wait_for_output("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
         steps = run.steps
         run.look_again_after(steps)
         run.kill_busy("big/dp0-tp0.1")
@@ -41,7 +41,7 @@ def test_a_teacher_killed_idle_and_at_work_is_replaced_and_no_bit_changes(distur
     assert last["faults/teacher_restarts"] == 2
 
 
-def test_one_rank_of_a_replica_takes_its_peers_with_it_and_the_others_work_on(disturb, undisturbed, material):
+def test_a_dead_rank_restarts_its_replica_only(disturb, undisturbed, material):
     teachers = two_teachers(material, ", parallel: {dp: 2, tp: 2}", ", export: hidden")
     few = ("train.steps=40", "schedule.steps=40", "evaluate.every=20")
     settings = (*few, teachers, "student.parallel.dp=2", "train.micro_batch_size=1", "transport=shared_memory")
@@ -49,7 +49,7 @@ def test_one_rank_of_a_replica_takes_its_peers_with_it_and_the_others_work_on(di
     with disturb(*settings) as run:
         before = dict(run.actors)
         run.kill_busy("big/dp1-tp1")
-        run.after("restarting big/dp1-tp0, big/dp1-tp1 (1 of")
+        run.wait_for_output("restarting big/dp1-tp0, big/dp1-tp1 (1 of")
         run.look_again_after(run.steps)
         assert {run.actors[f"big/dp1-tp{rank}.1"] for rank in (0, 1)}.isdisjoint(before.values())
         assert run.actors["big/dp0-tp0"] == before["big/dp0-tp0"]
@@ -62,12 +62,12 @@ def test_a_stopped_teacher_counts_as_dead(disturb, undisturbed):
     expected = undisturbed(*LENGTH)
     with disturb(*settings) as run:
         os.kill(run.actors["big/dp0-tp0"], signal.SIGSTOP)
-        run.after("it was stopped (SIGSTOP) for 2 s, and killed")
+        run.wait_for_output("it was stopped (SIGSTOP) for 2 s, and killed")
         assert run.end() == 0, run.text
     assert_same_student(run.run, expected)
 
 
-def test_without_a_budget_a_dead_teacher_ends_the_run_which_can_be_resumed(disturb, undisturbed):
+def test_without_a_budget_a_dead_teacher_ends_a_resumable_run(disturb, undisturbed):
     settings = (*LENGTH, "faults.teacher_restarts=0", "checkpoint.every=1")
     expected = undisturbed(*LENGTH)
     with disturb(*settings) as run:
@@ -87,25 +87,27 @@ def test_without_a_budget_a_dead_teacher_ends_the_run_which_can_be_resumed(distu
     assert_same_student(run.run, expected)
 
 
-def test_a_teacher_that_is_gone_for_good_can_be_left_out_and_the_others_weigh_more(disturb, material):
+def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, material):
     teachers = two_teachers(material, ", weight: 3.0")
     settings = (*LENGTH, teachers, "faults.teacher_restarts=0", "faults.lost_teacher=drop_and_reweight")
     with disturb(*settings) as run:
         run.kill_busy("big/dp0-tp0")
-        run.after("lost      teacher big; going on with other")
+        run.wait_for_output("lost      teacher big; going on with other")
         assert run.end() == 0, run.text
     losses = {record["step"]: record for record in records(run.run) if "train/loss" in record}
     alone = [record for record in losses.values() if "faults/teachers_lost" in record]
-    assert [record["step"] for record in alone] == list(range(alone[0]["step"], STEPS + 1)), "said of each step"
+    assert [record["step"] for record in alone] == list(range(alone[0]["step"], STEPS + 1)), (
+        "recorded at every step from then on"
+    )
     for step, record in losses.items():
-        both = {"train/kl_loss/big", "train/kl_loss/other"} & record.keys()
+        per_teacher = {"train/kl_loss/big", "train/kl_loss/other"} & record.keys()
         if step < alone[0]["step"]:
             expected = 0.75 * record["train/kl_loss/big"] + 0.25 * record["train/kl_loss/other"]
         else:
-            assert both == {"train/kl_loss/other"}
+            assert per_teacher == {"train/kl_loss/other"}
             expected = record["train/kl_loss/other"]
         assert record["train/kl_loss"] == pytest.approx(expected, rel=1e-6)
-        assert 2.0 < record["train/nll_loss"] < 7.0, "CE is told with and without the first teacher"
+        assert 2.0 < record["train/nll_loss"] < 7.0, "CE is recorded with and without the first teacher"
     assert len(series(run.run, "validation/kl_loss")) >= 2
     driver_log = (run.run / "logs" / "latest" / "driver.log").read_text()
     assert driver_log.count("this step was taught without big") >= len(alone)

@@ -13,12 +13,12 @@ from distill_rl.losses import ChunkOutput, Chunks, DenseLogits, TopKLogprobs, Vo
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 
 KINDS = ((1, 1), (1, 2), (3, 1), (2, 3), (1, 1), (2, 2), (1, 4), (1, 1))
-"""Rows of student and teacher in each chunk; every kind is there."""
+"""(student rows, teacher rows) of each chunk: 1:1, 1:n, n:1 and m:n."""
 
 
 @dataclass
 class Documents:
-    """Whole fp64 tensors. Some rows on either side belong to no chunk, and of those some have no label."""
+    """Whole fp64 tensors. Some rows on either side belong to no chunk, and some of those have no label."""
 
     student: Tensor
     """[N_s, V_s]"""
@@ -30,7 +30,7 @@ class Documents:
     bridge: VocabularyProjection
 
     def target(self, kind: str, temperature: float = 1.0, k: int = 7) -> DenseLogits | TopKLogprobs:
-        """dense, topk, or topk_no_rest"""
+        """A target of kind dense, topk or topk_no_rest."""
         logprobs = (self.teacher / temperature).log_softmax(1)
         label = logprobs.gather(1, self.teacher_labels[:, None])[:, 0]
         if kind == "dense":
@@ -40,10 +40,11 @@ class Documents:
         return TopKLogprobs(ids, top, None if kind == "topk_no_rest" else rest, temperature, label)
 
     def part(self, chunks: slice) -> Documents:
-        """The documents with these chunks only, as a micro-batch would have them: the rows of the others are cut off."""
+        """The documents reduced to these chunks, as in a micro-batch: rows of other chunks are cut off."""
         kept = list(range(self.chunks.count))[chunks]
-        rows = [_span(numbers, kept) for numbers in (self.chunks.student, self.chunks.teacher)]
-        numbers = (side[own] - kept[0] for side, own in zip((self.chunks.student, self.chunks.teacher), rows))
+        sides = (self.chunks.student, self.chunks.teacher)
+        rows = [_span(side, kept) for side in sides]
+        numbers = (side[span] - kept[0] for side, span in zip(sides, rows))
         return replace(
             self,
             student=self.student[rows[0]], labels=self.labels[rows[0]],
@@ -60,13 +61,15 @@ def _span(numbers: Tensor, kept: Sequence[int]) -> slice:
 def documents(
     kinds: Sequence[tuple[int, int]] = KINDS, student: int = 53, teacher: int = 71, *, seed: int = 0, scale: float = 2.0
 ) -> Documents:
-    """Random, with a row of no chunk on either side in front of every third chunk. The first chunk of one token on both
-    sides is a pair of stop tokens, of which either side has several."""
+    """Random documents. On either side the first row, and a row after every third chunk, belong to no chunk.
+
+    The first 1:1 chunk is a pair of stop tokens; each side has several stop tokens.
+    """
     draw = torch.Generator().manual_seed(seed)
     of_student, of_teacher = [-1], [-1]
-    for number, (rows, teacher_rows) in enumerate(kinds):
-        of_student += [number] * rows + [-1] * (number % 3 == 2)
-        of_teacher += [number] * teacher_rows + [-1] * (number % 3 == 1)
+    for i, (rows, teacher_rows) in enumerate(kinds):
+        of_student += [i] * rows + [-1] * (i % 3 == 2)
+        of_teacher += [i] * teacher_rows + [-1] * (i % 3 == 1)
     numbers = [torch.tensor(side) for side in (of_student, of_teacher)]
     logits = [
         scale * torch.randn(len(side), columns, generator=draw, dtype=torch.float64)
@@ -79,15 +82,19 @@ def documents(
     labels[(numbers[0] < 0).nonzero()[::2, 0]] = -100
     between = bridge(student, teacher, seed=seed)
     if (1, 1) in kinds:
-        for side, own, stops in zip((labels, teacher_labels), numbers, (between.student_stops, between.teacher_stops)):
-            side[own == kinds.index((1, 1))] = stops[-1]
+        stop_tokens = (between.student_stops, between.teacher_stops)
+        for side, chunk, stops in zip((labels, teacher_labels), numbers, stop_tokens):
+            side[chunk == kinds.index((1, 1))] = stops[-1]
     return Documents(*logits, labels, teacher_labels, Chunks(*numbers, len(kinds)), between)
 
 
 def bridge(student: int, teacher: int, *, seed: int = 0) -> VocabularyProjection:
-    """Two thirds of the smaller vocabulary in common, in another order; the last three student tokens are padding and their
-    rows empty; other tokens go into up to four teacher tokens, some into one; some teacher columns receive nothing. Of the
-    stop tokens one is common and others are not."""
+    """A random vocabulary projection.
+
+    Two thirds of the smaller vocabulary are common to both, in another order. The last three student tokens are padding
+    and have empty rows; every other student token maps to between one and four teacher tokens. Some teacher columns
+    receive nothing. One stop token is common, the others are not.
+    """
     draw = torch.Generator().manual_seed(seed + 1000)
     num_common = 2 * min(student, teacher) // 3
     common = torch.randperm(student - 3, generator=draw)[:num_common].sort().values
@@ -123,7 +130,7 @@ def _others(taken: Tensor, size: int) -> list[int]:
 
 
 def identity(size: int) -> VocabularyProjection:
-    """Of two copies of one tokenizer."""
+    """The projection between two copies of one tokenizer."""
     ids = list(range(size))
     return VocabularyProjection.from_arrays(
         [*ids, size], ids, [1.0] * size, num_teacher=size, student_common=ids, teacher_common=ids
@@ -131,7 +138,7 @@ def identity(size: int) -> VocabularyProjection:
 
 
 def oracle(data: Documents, target: Any, weights: tuple[float, float] = (1.0, 1.0), **keywords: Any):
-    """(output, gradient of weights · (kd, ce) with respect to the student's logits)"""
+    """The output of the oracle, and the gradient of weights · (kd, ce) with respect to the student's logits."""
     student = data.student.double().clone().requires_grad_()
     output = reference_chunks.chunk_kd_loss(student, target, data.chunks, data.bridge, labels=data.labels, **keywords)
     (weights[0] * output.kd.sum() + weights[1] * output.ce.sum()).backward()
@@ -139,7 +146,7 @@ def oracle(data: Documents, target: Any, weights: tuple[float, float] = (1.0, 1.
 
 
 def assert_sums(output: ChunkOutput, expected: ChunkOutput, bound: float) -> None:
-    """KD and CE within `bound`, relative above 1."""
+    """KD and CE agree within `bound`, absolute below 1 and relative above."""
     for name in ("kd", "ce"):
         value, truth = getattr(output, name).double(), getattr(expected, name)
         error = ((value - truth).abs() / truth.abs().clamp_min(1)).max()
@@ -148,6 +155,6 @@ def assert_sums(output: ChunkOutput, expected: ChunkOutput, bound: float) -> Non
 
 
 def assert_gradient(gradient: Tensor, truth: Tensor, bound: float) -> None:
-    """Within `bound` of the truth, relative to its norm."""
+    """The gradient agrees within `bound`, relative to the norm of the truth."""
     error = float((gradient.double() - truth).norm() / truth.norm().clamp_min(1e-30))
     assert error <= bound, f"gradient is off by {error:.1e}"

@@ -1,8 +1,9 @@
-"""The real command line, and what it must leave behind: nothing."""
+"""Runs the real command line, and finds the processes, shared memory and files that it must not leave behind."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -31,11 +32,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster that runs join, for what is not about starting one: it saves each of them the start of eight processes."""
+    """A Ray cluster that runs can join, which saves each of them from starting the eight processes of its own Ray."""
 
     address: str
     variables: Mapping[str, str]
-    """of the environment, that let a process in"""
+    """Environment variables with which a process may join."""
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -43,25 +44,35 @@ class Cluster:
 
 
 def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster | None = None) -> Ended:
-    """Runs `distill-rl` to its end; a training joins the cluster that is given."""
+    """Runs `distill-rl` to its end, on the given Ray cluster if there is one."""
     command = [sys.executable, "-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
     variables = environment() | dict(cluster.variables if cluster else {})
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=variables)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+def distill_rl_in_process(*arguments: str | Path) -> Ended:
+    """Runs a command that starts neither processes nor Ray by its entry point, without the cost of starting Python."""
+    from distill_rl import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(list(map(str, arguments)))
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
 def command_lines() -> list[str]:
-    """Of every process of this machine."""
-    found = []
+    """The command lines of all processes on this machine."""
+    lines = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            found.append(" ".join(process.cmdline()))
-    return found
+            lines.append(" ".join(process.cmdline()))
+    return lines
 
 
 @contextlib.contextmanager
 def running(*arguments: str | Path, log: Path) -> Iterator[psutil.Popen]:
-    """`distill-rl` in a process group of its own, ended by force if the block leaves it alive."""
+    """Starts `distill-rl` in its own process group, and kills the group at the end of the block."""
     command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
     with log.open("wb") as output:
         process = psutil.Popen(
@@ -80,7 +91,7 @@ def environment() -> dict[str, str]:
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
-    """Waits for a condition of another process; fails at the deadline."""
+    """Waits until the condition holds; fails at the deadline with `what` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
@@ -89,7 +100,7 @@ def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0)
 
 
 def records(run: Path) -> list[dict]:
-    """metrics.jsonl, whole lines only (the run may be writing)."""
+    """The records of metrics.jsonl, whole lines only, because the run may be writing."""
     file = run / "metrics.jsonl"
     if not file.exists():
         return []
@@ -102,13 +113,12 @@ def series(run: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def leftovers(root: int) -> dict[int, psutil.Process]:
-    """Every process below `root` now, for a later look at who is still there."""
+    """All current descendants of process `root`, by id, so that `survivors` can look for them later."""
     return {process.pid: process for process in psutil.Process(root).children(recursive=True)}
 
 
 def survivors(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -> list[psutil.Process]:
-    """Those that still run when the deadline is over. The dead that wait for their parent to take note do not: an init
-    may take seconds for it."""
+    """The processes that still run at the deadline. Zombies do not count: init may take seconds to reap them."""
     deadline = time.monotonic() + deadline_s
     while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -122,7 +132,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def actor_pid(root: int, name: str) -> int:
-    """The process of a Ray actor below `root`, by the class name that Ray writes into its title."""
+    """The process id of a Ray actor below `root`, found by the class name in its process title."""
     for process in leftovers(root).values():
         with contextlib.suppress(psutil.Error):
             if process.cmdline()[0].startswith(f"ray::{name}"):
@@ -135,5 +145,5 @@ def shared_memory() -> set[str]:
 
 
 def temporary(pid: int) -> list[Path]:
-    """What a process keeps in /tmp."""
+    """The temporary directories in /tmp of a `distill-rl` process."""
     return list(Path("/tmp").glob(f"drl-{pid}-*"))

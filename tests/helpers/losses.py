@@ -1,4 +1,4 @@
-"""Random cases for the losses, and the comparison with the fp64 oracle."""
+"""Random cases for the losses, and their comparison with the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPERATURES = (1.0, 2.5)
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the loss; `target` is dense, hidden, topk, or topk_no_rest."""
+    """One setting of the loss. `target` is dense, hidden, topk or topk_no_rest."""
 
     divergence: str
     target: str
@@ -39,7 +39,7 @@ class Case:
 
 
 def all_cases(targets: tuple[str, ...] = ("dense", "hidden", "topk", "topk_no_rest")) -> Iterator[Case]:
-    """Every divergence × target kind × tail × temperature; tails only where they mean something."""
+    """Every divergence × target kind × tail × temperature; the tail varies for `topk` only."""
     for divergence, target, temperature in itertools.product(DIVERGENCES, targets, TEMPERATURES):
         for tail in TAILS if target == "topk" else TAILS[:1]:
             yield Case(divergence, target, tail, temperature)
@@ -47,7 +47,7 @@ def all_cases(targets: tuple[str, ...] = ("dense", "hidden", "topk", "topk_no_re
 
 @dataclass
 class Batch:
-    """Whole fp64 tensors, the same on every rank. Logits are hidden · headᵀ + bias on both sides."""
+    """Whole fp64 tensors, equal on every rank. Logits are hidden · headᵀ + bias on both sides."""
 
     hidden: Tensor
     head: Tensor
@@ -76,12 +76,12 @@ class Batch:
 
 
 def mask_of(bias: Tensor) -> Tensor:
-    """−inf where the bias is, else 0."""
+    """−inf where the bias is −inf, else 0."""
     return torch.where(bias.isinf(), bias, 0)
 
 
 def batch(num_rows: int = 6, vocabulary: int = 97, padding: int = 0, seed: int = 0) -> Batch:
-    """Random; the last `padding` columns are −inf on both sides; the second row is ignored."""
+    """A random batch. The last `padding` columns are −inf on both sides; the second row has no label."""
     draw = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -98,7 +98,7 @@ def batch(num_rows: int = 6, vocabulary: int = 97, padding: int = 0, seed: int =
 
 
 def top_k(logits: Tensor, k: int, temperature: float, *, rest: bool = True) -> TopKLogprobs:
-    """From whole logits, in plain torch."""
+    """Top-k targets of whole logits, in plain torch."""
     logprobs = (logits / temperature).log_softmax(1)
     top, ids = logprobs.topk(k, 1)
     others = logprobs.scatter(1, ids, -torch.inf).logsumexp(1) if rest else None
@@ -106,7 +106,7 @@ def top_k(logits: Tensor, k: int, temperature: float, *, rest: bool = True) -> T
 
 
 def oracle(case: Case, data: Batch, target: Any, factor: float = 1.0) -> tuple[Any, Tensor]:
-    """(output, gradient of factor · loss with respect to the student's logits [N, V])"""
+    """The output of the oracle, and the gradient of factor · loss with respect to the student's logits [N, V]."""
     student = data.student.clone().requires_grad_()
     output = reference.kd_loss(student, target, labels=data.labels, token_weights=data.weights, **case.keywords)
     (factor * output.loss.sum()).backward()
@@ -114,7 +114,7 @@ def oracle(case: Case, data: Batch, target: Any, factor: float = 1.0) -> tuple[A
 
 
 def assert_same(output: Any, expected: Any, bound: float = 1e-12) -> None:
-    """Every field of two KDOutputs within `bound`, absolute below 1 and relative above."""
+    """Every field of two KDOutputs agrees within `bound`, absolute below 1 and relative above."""
     for name in ("loss", "kd_loss", "ce_loss", "teacher_mass", "student_mass"):
         value, truth = getattr(output, name), getattr(expected, name)
         error = ((value - truth).abs() / truth.abs().clamp_min(1)).max()
@@ -130,7 +130,7 @@ def assert_close(value: Tensor, truth: Tensor, bound: float = 1e-12, what: str =
 
 
 def sharded(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
-    """A leaf DTensor of this rank's columns; no communication, uneven and empty shards as torch cuts them."""
+    """A leaf DTensor of this rank's shard, made without communication. As torch cuts them, shards may be uneven or empty."""
     placements = [Shard(dim)]
     shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
     local = whole.narrow(dim, min(offset[dim], whole.shape[dim]), shape[dim]).clone()

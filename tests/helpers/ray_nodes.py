@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, with token authentication; only its own processes are ended."""
+"""A Ray cluster of several nodes on this machine, with token authentication. Only its own processes are killed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def ray_nodes(
     mode: str = "token",
     dashboard: int | None = None,
 ) -> Iterator[str]:
-    """The address of `nodes` nodes with `cpus` logical CPUs each.
+    """Starts a cluster and yields its address.
 
     Args:
-        mode: of authentication, `token` or `disabled`; the environment of the test is left with what joins it.
-        dashboard: port of the dashboard on 127.0.0.1; None: no dashboard.
+        nodes: number of nodes.
+        cpus: logical CPUs of each node.
+        mode: authentication mode, `token` or `disabled`. The environment is set up so that the test can join.
+        dashboard: port of the dashboard on 127.0.0.1, or None for no dashboard.
     """
     token = tmp_path / "token"
     token.touch(mode=0o600)
@@ -51,11 +53,13 @@ def ray_nodes(
         until(lambda: _address(output) or started[0].poll() is not None, "ray start")
         address = _address(output)
         assert address, output.read_text()
-        for number in range(1, nodes):
-            started.append(_join(tmp_path / f"ray-{number}.log", address, cpus=cpus))
+        for i in range(1, nodes):
+            started.append(_join(tmp_path / f"ray-{i}.log", address, cpus=cpus))
         yield address
     finally:
-        family = [each for node in started if node.is_running() for each in (node, *node.children(recursive=True))]
+        family = [
+            process for node in started if node.is_running() for process in (node, *node.children(recursive=True))
+        ]
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -64,27 +68,27 @@ def ray_nodes(
 
 
 def in_use(address: str) -> str:
-    """Named actors, then free logical CPUs of a cluster: `0 8.0`."""
+    """The number of named actors and of free logical CPUs of a cluster, such as `0 8.0`."""
     code = (
         "import ray\n"
         f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')\n"
         "print(len(ray.util.list_named_actors(all_namespaces=True)), ray.available_resources()['CPU'])"
     )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
-    return asked.stdout.strip()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment())
+    return done.stdout.strip()
 
 
 def _dashboard(port: int | None) -> list[str]:
     if port is None:
         return ["--include-dashboard=false"]
-    where = ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
-    return ["--include-dashboard=true", *where, f"--dashboard-agent-listen-port={free_port()}"]
+    host = ["--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+    return ["--include-dashboard=true", *host, f"--dashboard-agent-listen-port={free_port()}"]
 
 
 def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return asked.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _start(output: Path, *arguments: str, cpus: int) -> psutil.Popen:
@@ -101,5 +105,5 @@ def _join(output: Path, address: str, *, cpus: int) -> psutil.Popen:
 
 
 def _address(output: Path) -> str:
-    found = re.search(r"--address='([^']+)'", output.read_text())
-    return found.group(1) if found else ""
+    match = re.search(r"--address='([^']+)'", output.read_text())
+    return match.group(1) if match else ""

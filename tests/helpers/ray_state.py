@@ -1,4 +1,4 @@
-"""Who works in a running Ray, as its own records say: the state that `ray list actors` shows, asked for without a dashboard."""
+"""The living actors of a running Ray, from the state that `ray list actors` shows, without needing a dashboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-_ASK = """\
+_LIST_ACTORS = """\
 import json, sys
 from ray._private.state import GlobalState
 from ray._raylet import GcsClientOptions
@@ -24,13 +24,13 @@ print(json.dumps({a["Name"]: a["Pid"] for a in actors if a["State"] == "ALIVE" a
 
 
 def actors(driver: int) -> dict[str, int]:
-    """Process ids of the living actors of the Ray that a driver has started, by name.
+    """Process ids by name of the living actors of the Ray that a driver has started.
 
-    Ray reads its token once per process, and every driver has its own: so a child asks.
+    Ray reads its token once per process and every driver has its own token, so a child process does the query.
     """
     token = next(Path("/tmp").glob(f"drl-{driver}-*/token"))
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    command = [sys.executable, "-c", _ASK, _gcs_address(driver)]
+    command = [sys.executable, "-c", _LIST_ACTORS, _gcs_address(driver)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

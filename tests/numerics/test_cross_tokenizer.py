@@ -1,4 +1,4 @@
-"""What must hold of the cross-tokenizer losses whatever the numbers: zero at equality, never negative, sums that split."""
+"""Properties of the cross-tokenizer losses: zero at equality, never negative, additive over micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DENSE = ("xtoken", "gold", "uld")
 
 
 def copies(kinds: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Documents:
-    """Both sides are one model and one tokenizer."""
+    """Documents whose two sides are the same model and the same tokenizer."""
     data = documents(kinds, 300, 300)
     rows = data.chunks.student
     data.student = data.student.to(dtype)
@@ -44,13 +44,13 @@ def test_a_teacher_equal_to_the_student_gives_zero(method: str, dtype: torch.dty
             )
             output.kd.backward()
             assert abs(output.kd.item()) / 8 < 1e-6, (divergence, kind)
-            assert method == "hkl" or output.kd >= 0  # whose terms on the common vocabulary alone may sum to less
-            # an L1 has a kink where it is zero, the others a minimum
+            assert method == "hkl" or output.kd >= 0  # its terms on the common vocabulary may sum to less than 0
+            # At zero, L1 losses have a kink, all others a minimum with a vanishing gradient.
             assert method == "uld" or divergence == "tvd" or student.grad.abs().max() < 1e-5, (divergence, kind)
 
 
 def of_float(data: Documents, kind: str) -> DenseLogits | TopKLogprobs:
-    """What a teacher that computes in fp32 would send."""
+    """The target that a teacher computing in fp32 would send."""
     logprobs = data.teacher.float().log_softmax(1)
     label = logprobs.gather(1, data.teacher_labels[:, None])[:, 0]
     if kind == "dense":
@@ -60,7 +60,7 @@ def of_float(data: Documents, kind: str) -> DenseLogits | TopKLogprobs:
 
 
 @pytest.mark.parametrize("method", ["hybrid", "alm", *DENSE])
-def test_long_chunks_of_a_teacher_equal_to_the_student_give_zero_by_chain(method: str) -> None:
+def test_long_chunks_of_equal_models_give_zero_by_chain(method: str) -> None:
     data = copies(((1, 1), (3, 3), (2, 2), (5, 5)), torch.float32)
     output = chunk_kd_loss(
         data.student, of_float(data, "dense"), data.chunks, data.bridge, method=method, chunk_average="chain",
@@ -114,7 +114,7 @@ def gradient_of(data: Documents, keywords: dict[str, Any]) -> tuple[Tensor, floa
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_realised_probabilities_of_zero_and_one_have_finite_slopes(divergence: str) -> None:
+def test_label_probabilities_of_zero_and_one_have_finite_slopes(divergence: str) -> None:
     chosen = resolve(divergence, 0.3)
     ends = torch.tensor([0.0, -1e-12, -1e-8, -1e-4, -0.5, -1.0, -50.0, -300.0])
     for dtype in (torch.float32, torch.float64):
@@ -128,8 +128,8 @@ def test_realised_probabilities_of_zero_and_one_have_finite_slopes(divergence: s
 
 
 @pytest.mark.parametrize("method", ["alm", "hybrid", "gold"])
-def test_a_student_that_is_certain_is_pulled_back_as_in_fp64(method: str) -> None:
-    """Labels with a logit far above all others, where logit − logsumexp is 0 in fp32 or a multiple of its rounding."""
+def test_a_certain_student_gets_the_gradient_of_fp64(method: str) -> None:
+    """Label logits far above all others, where logit − logsumexp is 0 in fp32 or a multiple of its rounding error."""
     gaps = torch.tensor([5.0, 10.0, 16.0, 20.0, 30.0, 40.0, 60.0])
     logits = torch.zeros(2 * len(gaps), 5, dtype=torch.float64)
     logits[:, 0] = gaps.repeat_interleave(2)
@@ -153,7 +153,7 @@ def test_a_student_that_is_certain_is_pulled_back_as_in_fp64(method: str) -> Non
 
 
 def raw_p_kl(student: Tensor, teacher: Tensor, bridge: VocabularyProjection, k: int, temperature: float) -> Tensor:
-    """#2245's P-KL of one 1:1 chunk: both sides conditioned on the teacher's top k columns, ε = 1e-10 in the logarithm."""
+    """P-KL of #2245 for one 1:1 chunk: both sides restricted to the teacher's top k columns, ε = 1e-10 in the log."""
     matrix = torch.zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
     matrix[bridge.entry_rows, bridge.indices] = bridge.values.double()
     top = teacher.topk(k).indices
@@ -166,20 +166,20 @@ def raw_p_kl(student: Tensor, teacher: Tensor, bridge: VocabularyProjection, k: 
 def raw_gold(
     student: Tensor, teacher: Tensor, common: tuple[Tensor, Tensor], k: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """#2245's gold of one 1:1 chunk: KL over the common columns and L1 of the others sorted, T² included in both."""
+    """Gold of #2245 for one 1:1 chunk: (KL over common columns, L1 between the other columns sorted), both × T²."""
     log_q, log_p = (student / temperature).log_softmax(0), (teacher / temperature).log_softmax(0)
     kl = kl_div(log_q[common[0]], log_p[common[1]], reduction="sum", log_target=True)
-    left = [
+    uncommon = [
         torch.tensor(sorted(set(range(len(side))) - set(ids.tolist()))) for side, ids in zip((log_q, log_p), common)
     ]
-    count = min(len(left[0]), len(left[1]), k)
-    q, p = (side[ids].exp().topk(count).values for side, ids in zip((log_q, log_p), left))
+    count = min(len(uncommon[0]), len(uncommon[1]), k)
+    q, p = (side[ids].exp().topk(count).values for side, ids in zip((log_q, log_p), uncommon))
     return kl * temperature**2, (q - p).abs().sum() * temperature**2
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_p_kl_of_2245_is_reproduced_on_one_to_one_chunks_with_a_renormalised_tail(temperature: float) -> None:
-    """Apart from ε, which only theirs has: that is as large as 1e-10 over the smallest probability compared."""
+def test_p_kl_of_2245_is_reproduced_on_one_to_one_chunks(temperature: float) -> None:
+    """With a renormalised tail, and up to the ε of #2245: 1e-10 over the smallest compared probability."""
     data = documents(((1, 1),), 53, 40, scale=1.0)
     data.bridge = every_column_reached(53, 40)
     for k in (5, 40):
@@ -205,8 +205,8 @@ def every_column_reached(student: int, teacher: int) -> VocabularyProjection:
 
 @pytest.mark.parametrize("relaxed", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_hkl_is_that_of_2245_and_gold_adds_the_balance(temperature: float, relaxed: bool) -> None:
-    """`gold` adds Σ (q − p) over the common columns: without it, mass on an unmatched token is mass missing in the sum."""
+def test_hkl_matches_2245_and_gold_adds_the_balance(temperature: float, relaxed: bool) -> None:
+    """`gold` adds Σ (q − p) over the common columns; without it, mass on an unmatched token lowers the sum."""
     data = documents(((1, 1),))
     nothing = torch.zeros(0, dtype=torch.int64)
     data.bridge = replace(data.bridge, student_stops=nothing, teacher_stops=nothing)
@@ -224,8 +224,8 @@ def test_hkl_is_that_of_2245_and_gold_adds_the_balance(temperature: float, relax
     torch.testing.assert_close(gold.kd, kl + l1 + temperature**2 * (q - p), rtol=1e-10, atol=0)
 
 
-def test_an_unmatched_student_token_is_not_suppressed_where_both_sides_agree() -> None:
-    """Tokens 0 and 1 are common and equally likely on both sides, what is left lies on one token that only that side has."""
+def test_gold_does_not_suppress_an_unmatched_student_token() -> None:
+    """Tokens 0 and 1 are common and equally likely on both sides; each side has the rest on one token of its own."""
     bridge = VocabularyProjection.from_arrays(
         [0, 1, 2, 3], [0, 1, 2], [1.0] * 3, num_teacher=3, student_common=[0, 1], teacher_common=[0, 1]
     )
@@ -234,9 +234,9 @@ def test_an_unmatched_student_token_is_not_suppressed_where_both_sides_agree() -
     student = logits.clone().requires_grad_()
     chunk_kd_loss(student, DenseLogits(logits), chunks, bridge, method="gold", labels=labels).kd.backward()
     assert student.grad.abs().max() < 1e-7
-    theirs = logits.clone().requires_grad_()
-    sum(raw_gold(theirs[0], logits[0], (torch.tensor([0, 1]), torch.tensor([0, 1])), 8, 1.0)).backward()
-    assert theirs.grad[0, 2] > 0.2  # descent lowers it: the fault
+    raw = logits.clone().requires_grad_()
+    sum(raw_gold(raw[0], logits[0], (torch.tensor([0, 1]), torch.tensor([0, 1])), 8, 1.0)).backward()
+    assert raw.grad[0, 2] > 0.2  # the fault of #2245: descent lowers the unmatched logit
 
 
 ROWS, STUDENT, TEACHER = 256, 8192, 8192
@@ -246,7 +246,7 @@ ROWS, STUDENT, TEACHER = 256, 8192, 8192
     ("hybrid", 2.5), ("alm", 2.5), ("strict", 2.5), ("xtoken", 3.0), ("gold", 3.0), ("hkl", 3.0), ("uld", 3.0),
 ])  # fmt: skip
 def test_extra_memory_is_the_gradient_and_a_few_pieces(method: str, limit: float) -> None:
-    """Bytes per student logit in bf16, 2 of them the gradient, with pieces of N/64 rows."""
+    """Peak bytes per student logit in bf16, with pieces of N/64 rows. The gradient takes 2 of them."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(ROWS, size, generator=draw).bfloat16() for size in (STUDENT, TEACHER))
     numbers = torch.arange(ROWS) // 2
@@ -269,7 +269,7 @@ def test_extra_memory_is_the_gradient_and_a_few_pieces(method: str, limit: float
         )  # fmt: skip
         (output.kd + output.ce).backward()
 
-    step()  # what is derived of the bridge once is not counted
+    step()  # what is derived from the projection once does not count
     per_logit = peak_bytes(step) / student.numel()
     print(f"{method}: {per_logit:.2f} bytes per logit")
     assert 2 <= per_logit <= limit

@@ -1,4 +1,4 @@
-"""A student that hears of the end of a text only from a teacher of another tokenizer learns to stop."""
+"""A student learns to stop when only a cross-tokenizer teacher tells it where a text ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
 OURS, THEIRS = 320, 600
-TEXTS = [
-    f"{number} {word}"
-    for number, word in enumerate(["kalo mi", "ter an sol", "be", "ru ing est und", "mi mi mi", "oo"])
-]
+TEXTS = [f"{i} {word}" for i, word in enumerate(["kalo mi", "ter an sol", "be", "ru ing est und", "mi mi mi", "oo"])]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def build() -> tuple[RankBatch, RankBatch]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A student with random weights, and a teacher that knows the six texts by heart."""
+    """A student with random weights, a teacher that has memorised the six texts, and their vocabulary projection."""
     from transformers import AutoModelForCausalLM
 
     root = tmp_path_factory.mktemp("stop")
@@ -57,9 +54,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     model = AutoModelForCausalLM.from_pretrained(root / "teacher")
     _, batch = build()
     ids = torch.tensor(batch.rows.input_ids, dtype=torch.long)
-    length = [len(theirs(text).input_ids) + 1 for text in TEXTS]
+    lengths = [len(theirs(text).input_ids) + 1 for text in TEXTS]
     labels = torch.tensor(
-        [[i if place < n else -100 for place, i in enumerate(row)] for row, n in zip(ids.tolist(), length)]
+        [[token if i < length else -100 for i, token in enumerate(row)] for row, length in zip(ids.tolist(), lengths)]
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(120):
@@ -74,7 +71,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
-    """After 120 steps of KD alone: the student's mean probability of eos where a text ends, and elsewhere in it."""
+    """The student's mean probability of eos where a text ends, and elsewhere in it, after 120 steps of KD alone."""
     ours, theirs = build()
     config = engine_config(
         folders["student"], [folders["teacher"]], loss__ce_weight=0.0, loss__top_k=32, optimizer__lr=1e-2,
@@ -98,16 +95,16 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("method", ["hybrid", "alm", "xtoken"])
-def test_a_student_taught_across_tokenizers_learns_to_stop(world, folders, method):
-    at_the_end, inside = chance_to_stop(world, folders, method)
-    assert at_the_end > 0.6
+def test_a_student_learns_to_stop_across_tokenizers(world, folders, method):
+    at_end, inside = chance_to_stop(world, folders, method)
+    assert at_end > 0.6
     assert inside < 0.1
 
 
-def test_without_the_paired_stop_tokens_it_would_not(world, folders, monkeypatch):
-    """What the test above hangs on."""
-    whole = cross_tokenizer_batch._pair_up
+def test_without_paired_stop_tokens_it_does_not_learn_to_stop(world, folders, monkeypatch):
+    """Shows that the paired stop tokens are the cause of the result above."""
+    original = cross_tokenizer_batch._pair_up
     monkeypatch.setattr(
-        cross_tokenizer_batch, "_pair_up", lambda found, *rest: whole(replace(found, stop_pairs=[]), *rest)
+        cross_tokenizer_batch, "_pair_up", lambda alignment, *rest: original(replace(alignment, stop_pairs=[]), *rest)
     )
     assert chance_to_stop(world, folders, "hybrid")[0] < 0.3

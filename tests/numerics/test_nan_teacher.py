@@ -1,4 +1,4 @@
-"""A teacher whose logits are NaN in one row: no loss may come out finite, or the student would learn from nothing unseen."""
+"""If a teacher's logits are NaN in one row, loss or gradient is not finite, so that the step can be skipped."""
 
 import pytest
 import torch
@@ -24,34 +24,34 @@ def poisoned(logits, row=2):
     return logits
 
 
-def spoilt(value: torch.Tensor, logits: torch.Tensor) -> bool:
+def not_finite(value: torch.Tensor, logits: torch.Tensor) -> bool:
     value.backward()
     return not (torch.isfinite(value) and torch.isfinite(logits.grad).all())
 
 
-def test_the_top_k_of_nan_is_nan():
+def test_top_k_targets_of_nan_logits_are_nan():
     draw = torch.Generator().manual_seed(0)
-    found = vocab_parallel_topk(poisoned(torch.randn(N, V, generator=draw)), 5, labels=torch.arange(N))
+    target = vocab_parallel_topk(poisoned(torch.randn(N, V, generator=draw)), 5, labels=torch.arange(N))
     for name in ("logprobs", "rest_logprob", "label_logprob"):
-        values = getattr(found, name)
+        values = getattr(target, name)
         assert values[2].isnan().all(), name
         assert values[[0, 1, 3, 4, 5]].isfinite().all(), name
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("tail", ["bucket", "truncate", "renormalize"])
-def test_top_k(divergence, tail):
+def test_kd_from_top_k_targets_is_not_finite(divergence, tail):
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(N, V, generator=draw).requires_grad_()
     labels = torch.arange(N)
     target = vocab_parallel_topk(poisoned(torch.randn(N, V, generator=draw)), 5, labels=labels)
     output = kd_loss(logits, target, labels=labels, divergence=divergence, tail=tail, kd_ratio=0.5, reduction="sum")
-    assert spoilt(output.loss, logits)
+    assert not_finite(output.loss, logits)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("kind", ["logits", "hidden"])
-def test_every_column(divergence, kind):
+def test_kd_from_whole_distributions_is_not_finite(divergence, kind):
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(N, V, generator=draw).requires_grad_()
     labels = torch.arange(N)
@@ -62,28 +62,28 @@ def test_every_column(divergence, kind):
         hidden, head = poisoned(torch.randn(N, H, generator=draw)), torch.randn(V, H, generator=draw)
         target = TeacherHidden(hidden, head)
     output = kd_loss(logits, target, labels=labels, divergence=divergence, kd_ratio=0.5, reduction="sum")
-    assert spoilt(output.loss, logits)
+    assert not_finite(output.loss, logits)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["topk", "dense"])
 @pytest.mark.parametrize("rows", ["one to one", "longer", "all"])
-def test_across_tokenizers(method, kind, rows):
+def test_cross_tokenizer_kd_is_not_finite(method, kind, rows):
     if kind == "topk" and "topk" not in METHODS[method]:
-        pytest.skip("takes all columns")
-    these = documents()
-    lengths = [torch.bincount(side[side >= 0]) for side in (these.chunks.student, these.chunks.teacher)]
+        pytest.skip("needs all columns")
+    data = documents()
+    lengths = [torch.bincount(side[side >= 0]) for side in (data.chunks.student, data.chunks.teacher)]
     short = (lengths[0] == 1) & (lengths[1] == 1)
     chosen = {"one to one": short, "longer": ~short, "all": short | ~short}[rows].nonzero()[:, 0]
     if method == "strict" and rows == "longer":
-        pytest.skip("compares no longer chunks")
-    hit = torch.isin(these.chunks.teacher, chosen)
-    theirs = these.teacher.clone()
+        pytest.skip("compares 1:1 chunks only")
+    hit = torch.isin(data.chunks.teacher, chosen)
+    theirs = data.teacher.clone()
     theirs[hit] = torch.nan
     if kind == "topk":
-        target = vocab_parallel_topk(theirs, 7, labels=these.teacher_labels)
+        target = vocab_parallel_topk(theirs, 7, labels=data.teacher_labels)
     else:
-        target = DenseLogits(theirs, vocab_parallel_logprobs(theirs, these.teacher_labels))
-    logits = these.student.clone().requires_grad_()
-    output = chunk_kd_loss(logits, target, these.chunks, these.bridge, method=method, labels=these.labels)
-    assert spoilt(output.kd, logits)
+        target = DenseLogits(theirs, vocab_parallel_logprobs(theirs, data.teacher_labels))
+    logits = data.student.clone().requires_grad_()
+    output = chunk_kd_loss(logits, target, data.chunks, data.bridge, method=method, labels=data.labels)
+    assert not_finite(output.kd, logits)

@@ -1,4 +1,4 @@
-"""What `distill-rl align --verify` looks at, on pairs of tokenizers of every family."""
+"""The checks of `distill-rl align --verify`, on pairs of tokenizers of every family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHATS = [
         {"role": "assistant", "content": "lo"},
     ],
 ]
-# Each family once on either side, a lossless one against each lossy one, and two that write chats by other templates.
+# Every family once on either side, so that lossless meet lossy ones, and chat templates differ.
 PAIRS = list(zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]]))
 
 
@@ -28,7 +28,7 @@ PAIRS = list(zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]]))
 def test_every_check_passes_on_a_pair(student: str, teacher: str) -> None:
     ours, theirs = family(student), family(teacher)
     aligner = TokenAligner(ours, theirs)
-    found = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, CHATS)
-    found += check_losses(aligner, ours, theirs, TEXTS)
-    assert [(check.name, check.detail) for check in found if check.passed is False] == []
-    assert len(found) == 7 + 2 + 2 * len(METHODS)
+    checks = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, CHATS)
+    checks += check_losses(aligner, ours, theirs, TEXTS)
+    assert [(check.name, check.detail) for check in checks if check.passed is False] == []
+    assert len(checks) == 7 + 2 + 2 * len(METHODS)

@@ -1,4 +1,4 @@
-"""What a teacher holds while it makes targets: these, and logits of one chunk of tokens, whatever the number of tokens."""
+"""While a teacher makes targets it holds these and the logits of one chunk of tokens, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill_rl.teacher.targets import hidden_targets, logits_targets, topk_targ
 
 CHUNK, VOCABULARY, HIDDEN, K = 64, 8192, 16, 8
 COPIES = 2
-"""of a chunk of fp32 logits: themselves, and what their log-probs, top-k and the masking of padding take (half as much)"""
+"""Allowed copies of a chunk of fp32 logits: the logits, and half as much for log-probs, top-k and masked padding."""
 
 MAKE = {
     "topk": partial(topk_targets, k=K),
@@ -22,12 +22,12 @@ MAKE = {
     "logits": partial(logits_targets, wire_dtype=torch.float16),
 }
 PER_TOKEN = {"topk": 8 * K + 8, "hidden": 4, "hidden and entropy": 8, "logits": 2 * VOCABULARY + 4}
-"""bytes of what is made; hidden states are there already"""
+"""Bytes of the targets per token. Hidden states exist already and do not count."""
 
 
 @pytest.mark.parametrize("export", MAKE)
 @pytest.mark.parametrize("chunks", [4, 32])
-def test_logits_of_more_than_a_chunk_never_exist_and_what_is_made_of_them_exists_once(export: str, chunks: int) -> None:
+def test_only_one_chunk_of_logits_exists_at_a_time(export: str, chunks: int) -> None:
     weight, tokens = torch.randn(VOCABULARY, HIDDEN), chunks * CHUNK
     hidden, labels = torch.randn(tokens, HIDDEN), torch.zeros(tokens, dtype=torch.int64)
     common = {"temperature": 1.0, "vocabulary_size": VOCABULARY - 5, "chunk": CHUNK}

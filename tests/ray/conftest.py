@@ -1,4 +1,4 @@
-"""One Ray for the tests that only need some actors; those that test starting and ending make their own."""
+"""One Ray for all tests that only need actors. Tests of starting and ending Ray start their own."""
 
 import os
 
@@ -13,5 +13,5 @@ def ray_cluster():
     before = dict(os.environ)
     with ray_session(RayConfig(), num_cpus=8):
         yield ray
-    os.environ.clear()  # of its token, which is gone
+    os.environ.clear()  # it names a token that no longer exists
     os.environ.update(before)

@@ -1,4 +1,4 @@
-"""Who gets into a Ray cluster: those with its token, and nobody joins one that takes everybody by accident."""
+"""Joining a Ray cluster takes its token, and nobody joins a cluster without authentication by accident."""
 
 import os
 import subprocess
@@ -26,14 +26,14 @@ except ConfigError as error:
 
 
 def join(address: str, **changed: str | None) -> str:
-    """What comes of joining, with variables changed, or removed where they are None."""
+    """What the joining process prints, with environment variables changed, or removed where None."""
     variables = environment() | {name: value for name, value in changed.items() if value is not None}
     variables = {name: value for name, value in variables.items() if changed.get(name, "") is not None}
     command = [sys.executable, "-c", PROGRAM, address]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables).stdout.strip()
 
 
-def test_a_cluster_is_joined_with_its_token_only(tmp_path, monkeypatch):
+def test_joining_a_cluster_needs_its_token(tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.touch(mode=0o600)
     other.write_text("not the token of this cluster")
@@ -53,7 +53,7 @@ def test_a_cluster_is_joined_with_its_token_only(tmp_path, monkeypatch):
     assert "not the token of this cluster" not in none + wrong + readable + disabled
 
 
-def test_a_cluster_that_takes_everybody_is_joined_on_request_only(tmp_path, monkeypatch):
+def test_joining_an_open_cluster_needs_an_explicit_request(tmp_path, monkeypatch):
     with ray_nodes(tmp_path, monkeypatch, nodes=1, cpus=1, mode="disabled") as address:
         refused = join(address, RAY_AUTH_MODE=None)
         wanted = join(address)

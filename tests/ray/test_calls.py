@@ -1,4 +1,4 @@
-"""Waiting for real actors: results in order, and one clear error for each way it can fail."""
+"""Waiting for real actors: results in order, and one clear error for every kind of failure."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ class Worker:
 
 
 @pytest.fixture
-def crew(ray_cluster):
+def workers(ray_cluster):
     calls = Calls(interrupted=lambda: None)
     actors = []
     for name in ("student-dp0-tp0", "big/dp0-tp0"):
@@ -51,40 +51,40 @@ def named(calls, *refs):
     return dict(zip(refs, calls.names.values()))
 
 
-def test_results_come_in_the_order_asked(crew):
-    calls, student, teacher = crew
+def test_results_keep_the_order_of_the_calls(workers):
+    calls, student, teacher = workers
     assert calls.gather(
         [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
     ) == [1, 2, 3]
 
 
-def test_a_gpu_without_memory_is_one_line_with_actor_phase_and_setting(crew):
-    calls, student, teacher = crew
-    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
-    asked = "2.00 GiB asked, 70.00 GiB held and 1.00 GiB more reserved by PyTorch, 1.00 GiB free of 80.00 GiB"
-    text += "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
-    raised = GpuMemoryError("rank 0, backward", "needs more GPU memory", asked, "lower train.micro_batch_size")
+def test_gpu_out_of_memory_names_actor_phase_and_setting(workers):
+    calls, student, teacher = workers
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
+    sizes = "2.00 GiB asked, 70.00 GiB held and 1.00 GiB more reserved by PyTorch, 1.00 GiB free of 80.00 GiB"
+    message += "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+    raised = GpuMemoryError("rank 0, backward", "needs more GPU memory", sizes, "lower train.micro_batch_size")
     for error, phase, setting in (
         (raised, "rank 0, backward needs more GPU memory", "lower train.micro_batch_size"),
-        (torch.OutOfMemoryError(text), "needs more GPU memory", "see `distill-rl check`"),
+        (torch.OutOfMemoryError(message), "needs more GPU memory", "see `distill-rl check`"),
     ):
         refs = named(calls, student.fail.remote(error), teacher.echo.remote(1))
         with pytest.raises(GpuMemoryError) as caught:
             calls.gather(refs, what="step 3", timeout_s=60)
-        assert str(caught.value).startswith(f"student-dp0-tp0, step 3: {phase}; got {asked}; {setting}")
+        assert str(caught.value).startswith(f"student-dp0-tp0, step 3: {phase}; got {sizes}; {setting}")
         assert caught.value.exit_code == 1
 
 
-def test_an_exception_names_actor_task_and_cause_on_one_line(crew):
-    calls, student, _ = crew
+def test_an_exception_names_actor_task_and_cause(workers):
+    calls, student, _ = workers
     with pytest.raises(WorkerError) as caught:
         calls.gather({student.fail.remote(ValueError("bad\nvalue")): "student-dp0-tp0"}, what="step 7", timeout_s=60)
     assert str(caught.value) == "student-dp0-tp0: step 7 failed; got ValueError: bad"
     assert "Traceback" in caught.value.__notes__[0] or "ValueError" in caught.value.__notes__[0]
 
 
-def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
-    calls, student, _ = crew
+def test_our_errors_keep_their_message_and_data_errors_their_type(workers):
+    calls, student, _ = workers
     with pytest.raises(WorkerError, match=r"student.*NumericsError: loss: must be finite"):
         calls.gather(
             {student.fail.remote(NumericsError("loss", "must be finite")): "student-dp0-tp0"},
@@ -95,8 +95,8 @@ def test_our_own_errors_keep_their_message_and_bad_input_its_kind(crew):
         calls.gather([student.fail.remote(DataError("row 3", "must be text"))], what="batch 1", timeout_s=60)
 
 
-def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cluster):
-    calls, student, teacher = crew
+def test_a_killed_actor_is_named_even_if_its_victim_reports_first(workers, ray_cluster):
+    calls, student, teacher = workers
     pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
     lost = teacher.hang.remote()
     victim = student.after.remote(lost)
@@ -105,8 +105,8 @@ def test_a_killed_actor_is_named_also_when_its_victim_reports_first(crew, ray_cl
         calls.gather(named(calls, victim, lost), what="step 2", timeout_s=60)
 
 
-def test_a_dead_actor_is_named_and_not_the_one_that_misses_what_it_owned(crew, ray_cluster):
-    calls, student, teacher = crew
+def test_a_dead_actor_is_named_instead_of_one_missing_its_objects(workers, ray_cluster):
+    calls, student, teacher = workers
     pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the death")
@@ -114,16 +114,16 @@ def test_a_dead_actor_is_named_and_not_the_one_that_misses_what_it_owned(crew, r
         calls.gather({student.fail.remote(KeyError("object lost")): "student-dp0-tp0"}, what="step 3", timeout_s=120)
 
 
-def test_a_wait_has_a_deadline_that_names_who_did_not_answer(crew):
-    calls, student, teacher = crew
+def test_an_expired_wait_names_the_silent_actor(workers):
+    calls, student, teacher = workers
     calls.gather([student.echo.remote(0), teacher.echo.remote(0)], what="warm-up", timeout_s=60)
     refs = {student.echo.remote(1): "student-dp0-tp0", teacher.hang.remote(): "big/dp0-tp0"}
     with pytest.raises(WorkerError, match=r"^big/dp0-tp0: step 9 must end within 1 s"):
         calls.gather(refs, what="step 9", timeout_s=1)
 
 
-def test_an_interrupt_is_heard_while_waiting(crew):
-    _, student, _ = crew
+def test_an_interrupt_ends_a_wait(workers):
+    _, student, _ = workers
     polls = iter([False, False, True])
 
     def interrupted():

@@ -1,4 +1,4 @@
-"""Starting and ending Ray on this machine: private while it runs, nothing left afterwards."""
+"""Starting and ending Ray on this machine: authenticated while it runs, and nothing left afterwards."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def folders(pid: int) -> list[Path]:
     return list(Path("/tmp").glob(f"drl-{pid}-*"))
 
 
-def test_a_session_is_authenticated_and_leaves_no_process_and_no_file():
+def test_a_session_is_authenticated_and_leaves_nothing_behind():
     facts = session()
     assert facts["mode"] == "token"
     assert facts["token_bits"] == "0o600"
@@ -63,7 +63,7 @@ def test_a_session_is_authenticated_and_leaves_no_process_and_no_file():
     assert not folders(facts["pid"])
 
 
-def test_what_a_killed_process_left_is_swept_by_the_next():
+def test_the_next_session_removes_what_a_killed_one_left():
     killed = session("die")
     assert folders(killed["pid"])
     session()

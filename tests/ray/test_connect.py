@@ -1,4 +1,4 @@
-"""How a transport is chosen, proven and given up, by real workers that live in this process instead of actors of their own."""
+"""Choosing, trying out and giving up a transport, with real workers in this process instead of in Ray actors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 
 class Group:
-    """Workers called in turn; what `submit` returns are their answers."""
+    """Workers that are called one after another; `submit` returns their answers at once."""
 
     def __init__(self, names: list[str], workers: list[Any]):
         self.names, self.actors = names, workers
@@ -45,18 +45,18 @@ class Calls:
 
 
 def config(transport: str, *, student=(1, 1), teacher=(1, 1)) -> Config:
-    made = Config(transport=transport)
-    made.student.parallel = ParallelConfig(*student)
-    made.teachers = [TeacherConfig(name="big", parallel=ParallelConfig(*teacher))]
-    made.data.max_length, made.train.global_batch_size, made.train.micro_batch_size = 8, 8, 1
-    return made
+    settings = Config(transport=transport)
+    settings.student.parallel = ParallelConfig(*student)
+    settings.teachers = [TeacherConfig(name="big", parallel=ParallelConfig(*teacher))]
+    settings.data.max_length, settings.train.global_batch_size, settings.train.micro_batch_size = 8, 8, 1
+    return settings
 
 
 @pytest.fixture
 def build(ray_cluster):
     opened: list[Any] = []
 
-    def made(settings: Config) -> Connector:
+    def build_connector(settings: Config) -> Connector:
         teacher = settings.teachers[0]
         world = SimpleNamespace(device=torch.device("cpu"), tp_rank=0)
         teachers = []
@@ -71,11 +71,11 @@ def build(ray_cluster):
         for worker in (*teachers, *students):
             worker._world = world
         opened.extend((*students, *teachers))
-        names = [f"big/dp{n // teacher.parallel.tp}-tp{n % teacher.parallel.tp}" for n in range(len(teachers))]
-        student = Group([f"student-{n}" for n in range(len(students))], students)
+        names = [f"big/dp{i // teacher.parallel.tp}-tp{i % teacher.parallel.tp}" for i in range(len(teachers))]
+        student = Group([f"student-{i}" for i in range(len(students))], students)
         return Connector(settings, [(teacher, Group(names, teachers))], student, ring_plan(settings), Calls())
 
-    yield made
+    yield build_connector
     for worker in opened:
         worker.close_others(())
 
@@ -85,7 +85,7 @@ def names(chosen: dict[str, Choice]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("transport", ["auto", "object_store", "shared_memory"])
-def test_every_replica_reaches_the_ranks_that_read_it(build, transport, capsys):
+def test_every_replica_reaches_its_readers(build, transport, capsys):
     connector = build(config(transport, student=(2, 2), teacher=(4, 1)))
     expected = "object_store" if transport == "auto" else transport
     assert names(connector.connect()) == {f"big/dp{replica}-tp0": expected for replica in range(4)}
@@ -97,8 +97,8 @@ def test_every_replica_reaches_the_ranks_that_read_it(build, transport, capsys):
             assert set(worker._transports[expected]._opened) == {f"big/dp{replica}-tp0" for replica in replicas}
 
 
-def test_auto_gives_up_what_fails_on_either_side_and_says_so(build, monkeypatch, capsys):
-    """CUDA IPC where there is no GPU."""
+def test_auto_reports_and_drops_a_transport_that_fails(build, monkeypatch, capsys):
+    """CUDA IPC is chosen although there is no GPU."""
     monkeypatch.setattr(connect, "choose", lambda *_: Choice("cuda_ipc", "they are on one GPU"))
     connector = build(config("auto"))
     assert names(connector.connect()) == {"big/dp0-tp0": "object_store"}
@@ -109,8 +109,8 @@ def test_auto_gives_up_what_fails_on_either_side_and_says_so(build, monkeypatch,
     ] * 2
 
 
-def test_shared_memory_that_has_no_common_name_is_tried_as_a_file(build, monkeypatch):
-    """As in a container whose processes do not see each other."""
+def test_shared_memory_falls_back_to_a_file(build, monkeypatch):
+    """As in containers whose processes cannot see each other."""
     attach = Segment.attach
 
     def only_files(address, what):
@@ -124,7 +124,7 @@ def test_shared_memory_that_has_no_common_name_is_tried_as_a_file(build, monkeyp
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "auto"])
-def test_what_was_asked_for_by_name_or_is_the_last_is_an_error(build, monkeypatch, transport):
+def test_a_named_or_last_transport_that_fails_is_an_error(build, monkeypatch, transport):
     def refuse(self, offer):
         raise TransportError("ring", "must be there", "not there")
 

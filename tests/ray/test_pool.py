@@ -1,4 +1,4 @@
-"""The aligner pool on real actors: the same rows whatever its size, and no fault or row that ends a run by itself."""
+"""The aligner pool on real actors: equal rows for any pool size, and recovery from faults and bad rows."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LENGTH = 64
 
 
 class Fragile(AlignerWorker):
-    """Works like any other, but for documents whose text says what is to befall whoever reads them."""
+    """An aligner with faults: the text of a document may tell the process that reads it to fail."""
 
     def build(self, batch, skip=()):
         for document in batch.documents:
             if document["row"] not in skip:
-                self._suffer(document)
+                self._maybe_fail(document)
         return super().build(batch, skip)
 
     def try_row(self, document):
-        self._suffer(document)
+        self._maybe_fail(document)
         super().try_row(document)
 
-    def _suffer(self, document):
+    def _maybe_fail(self, document):
         word, _, marker = document.get("text", "").partition(" ")
         if word == "HANG":
             signal.pause()
@@ -79,7 +79,7 @@ class Opened:
 def open_pool(ray_cluster, config, tmp_path):
     groups, placements = [], []
 
-    def opened(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
+    def open_pool(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
         plan = BatchPlan(BatchSharding(2, 1), (), LENGTH, packing=True, pad_id=2)
         calls = Calls(interrupted=lambda: None)
         placing = place_actors(config, max(size, 1), gpus=False)
@@ -115,7 +115,7 @@ def open_pool(ray_cluster, config, tmp_path):
         )
         return Opened(pool, group, listed)
 
-    yield opened
+    yield open_pool
     for group in groups:
         group.kill()
     for placement in placements:
@@ -123,23 +123,23 @@ def open_pool(ray_cluster, config, tmp_path):
 
 
 def batch(index: int, texts: dict[int, str] | None = None) -> DocumentBatch:
-    """Eight documents; `texts` replaces some of them, by their row."""
-    rows = [(8 * index + place, row["text"]) for place, row in enumerate(corpus_rows(8, seed=index))]
+    """A batch of eight documents. `texts` replaces the text of some rows."""
+    rows = [(8 * index + i, row["text"]) for i, row in enumerate(corpus_rows(8, seed=index))]
     documents = tuple({"row": row, "text": (texts or {}).get(row, text)} for row, text in rows)
     return DocumentBatch(index, documents, Cursor(0, 8 * index + 8))
 
 
 def settled(opened: Opened, *batches: DocumentBatch):
-    """(BatchInfo, parts) of each batch, all of them submitted before the first is waited for."""
+    """(BatchInfo, parts) of each batch; all batches are submitted before the first is awaited."""
     import ray
 
-    pending = [opened.pool.submit(one) for one in batches]
-    return [(opened.pool.settle(each)[0], ray.get(each.parts, timeout=60)) for each in pending]
+    pending = [opened.pool.submit(batch) for batch in batches]
+    return [(opened.pool.settle(alignment)[0], ray.get(alignment.parts, timeout=60)) for alignment in pending]
 
 
-def assert_same(found, wanted) -> None:
-    assert len(found) == len(wanted)
-    for (info, parts), (other, others) in zip(found, wanted):
+def assert_same(results, wanted) -> None:
+    assert len(results) == len(wanted)
+    for (info, parts), (other, others) in zip(results, wanted):
         assert (info.index, info.num_labels, info.num_tokens) == (other.index, other.num_labels, other.num_tokens)
         for part, same in zip(parts, others, strict=True):
             for name in ("input_ids", "labels", "position_ids"):
@@ -152,52 +152,50 @@ def wanted(open_pool):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_size_of_the_pool_changes_no_row(open_pool, wanted, size):
+def test_pool_size_changes_no_row(open_pool, wanted, size):
     assert_same(settled(open_pool(size), *(batch(index) for index in range(5))), wanted)
 
 
 @pytest.mark.parametrize(("number", "deadline_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 2.0)])
-def test_an_aligner_that_dies_or_stops_is_replaced_and_its_batches_are_done_again(
-    open_pool, wanted, number, deadline_s
-):
+def test_a_dead_or_stopped_aligner_is_replaced_and_its_batches_redone(open_pool, wanted, number, deadline_s):
     opened = open_pool(2, deadline_s=deadline_s)
     before = pids(opened.group)
     first = before[0]
     psutil.Process(first).send_signal(number)
     assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
-    assert set(pids(opened.group)) - set(before), "nobody was replaced"
+    assert set(pids(opened.group)) - set(before), "no aligner was replaced"
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_fault_that_does_not_come_again_costs_nothing(open_pool, tmp_path):
+def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):
     text = f"ONCE {tmp_path / 'marker'}"
-    (found,) = settled(open_pool(1), batch(0, {3: text}))
-    assert_same([found], settled(open_pool(0), batch(0, {3: text})))
+    (result,) = settled(open_pool(1), batch(0, {3: text}))
+    assert_same([result], settled(open_pool(0), batch(0, {3: text})))
     assert not (tmp_path / "bad_rows.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("fate", "deadline_s", "said"),
+    ("fate", "deadline_s", "reason"),
     [
         ("DIE", 60.0, "its process died"),
         ("HANG", 1.0, "must end within"),
         ("RAISE", 60.0, "this row cannot be aligned"),
     ],
 )
-def test_a_poison_row_is_left_out_and_listed_and_the_others_stay(open_pool, fate, deadline_s, said):
+def test_a_poison_row_is_left_out_and_listed(open_pool, fate, deadline_s, reason):
     opened = open_pool(1, deadline_s=deadline_s)
-    found = settled(opened, batch(0, {5: fate}))
+    results = settled(opened, batch(0, {5: fate}))
     (listed,) = [json.loads(line) for line in opened.listed.read_text().splitlines()]
     assert (listed["source"], listed["row"]) == ("train", 5)
-    assert said in listed["reason"]
-    assert found[0][0].num_documents == 8
-    assert_same(settled(opened, batch(0, {5: fate})), found)  # and once known, it is never read again
+    assert reason in listed["reason"]
+    assert results[0][0].num_documents == 8
+    assert_same(settled(opened, batch(0, {5: fate})), results)  # a row known to be bad is never read again
     empty = settled(open_pool(0), batch(0, {5: ""}))[0][0]
-    assert found[0][0].num_labels == empty.num_labels
+    assert results[0][0].num_labels == empty.num_labels
 
 
 @pytest.mark.parametrize("size", [0, 1])
-def test_more_bad_rows_than_the_budget_end_the_run_and_any_resumed_one(open_pool, size):
+def test_too_many_bad_rows_end_the_run_and_its_resume(open_pool, size):
     too_many = r"aligner\.max_bad_rows=1 may be left out; got 2"
     opened = open_pool(size, budget=1)
     with pytest.raises(AlignmentError, match=too_many):
@@ -207,7 +205,7 @@ def test_more_bad_rows_than_the_budget_end_the_run_and_any_resumed_one(open_pool
     assert len(BadRows(opened.listed, 2).rows) == 2
 
 
-def test_what_is_known_of_training_rows_says_nothing_of_validation_rows(open_pool):
+def test_bad_training_rows_do_not_affect_validation_rows(open_pool):
     opened = open_pool(1)
     settled(opened, batch(0, {5: "RAISE"}))
     held_out = replace(batch(0), source="validation")
@@ -215,7 +213,7 @@ def test_what_is_known_of_training_rows_says_nothing_of_validation_rows(open_poo
     assert settled(opened, held_out)[0][0].num_labels > settled(opened, batch(0))[0][0].num_labels
 
 
-def test_a_list_of_bad_rows_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
+def test_a_truncated_list_of_bad_rows_is_read_up_to_the_cut(tmp_path):
     path = tmp_path / "bad_rows.jsonl"
     BadRows(path, 2).add("train", BadRow(5, "why"))
     with path.open("a") as file:
@@ -223,14 +221,14 @@ def test_a_list_of_bad_rows_that_a_kill_cut_off_is_read_up_to_there(tmp_path):
     assert BadRows(path, 2).rows == {("train", 5)}
 
 
-def test_an_aligner_that_raises_is_kept_even_while_it_is_busy(open_pool):
+def test_an_aligner_that_raises_is_kept_even_while_busy(open_pool):
     opened = open_pool(1)
     before = pids(opened.group)
     settled(opened, batch(0, {5: "RAISE"}), batch(1), batch(2))
     assert pids(opened.group) == before
 
 
-def test_what_the_user_must_mend_is_raised_at_once(open_pool, config, monkeypatch):
+def test_a_user_error_is_raised_at_once(open_pool, config, monkeypatch):
     monkeypatch.setattr(config.data, "loss_on", "assistant")
     opened = open_pool(1, data_format="auto")
     with pytest.raises(DataError, match=r"data\.loss_on=assistant"):

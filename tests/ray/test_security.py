@@ -1,4 +1,4 @@
-"""A real run, looked at from outside: what its processes know, what they are called, and what lies on disk."""
+"""A real run seen from outside: its processes' environments and command lines, and its files."""
 
 import contextlib
 import os
@@ -21,31 +21,31 @@ HIDDEN = [name for name in SECRET if not name.startswith("RAY_")]
 
 
 def holding(text: str, *folders: Path) -> list[Path]:
-    """Regular files that hold the text."""
-    found = []
+    """The regular files that contain the text."""
+    files = []
     for file in (file for folder in folders for file in folder.rglob("*")):
         with contextlib.suppress(OSError):
             if stat.S_ISREG(file.lstat().st_mode) and text.encode() in file.read_bytes():
-                found.append(file)
-    return found
+                files.append(file)
+    return files
 
 
 def listening(process: psutil.Process) -> set[str]:
-    """The addresses that a process takes connections at."""
+    """The addresses on which a process listens."""
     with contextlib.suppress(psutil.Error):
-        return {each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+        return {socket.laddr.ip for socket in process.net_connections("tcp") if socket.status == psutil.CONN_LISTEN}
     return set()
 
 
-def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_machine(tmp_path, monkeypatch):
+def test_secrets_do_not_leak_and_the_dashboard_is_local(tmp_path, monkeypatch):
     write_tiny_model(tmp_path / "teacher", hidden=32, seed=1)
     write_tiny_model(tmp_path / "student", hidden=16, seed=2)
     write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)
     for name in HIDDEN:
         monkeypatch.setenv(name, "hunter2-in-the-environment")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_urlsafe(32))  # Ray's processes must get it as a file
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a run without ray.address starts a Ray of its own
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_urlsafe(32))  # must reach Ray's processes as a file
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # must be ignored: without ray.address a run starts its own Ray
     config, log = Material(tmp_path).config(tmp_path), tmp_path / "log"
     with running("train", "-c", config, "train.steps=100000", "checkpoint.every=1", log=log) as process:
         run = tmp_path / "runs" / "tiny"
@@ -62,13 +62,13 @@ def test_secrets_and_the_token_stay_where_they_are_and_the_dashboard_on_this_mac
 
         family = leftovers(process.pid).values()
         environments = {}
-        for each in family:
+        for child in family:
             with contextlib.suppress(psutil.Error):
-                environments[" ".join(each.cmdline())[:60]] = each.environ()
+                environments[" ".join(child.cmdline())[:60]] = child.environ()
         actors = [name for name in environments if name.startswith("ray::")]
         assert len(actors) >= 3, sorted(environments)
-        assert not [(who, name) for who, seen in environments.items() for name in SECRET if name in seen]
-        dashboards = [each for each in family if "dashboard.py" in " ".join(each.cmdline())]
+        assert not [(title, name) for title, variables in environments.items() for name in SECRET if name in variables]
+        dashboards = [child for child in family if "dashboard.py" in " ".join(child.cmdline())]
         assert dashboards
-        assert all(listening(each) <= {"127.0.0.1", "::1"} for each in dashboards)
+        assert all(listening(process) <= {"127.0.0.1", "::1"} for process in dashboards)
     assert "hunter2" not in log.read_text()

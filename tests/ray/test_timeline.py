@@ -1,4 +1,4 @@
-"""The timeline of real actors: named rows, calls where they were, and overlap that can be seen."""
+"""The timeline of real actors: named rows, calls in the row of their actor, visible overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Worker:
         return ray.get_runtime_context().get_worker_id()
 
     def meet(self, pipe: Path, mode: str) -> None:
-        """Returns only when the other is in its call too: opening a named pipe waits for the other end."""
+        """Returns once two actors are in this call: opening a named pipe waits for its other end."""
         pipe.open(mode).close()
 
     def alone(self) -> None:
@@ -29,8 +29,8 @@ class Worker:
 
 
 @pytest.fixture
-def crew(ray_cluster, tmp_path):
-    """Three actors that have worked: the first two at the same time, then the first alone; their ids."""
+def actor_ids(ray_cluster, tmp_path):
+    """The ids of three actors that have worked: the first two at the same time, then the first alone."""
     actors = [ray_cluster.remote(Worker).options(num_cpus=0).remote() for _ in range(3)]
     ids = ray_cluster.get([actor.worker_id.remote() for actor in actors], timeout=60)
     pipe = tmp_path / "pipe"
@@ -50,9 +50,9 @@ def calls(trace: dict, row: str, name: str) -> list[tuple[float, float]]:
     return [(box["ts"], box["ts"] + box["dur"]) for box in boxes]
 
 
-def test_calls_stand_in_the_row_of_their_actor_and_show_what_overlapped(crew, tmp_path):
+def test_calls_are_in_their_actors_row_and_show_overlap(actor_ids, tmp_path):
     path = tmp_path / "logs" / "timeline.json"
-    assert write_timeline(path, {crew[0]: "teacher/dp0-tp0", crew[1]: "student-dp0-tp0"})
+    assert write_timeline(path, {actor_ids[0]: "teacher/dp0-tp0", actor_ids[1]: "student-dp0-tp0"})
     trace = json.loads(path.read_text())
     assert [file.name for file in path.parent.iterdir()] == ["timeline.json"]
     ((teacher_start, teacher_end),) = calls(trace, "teacher/dp0-tp0", "meet")
@@ -63,8 +63,8 @@ def test_calls_stand_in_the_row_of_their_actor_and_show_what_overlapped(crew, tm
     assert not calls(trace, "student-dp0-tp0", "alone")
 
 
-def test_only_the_rows_asked_for_and_the_driver_s_are_written_in_order_and_as_numbers(crew, tmp_path):
-    assert write_timeline(tmp_path / "timeline.json", {crew[1]: "second", crew[0]: "first"})
+def test_only_requested_rows_and_the_driver_are_written_in_order(actor_ids, tmp_path):
+    assert write_timeline(tmp_path / "timeline.json", {actor_ids[1]: "second", actor_ids[0]: "first"})
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
@@ -76,8 +76,8 @@ def test_only_the_rows_asked_for_and_the_driver_s_are_written_in_order_and_as_nu
     assert min(event["ts"] for event in events if event["ph"] == "X") == 0
 
 
-def test_a_timeline_that_cannot_be_written_is_a_warning_and_no_error(crew, tmp_path, caplog):
+def test_a_timeline_that_cannot_be_written_is_a_warning(actor_ids, tmp_path, caplog):
     (tmp_path / "logs").write_text("a file")
     with caplog.at_level(logging.WARNING, "distill_rl"):
-        assert not write_timeline(tmp_path / "logs" / "timeline.json", {crew[0]: "teacher"})
+        assert not write_timeline(tmp_path / "logs" / "timeline.json", {actor_ids[0]: "teacher"})
     assert "timeline.json could not be written: " in caplog.text

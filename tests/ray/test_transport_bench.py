@@ -1,4 +1,4 @@
-"""The bench of the transports, small: that it runs, checks what arrives, and judges."""
+"""The transport benchmark in a small size: it runs, checks what arrives, and gives a verdict."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "object_store"])
-def test_what_is_measured_has_arrived(ray_cluster, name):
+def test_the_measured_bytes_have_arrived(ray_cluster, name):
     figures = measure(name, num_bytes=1 << 18, rounds=3)
     assert figures["rounds"] == 3 < WARM_UP
     assert 0.99 * 2**18 < figures["bytes"] <= 2**18
@@ -26,7 +26,7 @@ def test_cuda_ipc_is_measured_on_a_gpu(ray_cluster):
     assert measure("cuda_ipc", num_bytes=1 << 20, rounds=3, device="cuda")["bytes"] > 0
 
 
-def test_what_is_slower_than_promised_is_named():
+def test_a_transport_slower_than_promised_is_named():
     good = {"cpu": {"shared_memory": {"share_of_memcpy": 0.9}}, "cuda": {"cuda_ipc": {"fetch_s": 50e-6}}}
     assert verdict(good) == verdict({"cpu": good["cpu"]}) == []
     bad = copy.deepcopy(good)
@@ -36,7 +36,7 @@ def test_what_is_slower_than_promised_is_named():
     assert "150 µs" in verdict(bad)[1]
 
 
-def test_the_published_record_is_as_promised_and_says_where_it_was_measured():
+def test_the_published_record_keeps_the_promise_and_names_its_commit():
     record = json.loads((Path(__file__).parents[2] / "docs/benchmarks/transport.json").read_text())
     assert verdict(record) == []
     assert record["environment"]["commit"]

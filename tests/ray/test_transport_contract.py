@@ -1,4 +1,4 @@
-"""One contract, every transport. What is promised, and by whom: `tests/helpers/transport_contract.py`."""
+"""Every transport keeps one contract, which is written down in `tests/helpers/transport_contract.py`."""
 
 import pytest
 
@@ -15,31 +15,31 @@ pytestmark = pytest.mark.ray
 class TestLocal(Every, Acknowledged):
     @pytest.fixture
     def stage(self):
-        made = Stage("local", [Here()])
-        yield made
-        made.close()
+        stage = Stage("local", [Here()])
+        yield stage
+        stage.close()
 
 
 class TestObjectStore(Every, Apart):
     @pytest.fixture
     def stage(self, actors, ray_cluster):
-        made = Stage("object_store", living(actors, lambda: Actor(ray_cluster)))
-        yield made
-        made.close()
+        stage = Stage("object_store", living(actors, lambda: Actor(ray_cluster)))
+        yield stage
+        stage.close()
 
 
 class TestSharedMemory(Every, Acknowledged, Apart):
     @pytest.fixture(params=["memfd", "file"])
     def stage(self, request, processes):
-        made = Stage("shared_memory", living(processes, Process), backing=request.param)
-        yield made
-        made.close()
-        sweep()  # after a writer that was killed
+        stage = Stage("shared_memory", living(processes, Process), backing=request.param)
+        yield stage
+        stage.close()
+        sweep()  # removes what killed writers left
 
 
 @pytest.fixture(scope="module")
 def actors():
-    """Sides are kept from test to test; one that a test has killed is made anew."""
+    """Actors are kept from test to test; those that a test has killed are replaced."""
     yield from kept()
 
 

@@ -1,4 +1,4 @@
-"""Faults, every transport of a CPU. What is promised, and by whom: `tests/helpers/transport_faults.py`."""
+"""Faults of every CPU transport. The promises are written down in `tests/helpers/transport_faults.py`."""
 
 import pytest
 

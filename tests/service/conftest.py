@@ -1,4 +1,4 @@
-"""One real cluster for the lane: a head with token authentication, its dashboard on this machine alone."""
+"""One real cluster for this test group: a head node with token authentication and its dashboard on localhost."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.helpers.ray_nodes import free_port, ray_nodes
 @dataclass(frozen=True)
 class Cluster:
     address: str
-    """host:port that processes join"""
+    """host:port at which processes join."""
     url: str
-    """of the dashboard"""
+    """Of the dashboard."""
     token: Path
 
 

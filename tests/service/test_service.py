@@ -1,4 +1,4 @@
-"""Runs submitted, watched, stopped and resumed by name, on a real cluster."""
+"""Submitting, following, stopping and resuming runs by name on a real cluster."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ pytest.importorskip("aiohttp", reason="Ray's dashboard is not installed: bash la
 
 
 def row(name: str) -> list[str]:
-    """The line of `status` about a run, in words."""
+    """The words of the line that `status` prints about a run; empty if there is none."""
     for line in distill_rl("status").out.splitlines():
         if line.split()[0] == name:
             return line.split()
     return []
 
 
-def begun(run: Path, name: str) -> None:
+def wait_for_first_step(run: Path, name: str) -> None:
     until(lambda: series(run, "train/loss"), "the first step")
     assert row(name)[1] == "running", distill_rl("logs", name).out
 
@@ -32,7 +32,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
     assert all(word in ended.errors[0] for word in words), ended.errors
 
 
-def test_a_run_with_relative_paths_is_submitted_and_followed_to_its_end(cluster, material, tmp_path):
+def test_a_run_with_relative_paths_is_submitted_and_followed(cluster, material, tmp_path):
     assert distill_rl("status").out == "no runs\n"
     shutil.copytree(material.root, tmp_path, dirs_exist_ok=True)
     text = material.config(tmp_path / "x").read_text()
@@ -48,13 +48,13 @@ def test_a_run_with_relative_paths_is_submitted_and_followed_to_its_end(cluster,
     assert "has ended already: done" in distill_rl("stop", "first").out
 
 
-def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(cluster, material, tmp_path):
+def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material, tmp_path):
     config, runs = material.config(tmp_path), tmp_path / "runs"
     for name in ("long", "other"):
         ended = distill_rl("submit", "-c", config, "train.steps=100000", f"run.name={name}")
         assert ended.code == 0, ended.err
-    begun(runs / "long", "long")
-    begun(runs / "other", "other")
+    wait_for_first_step(runs / "long", "long")
+    wait_for_first_step(runs / "other", "other")
     assert row("long")[2].endswith("/100,000")
     again = distill_rl("submit", "-c", config, "run.name=long", "run.dir=elsewhere", cwd=tmp_path)
     assert_refused(again, "run long: is running on this cluster already", "distill-rl stop long")
@@ -82,19 +82,19 @@ def test_a_stopped_run_has_saved_and_goes_on_and_another_one_does_not_notice(clu
     until(lambda: in_use(cluster.address) == "0 8.0", "the cluster to be empty", 30)
 
 
-def test_a_run_that_is_stopped_by_ray_itself_has_saved_too(cluster, material, tmp_path, monkeypatch):
+def test_a_run_stopped_by_ray_itself_is_saved_too(cluster, material, tmp_path, monkeypatch):
     from ray.job_submission import JobSubmissionClient
 
     config = material.config(tmp_path)
     assert distill_rl("submit", "-c", config, "train.steps=100000", "run.name=by-ray").code == 0
-    begun(tmp_path / "runs" / "by-ray", "by-ray")
+    wait_for_first_step(tmp_path / "runs" / "by-ray", "by-ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     JobSubmissionClient(cluster.url).stop_job("by-ray")
     assert distill_rl("logs", "by-ray", "--follow").code == 85
     assert list((tmp_path / "runs" / "by-ray" / "checkpoints").glob("step-*"))
 
 
-def test_bad_input_is_told_here_and_nothing_is_submitted(cluster, material, tmp_path):
+def test_bad_input_is_reported_locally_and_not_submitted(cluster, material, tmp_path):
     config = material.config(tmp_path)
     ended = distill_rl("submit", "-c", config, "optimizer.learning_rat=1", "data.path=/no/such", "run.name=bad")
     assert ended.code == 2
@@ -110,7 +110,7 @@ def test_bad_input_is_told_here_and_nothing_is_submitted(cluster, material, tmp_
     assert row("toobig")[1] == "refused"
 
 
-def test_the_cluster_is_closed_to_others_and_its_token_shows_nowhere(cluster, tmp_path, monkeypatch):
+def test_the_cluster_needs_its_token_which_is_not_exposed(cluster, tmp_path, monkeypatch):
     token = cluster.token.read_text()
     wrong = tmp_path / "wrong"
     wrong.touch(mode=0o600)
@@ -127,23 +127,23 @@ def test_the_cluster_is_closed_to_others_and_its_token_shows_nowhere(cluster, tm
 @pytest.mark.parametrize(
     "address", ["http://127.0.0.1:1", "127.0.0.1:8265", "http://me:pw@127.0.0.1:8265", "http://x:99999999"]
 )
-def test_an_address_without_a_cluster_is_one_line(cluster, address):
+def test_an_address_without_a_cluster_is_one_error_line(cluster, address):
     ended = distill_rl("status", "--address", address)
     assert_refused(ended, "--address")
     assert "pw" not in ended.err
 
 
-def test_the_dashboard_is_for_this_machine_alone(cluster):
+def test_the_dashboard_listens_on_localhost_only(cluster):
     dashboards = [
         process
         for process in psutil.process_iter(["cmdline"])
         if "dashboard.py" in " ".join(process.info["cmdline"] or [])
     ]
     assert dashboards
-    at = {
-        each.laddr.ip
+    addresses = {
+        socket.laddr.ip
         for process in dashboards
-        for each in process.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and f":{each.laddr.port}" in cluster.url
+        for socket in process.net_connections("tcp")
+        if socket.status == psutil.CONN_LISTEN and f":{socket.laddr.port}" in cluster.url
     }
-    assert at == {"127.0.0.1"}
+    assert addresses == {"127.0.0.1"}

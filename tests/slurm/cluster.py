@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: its own munge, ports and folders; nothing of the system's is touched."""
+"""A real two-node Slurm on this machine, with its own munge, ports and folders. The system's Slurm is not touched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=10 Pree
 
 
 def why_not() -> str | None:
-    """What keeps a Slurm from being started here."""
+    """The reason why Slurm cannot be started here, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
@@ -68,10 +68,10 @@ def _path() -> str:
 class Slurm:
     root: Path
     hidden: Path
-    """a folder of which node n2 sees another one: a file system that is not shared"""
+    """A folder in whose place node n2 sees another one, like a file system that is not shared."""
 
     def run(self, *command: str, check: bool = True) -> str:
-        """stdout of one of Slurm's programs."""
+        """Runs one of Slurm's programs and returns its stdout."""
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=self.environment())
         assert not check or done.returncode == 0, (command, done.stderr)
         return done.stdout.strip()
@@ -81,9 +81,9 @@ class Slurm:
         return inherited | {"SLURM_CONF": f"{self.root}/slurm.conf", "PATH": _path()} | more
 
     def field(self, job: str, name: str) -> str:
-        """Of `scontrol show job`; empty for a job that is forgotten."""
-        told = self.run("scontrol", "--oneliner", "show", "job", job, check=False)
-        return next((part.partition("=")[2] for part in told.split() if part.startswith(f"{name}=")), "")
+        """A field of `scontrol show job`; empty for a job that Slurm has forgotten."""
+        fields = self.run("scontrol", "--oneliner", "show", "job", job, check=False)
+        return next((part.partition("=")[2] for part in fields.split() if part.startswith(f"{name}=")), "")
 
     def state(self, job: str) -> str:
         return self.field(job, "JobState")
@@ -95,9 +95,9 @@ class Slurm:
         return int(self.field(job, "ExitCode").partition(":")[0])
 
     def start_requeued(self, job: str) -> None:
-        """Slurm lets a requeued job wait two minutes: not here."""
+        """Starts a requeued job after 3 s, where Slurm would wait two minutes."""
         until(lambda: self.state(job) == "PENDING", f"job {job} requeued")
-        # Not at once: within the second in which it ended, a node takes the job for the ended one.
+        # Within the second in which the job ended, a node would mistake the new start for the old one.
         self.run("scontrol", "update", f"jobid={job}", "StartTime=now+3")
 
     def clear(self) -> None:
@@ -109,7 +109,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(root: Path, hidden: Path) -> Iterator[Slurm]:
-    """Starts it, and ends its daemons by their pid files. `root` and all above it must be open to others, for munge."""
+    """Starts Slurm, and ends its daemons by their pid files. Munge needs `root` and its parents readable by others."""
     first = _free_ports(3)
     conf = CONF.format(
         host=socket.gethostname().partition(".")[0], root=root, control=first, first=first + 1, last=first + 2
@@ -119,7 +119,7 @@ def slurm(root: Path, hidden: Path) -> Iterator[Slurm]:
     key = root / "key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(1024))
-    made = Slurm(root, hidden)
+    cluster = Slurm(root, hidden)
     private = f"mount -t tmpfs none {hidden} && exec slurmd -N n2 -f {root}/slurm.conf"
     munge = [f"--{name}={root}/munge.{end}" for name, end in (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))]  # fmt: skip
     daemons = [
@@ -130,16 +130,18 @@ def slurm(root: Path, hidden: Path) -> Iterator[Slurm]:
     ]
     try:
         for command in daemons:
-            subprocess.run(command, check=True, timeout=60, env=made.environment(), capture_output=True)
-        until(lambda: made.run("sinfo", "--noheader", "--format=%D %t", check=False) == "2 idle", "two idle nodes", 60)
-        yield made
-        made.clear()
+            subprocess.run(command, check=True, timeout=60, env=cluster.environment(), capture_output=True)
+        until(
+            lambda: cluster.run("sinfo", "--noheader", "--format=%D %t", check=False) == "2 idle", "two idle nodes", 60
+        )
+        yield cluster
+        cluster.clear()
     finally:
         _end([root / name for name in ("slurmd-n1.pid", "slurmd-n2.pid", "slurmctld.pid", "munge.pid")])
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many in a row that nobody listens on."""
+    """The first of `count` consecutive free ports."""
     for start in range(17100, 17900, 10):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(start, start + count):

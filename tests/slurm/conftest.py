@@ -1,4 +1,4 @@
-"""One Slurm for the session, and jobs that leave nothing behind."""
+"""One Slurm for the session, and jobs that must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.slurm.cluster import Slurm, slurm, why_not
 
 ROOT = Path(distill_rl.__file__).parents[1]
 START_S = 240
-"""for Ray on two nodes and the models, on two cores"""
+"""Deadline for starting Ray on two nodes and loading the models, on two cores."""
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +32,8 @@ def cluster() -> Iterator[Slurm]:
     root.chmod(0o755)
     (root / "hidden").mkdir()
     try:
-        with slurm(root, root / "hidden") as made:
-            yield made
+        with slurm(root, root / "hidden") as cluster:
+            yield cluster
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -49,7 +49,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @dataclass
 class Job:
-    """A submitted job; `seen` are its processes, and all that they started, as far as somebody looked."""
+    """A submitted job. `seen` holds its processes and their descendants, as of every call of `look`."""
 
     slurm: Slurm
     id: str
@@ -62,12 +62,12 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
     def look(self) -> None:
-        """Takes down all processes of the job as they are now."""
+        """Records all current processes of the job."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if " ".join(process.cmdline()).startswith(f"slurmstepd: [{self.id}."):
                     family = process.children(recursive=True)
-                    self.seen |= {each.pid: each for each in (process, *family)}
+                    self.seen |= {child.pid: child for child in (process, *family)}
 
     def until_it_trains(self, attempt: int = 1) -> None:
         marks = self.run / "logs" / f"attempt_{attempt}"
@@ -82,12 +82,12 @@ class Job:
         assert len(self.seen) > 10, "two nodes of Ray, the driver, student and teacher"
 
     def until_it_ends(self) -> int:
-        """The exit code."""
+        """Waits for the end of the job and returns its exit code."""
         until(lambda: self.slurm.ended(self.id), f"the end of job {self.id}", START_S)
         return self.slurm.exit_code(self.id)
 
     def signal(self, name: str) -> None:
-        """To the batch script alone, as --signal=B:NAME does at the time limit."""
+        """Signals the batch script alone, as --signal=B:NAME does at the time limit."""
         self.slurm.run("scancel", "--batch", f"--signal={name}", self.id)
 
     def actor(self, name: str) -> psutil.Process:
@@ -104,30 +104,32 @@ class Job:
         folder = str(self.run)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                told = [*process.cmdline(), *process.environ().values()]
-                assert not any(folder in text for text in told) or "pytest" in " ".join(told), told
-        assert not list(self.run.glob(f".ray-{self.id}.*")), "the token is gone"
+                texts = [*process.cmdline(), *process.environ().values()]
+                assert not any(folder in text for text in texts) or "pytest" in " ".join(texts), texts
+        assert not list(self.run.glob(f".ray-{self.id}.*")), "the token must be deleted"
         assert not [path for path in Path("/tmp").glob("dr[0-9]*-*") if self.owns(path)]
 
     def owns(self, folder: Path) -> bool:
-        """Whether the job's processes had this folder as Ray's temporary directory."""
+        """Whether this folder was the temporary directory of the job's Ray."""
         return any(folder.name in log.read_text() for log in self.run.glob("logs/*/ray-*.log"))
 
 
 @pytest.fixture
 def submit(cluster: Slurm, material: Material, tmp_path: Path):
-    """submit(overrides..., run=NAME, nodes=2, **variables): a job of launch/slurm.sbatch."""
+    """submit(overrides..., run=NAME, nodes=2, **variables) submits launch/slurm.sbatch and returns the job."""
 
-    def make(*overrides: str, run: str = "tiny", nodes: int = 2, folder: Path | None = None, **variables: str) -> Job:
+    def submit_job(
+        *overrides: str, run: str = "tiny", nodes: int = 2, folder: Path | None = None, **variables: str
+    ) -> Job:
         config = material.config(tmp_path)
         directory = (folder or tmp_path / "runs") / run
         output = tmp_path / f"{run}.log"
-        given = {"RAY_OBJECT_STORE_BYTES": "100000000", "CONFIG": str(config), "RUN_DIR": str(directory)} | variables
+        settings = {"RAY_OBJECT_STORE_BYTES": "100000000", "CONFIG": str(config), "RUN_DIR": str(directory)} | variables
         command = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--time=10", f"--chdir={ROOT}"]
         script = [str(ROOT / "launch" / "slurm.sbatch"), *overrides]
-        exports = ",".join(["ALL", *(f"{name}={value}" for name, value in given.items())])
-        made = cluster.run(*command, f"--output={output}", f"--export={exports}", *script)
-        return Job(cluster, made, directory, output)
+        exports = ",".join(["ALL", *(f"{name}={value}" for name, value in settings.items())])
+        job_id = cluster.run(*command, f"--output={output}", f"--export={exports}", *script)
+        return Job(cluster, job_id, directory, output)
 
-    yield make
+    yield submit_job
     cluster.clear()

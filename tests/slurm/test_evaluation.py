@@ -1,4 +1,4 @@
-"""launch/eval.sbatch on a real Slurm: requeued in the middle, it goes on where it stopped, in the same job."""
+"""launch/eval.sbatch on a real Slurm: requeued midway, the same job continues where it stopped."""
 
 import json
 
@@ -11,17 +11,15 @@ from tests.slurm.conftest import ROOT, START_S, Job
 COUNT = 160
 
 
-def test_a_requeued_evaluation_goes_on_and_judges_every_item_once(cluster, tmp_path):
+def test_a_requeued_evaluation_judges_every_item_once(cluster, tmp_path):
     model = write_tiny_model(tmp_path / "model", hidden=32, seed=1)
     suite = write_suite(tmp_path, count=COUNT, max_new_tokens=40)
     out, log = tmp_path / "out", tmp_path / "log"
-    given = {"MODELS": f"tiny={model}", "SUITES": suite, "DATA": tmp_path, "OUT": out, "EXTRA": "--batch-size 4"}
-    exports = ",".join(["ALL", *(f"{name}={value}" for name, value in given.items())])
+    settings = {"MODELS": f"tiny={model}", "SUITES": suite, "DATA": tmp_path, "OUT": out, "EXTRA": "--batch-size 4"}
+    exports = ",".join(["ALL", *(f"{name}={value}" for name, value in settings.items())])
     options = ["--parsable", "--gpus-per-node=0", "--cpus-per-task=2", "--time=10", f"--chdir={ROOT}"]
-    identity = cluster.run(
-        "sbatch", *options, f"--output={log}", f"--export={exports}", str(ROOT / "launch/eval.sbatch")
-    )
-    job = Job(cluster, identity, out, log)
+    job_id = cluster.run("sbatch", *options, f"--output={log}", f"--export={exports}", str(ROOT / "launch/eval.sbatch"))
+    job = Job(cluster, job_id, out, log)
     until(lambda: judged(out) >= 8 or cluster.ended(job.id), "the first items", START_S)
     job.look()
     job.signal("USR1")

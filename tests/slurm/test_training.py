@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real Slurm of two nodes: to the end, stopped, killed; and never a process left."""
+"""launch/slurm.sbatch on a real two-node Slurm: completed, stopped and killed, with no process left behind."""
 
 import hashlib
 import re
@@ -24,11 +24,11 @@ def attempts(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "logs").iterdir() if path.name.startswith("attempt_"))
 
 
-def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp_path):
+def test_a_preempted_job_ends_like_an_undisturbed_one(submit, tmp_path):
     steps = (APART, f"train.steps={STEPS}", f"schedule.steps={STEPS}")
     straight = submit(*steps, run="straight")
     straight.until_it_trains()
-    assert re.search(r"^step +1/", straight.log, re.MULTILINE), "lines of the driver arrive while it runs"
+    assert re.search(r"^step +1/", straight.log, re.MULTILINE), "the driver's lines must arrive while it runs"
     assert straight.until_it_ends() == 0, straight.log
     straight.assert_nothing_left()
     assert attempts(straight.run) == ["attempt_1"]
@@ -38,7 +38,7 @@ def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp
     on_nodes = re.search(
         r"on node (\w+) \(cpu\) is read on node (\w+)", (straight.run / "logs/latest/driver.log").read_text()
     )
-    assert on_nodes[1] != on_nodes[2], "student and teacher on nodes of their own"
+    assert on_nodes[1] != on_nodes[2], "student and teacher must run on different nodes"
 
     stopped = submit(*steps, run="stopped")
     stopped.until_it_trains()
@@ -57,12 +57,12 @@ def test_a_preempted_job_is_requeued_and_ends_as_the_undisturbed_one(submit, tmp
     assert digest(stopped.run / "export") == digest(straight.run / "export")
 
 
-def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, material, tmp_path):
+def test_a_dry_run_script_resumes_after_its_time_limit(cluster, material, tmp_path):
     config = material.config(tmp_path)
-    made = distill_rl("train", "-c", config, "--dry-run", "--gpus-per-node", "0", *ENDLESS)
-    assert made.code == 0, made.err
+    dry_run = distill_rl("train", "-c", config, "--dry-run", "--gpus-per-node", "0", *ENDLESS)
+    assert dry_run.code == 0, dry_run.err
     run = tmp_path / "runs" / "tiny"
-    # Slurm knows whole minutes, and may send the signal up to a minute before it is due.
+    # Slurm counts in whole minutes, and may send the signal up to a minute early.
     command = [
         "sbatch",
         "--parsable",
@@ -70,8 +70,8 @@ def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, mater
         "--signal=B:USR1@10",
         "--export=ALL,RAY_OBJECT_STORE_BYTES=100000000",
     ]
-    made = cluster.run(*command, str(run / "submit.sbatch"))
-    job = Job(cluster, made, run, run / f"slurm-{made}.log")
+    job_id = cluster.run(*command, str(run / "submit.sbatch"))
+    job = Job(cluster, job_id, run, run / f"slurm-{job_id}.log")
     try:
         job.until_it_trains()
         cluster.start_requeued(job.id)
@@ -85,9 +85,9 @@ def test_the_script_of_a_dry_run_meets_its_time_limit_and_goes_on(cluster, mater
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "told"), [(90, "goes on with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
+    ("grace_s", "message"), [(90, "goes on with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
 )
-def test_a_job_gives_way_to_a_more_urgent_one_and_goes_on_after_it(submit, cluster, grace_s, told):
+def test_a_job_yields_to_a_more_urgent_one_and_resumes(submit, cluster, grace_s, message):
     cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")
     job = submit(*ENDLESS)
     job.until_it_trains()
@@ -95,15 +95,15 @@ def test_a_job_gives_way_to_a_more_urgent_one_and_goes_on_after_it(submit, clust
     cluster.start_requeued(job.id)
     job.assert_nothing_left()
     assert "stopped and saved; " in job.log
-    assert told in job.log
+    assert message in job.log
     saved = len(series(job.run, "train/loss"))
     until(lambda: cluster.ended(urgent), "the end of the urgent job", 60)
     assert cluster.exit_code(urgent) == 0
     job.until_it_trains(attempt=2)
-    assert series(job.run, "train/loss")[saved][0] == saved + 1, "no step is lost, and none is done twice"
+    assert series(job.run, "train/loss")[saved][0] == saved + 1, "no step is lost or repeated"
 
 
-def test_a_cancelled_job_is_not_started_again_and_can_be_resumed(submit):
+def test_a_cancelled_job_is_not_restarted_but_can_be_resumed(submit):
     job = submit(*ENDLESS)
     job.until_it_trains()
     job.slurm.run("scancel", job.id)
@@ -116,7 +116,7 @@ def test_a_cancelled_job_is_not_started_again_and_can_be_resumed(submit):
     assert [path.name for path in (job.run / "checkpoints").glob("step-*")] == [f"step-{last}"]
 
 
-def test_a_killed_rank_fails_the_job_with_its_name_and_no_second_start(submit):
+def test_a_killed_rank_fails_the_job_and_is_named(submit):
     job = submit(*ENDLESS)
     job.until_it_trains()
     job.actor("StudentWorker").send_signal(signal.SIGKILL)
@@ -126,10 +126,10 @@ def test_a_killed_rank_fails_the_job_with_its_name_and_no_second_start(submit):
     assert "student-dp0-tp0" in error
     assert "ended with exit code 1" in job.log
     job.assert_nothing_left()
-    assert list((job.run / "logs/attempt_1").glob("ray-n*/raylet*")), "what Ray's processes wrote is kept"
+    assert list((job.run / "logs/attempt_1").glob("ray-n*/raylet*")), "the logs of Ray's processes are kept"
 
 
-def test_where_requeueing_is_forbidden_the_next_job_is_chained_and_a_second_signal_ends_at_once(submit):
+def test_a_job_is_chained_and_a_second_signal_ends_it_at_once(submit):
     job = submit(*ENDLESS, REQUEUE="chain")
     job.until_it_trains()
     job.signal("USR1")
@@ -137,18 +137,18 @@ def test_where_requeueing_is_forbidden_the_next_job_is_chained_and_a_second_sign
     job.assert_nothing_left()
     (following,) = job.slurm.run("squeue", "--noheader", "--format=%i").split()
     saved = len(series(job.run, "train/loss"))
-    job.id = following  # it writes to the same file
+    job.id = following  # the next job writes to the same file
     job.until_it_trains(attempt=2)
     assert series(job.run, "train/loss")[saved][0] == saved + 1
-    # A step that cannot end: the first signal waits for it, the second does not.
+    # This step cannot end. The first signal waits for it, the second does not.
     job.actor("TeacherWorker").suspend()
     job.signal("USR1")
     before = len(records(job.run))
-    job.signal("USR1")  # of one second it counts as the same
+    job.signal("USR1")  # within a second it counts as the same signal
     until(lambda: _ended_after_another_signal(job), "the end", 120)
     assert job.slurm.exit_code(job.id) == 130, job.log
     assert len(records(job.run)) <= before + 2
-    assert not job.slurm.run("squeue", "--noheader"), "and no third job"
+    assert not job.slurm.run("squeue", "--noheader"), "no third job is submitted"
     job.assert_nothing_left()
 
 
@@ -158,7 +158,7 @@ def _ended_after_another_signal(job) -> bool:
     return job.slurm.ended(job.id)
 
 
-def test_a_failed_ray_start_is_told_with_its_nodes_and_last_lines(submit):
+def test_a_failed_ray_start_names_nodes_and_last_lines(submit):
     job = submit(RAY_OBJECT_STORE_BYTES="1000")
     assert job.until_it_ends() == 1
     assert "ray_cluster: error: Ray did not start; not ready: n1 n2" in job.log
@@ -169,7 +169,7 @@ def test_a_failed_ray_start_is_told_with_its_nodes_and_last_lines(submit):
     job.assert_nothing_left()
 
 
-def test_a_run_directory_that_a_node_does_not_see_is_told_before_anything_starts(submit, cluster):
+def test_a_run_directory_not_shared_by_all_nodes_is_refused(submit, cluster):
     job = submit(folder=cluster.hidden)
     assert job.until_it_ends() == 1
     (error,) = [line for line in job.log.splitlines() if "must be on a file system that all nodes share" in line]

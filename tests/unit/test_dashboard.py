@@ -1,4 +1,4 @@
-"""The Grafana dashboard as a file; that its queries find something: tests/monitoring."""
+"""The file of the Grafana dashboard. That its queries return data is tested in tests/monitoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = [target for panel in PANELS for target in panel.get("targets", ())]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def test_source_and_run_are_chosen_and_every_query_is_of_that_run() -> None:
+def test_every_query_uses_the_chosen_source_and_run() -> None:
     assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["datasource", "run"]
     for panel in PANELS:
         assert panel["type"] in ("row", "stat", "timeseries")
@@ -34,13 +34,13 @@ def test_source_and_run_are_chosen_and_every_query_is_of_that_run() -> None:
             assert labels.startswith('run="$run"')
 
 
-def test_what_people_look_for_has_a_panel() -> None:
+def test_every_important_metric_has_a_panel() -> None:
     shown = " ".join(target["expr"] for target in TARGETS)
     for name in ("train/kl_loss", "train/nll_loss", "align/coverage", "align/queue", "transport/teacher_wait", "transport/slot_occupancy", "train/tokens_per_second", *FAULTS):  # fmt: skip
         assert f"ray_{PREFIX}{gauge_of(name, 0.0)[0]}{{" in shown, name
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     for one, other in combinations((panel["gridPos"] for panel in PANELS), 2):
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]

@@ -122,7 +122,14 @@ def cases(sides: Sides) -> Iterator[Case]:
     def step(method: str, target: DenseLogits | TopKLogprobs, **keywords: Any) -> Step:
         def loss(student: Tensor) -> Tensor:
             output = chunk_kd_loss(
-                student, target, sides.chunks, sides.projection, method=method, labels=sides.labels, top_k=TOP_K, **keywords
+                student,
+                target,
+                sides.chunks,
+                sides.projection,
+                method=method,
+                labels=sides.labels,
+                top_k=TOP_K,
+                **keywords,
             )
             return 0.5 * output.kd + 0.5 * output.ce
 

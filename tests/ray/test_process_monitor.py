@@ -1,4 +1,4 @@
-"""The watch over a node that is not the driver's: two raylets on this machine."""
+"""Monitoring the processes of another node than the driver's: two raylets on this machine."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ class Worker:
         return identify()
 
 def watchers():
-    return [each for each in psutil.process_iter() if each.name().startswith("ray::NodeWatch")]
+    return [process for process in psutil.process_iter() if process.name().startswith("ray::NodeWatch")]
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="watch")
 own = ray.get_runtime_context().get_node_id()
@@ -35,34 +35,34 @@ own = ray.get_runtime_context().get_node_id()
 there = NodeAffinitySchedulingStrategy(other, soft=False)
 actor = ray.remote(Worker).options(scheduling_strategy=there, num_cpus=0).remote()
 process = ray.get(actor.identify.remote(), timeout=60)
-made = process_monitor.Watch(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
+monitor = process_monitor.Watch(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
 
 def seen():
-    made.look()
-    return made._states.get("worker")
+    monitor.look()
+    return monitor._states.get("worker")
 
 until(lambda: seen() == "sleeping", "the first answer")
 (first,) = watchers()
 first.suspend()
-until(lambda: seen() is None, "its silence to be noticed")
-print("seen: what a silent watcher had seen is forgotten")
+until(lambda: seen() is None, "its silence being noticed")
+print("seen: the reports of a silent watcher are forgotten")
 until(lambda: seen() == "sleeping", "another watcher's answer")
-print("seen: another one answers")
+print("seen: another watcher answers")
 os.kill(process.pid, signal.SIGSTOP)
-until(lambda: seen() == process_monitor.GONE, "the end of what stands still")
-print("seen:", made.fate("worker"))
-made.close()
-for each in watchers():
-    each.kill()
+until(lambda: seen() == process_monitor.GONE, "the death of the stopped worker")
+print("seen:", monitor.fate("worker"))
+monitor.close()
+for watcher in watchers():
+    watcher.kill()
 """
 
 
-def test_a_worker_of_another_node_that_stands_still_is_killed_and_a_silent_watcher_is_replaced(tmp_path, monkeypatch):
+def test_a_stopped_remote_worker_is_killed_and_a_silent_monitor_replaced(tmp_path, monkeypatch):
     with ray_nodes(tmp_path, monkeypatch, nodes=2, cpus=1) as address:
         command = [sys.executable, "-c", DRIVER, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment())
     assert [line for line in done.stdout.splitlines() if line.startswith("seen: ")] == [
-        "seen: what a silent watcher had seen is forgotten",
-        "seen: another one answers",
+        "seen: the reports of a silent watcher are forgotten",
+        "seen: another watcher answers",
         "seen: it was stopped (SIGSTOP) for 1 s, and killed",
     ], done.stderr
