@@ -17,7 +17,7 @@ from distill_rl.config.foreign import FOREIGN
 from distill_rl.config.interpolate import ENVIRONMENT
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import NOT_AVAILABLE
-from distill_rl.config.walk import MISSING, default_of, hints, item_kind, leaves, unwrap
+from distill_rl.config.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, unwrap
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -87,8 +87,9 @@ def _section(title: str, prefix: str, documentation: dict[tuple[str, str], str])
         text = documentation[_owner(key), entry.name]
         name = key.replace("teachers.0.", "teachers[].")
         if name in only:
-            text += f" *Only `{_yaml(only[name])}` in this version.*"
-        cells = (f"`{name}`", _type(kind), f"`{_yaml(default_of(entry))}`", text)
+            text += f" *Only `{as_yaml(only[name])}` in this version.*"
+        default = as_yaml(default_of(entry)) or '""'
+        cells = (f"`{name}`", _type(kind), f"`{default}`", text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -110,14 +111,6 @@ def _type(kind: Any) -> str:
     else:
         text = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}[plain]
     return f"{text} or `null`" if optional else text
-
-
-def _yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return '""' if value == "" else str(value)
 
 
 def _foreign_row(foreign_key: str, our_key: str, remark: str) -> str:
