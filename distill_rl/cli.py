@@ -197,7 +197,11 @@ def _parser() -> argparse.ArgumentParser:
         help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
     train.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="for --dry-run: GPUs of a node; 0: none; %(default)s"
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="for --dry-run: GPUs of a node; 0: none; default: %(default)s",
     )
     train.set_defaults(command=_train)
 
@@ -278,22 +282,22 @@ def _add_eval(commands: Any) -> None:
     add("--data", required=True, type=Path, metavar="PATH", help="file or folder with the suites' data")
     add("--out", type=Path, metavar="DIR", help="folder for results and items; default: only print the scores")
     add("--backend", choices=("hf", "vllm"), default="hf",
-        help="Transformers, or vLLM (needs the vllm extra); %(default)s")
+        help="Transformers, or vLLM (needs the vllm extra); default: %(default)s")
     add("--limit", type=int, metavar="N", help="at most N items per suite, drawn with --seed")
     add("--num-fewshot", type=int, metavar="N", help="worked examples, for suites that use them; default: the suite's own")
     add("--max-new-tokens", type=int, metavar="N", help="maximum length of a completion; default: the suite's own")
-    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); %(default)s")
+    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); default: %(default)s")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
         help="auto: the dtype of the files on GPUs, fp32 on CPUs")
     add("--shards", type=int, default=1, metavar="K",
-        help="copies of the model, each in a Ray actor; 0: one copy, without Ray; %(default)s")
+        help="copies of the model, each in a Ray actor; 0: one copy, without Ray; default: %(default)s")
     add("--gpus-per-shard", type=float, metavar="X", help="default: an equal share of the available GPUs, at most 1")
     add("--tensor-parallel", type=int, default=1, metavar="N",
-        help="GPUs that vllm splits each copy of the model over; %(default)s")
+        help="GPUs that vllm splits each copy of the model over; default: %(default)s")
     add("--ray-address", metavar="HOST:PORT", help="cluster to join; default: start Ray on this machine")
     add("--deadline", type=float, default=3600.0, metavar="SECONDS",
-        help="for loading a model, and for one call of a few batches; %(default)g")
-    add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; %(default)s")
+        help="for loading a model, and for one call of a few batches; default: %(default)g")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; default: %(default)s")
     add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
     add("--clean", action="store_true", help="delete results that are already in --out")
     # fmt: on
@@ -312,11 +316,11 @@ def _add_align(commands: Any) -> None:
     align.add_argument(
         "--data", required=True, metavar="PATH", help="text or chats, in any form that data.path accepts"
     )
-    align.add_argument("--text-key", metavar="COLUMN", help="column with the text; text")
-    align.add_argument("--messages-key", metavar="COLUMN", help="column with the chats; messages")
-    align.add_argument("--split", metavar="NAME", help="split to read, for data that have splits; train")
+    align.add_argument("--text-key", metavar="COLUMN", help="column with the text; default: text")
+    align.add_argument("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
+    align.add_argument("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
     align.add_argument(
-        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; %(default)s"
+        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s"
     )
     align.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     align.add_argument(
