@@ -14,6 +14,12 @@ from typing import Literal, Optional
 MISSING = "???"
 """OmegaConf's mark of a value that must be given, repeated here because the engines must run without OmegaConf."""
 
+# Rules for single values, as metadata of the fields. config/validate.py checks them, and the rules that combine settings.
+POSITIVE = {"rule": "positive"}
+NOT_NEGATIVE = {"rule": "not negative"}
+FRACTION = {"rule": "fraction"}
+POSITIVE_FRACTION = {"rule": "positive fraction"}
+NOT_EMPTY = {"rule": "not empty"}
 
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
@@ -23,27 +29,27 @@ Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 @dataclass
 class RunConfig:
-    name: str = ""
+    name: str = field(default="", metadata=NOT_EMPTY)
     """Name of the run and of its directory. Empty: the name of the YAML file without its extension."""
-    dir: str = "runs"
+    dir: str = field(default="runs", metadata=NOT_EMPTY)
     """Folder that contains the run directories."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=NOT_NEGATIVE)
     """Seed of the data order, the validation split, dropout and every other random draw."""
 
 
 @dataclass
 class ParallelConfig:
-    dp: int = 1
+    dp: int = field(default=1, metadata=POSITIVE)
     """Data-parallel size. Student: number of ranks that share the parameters as FSDP2 shards (see replicas). Teacher: number of copies of the model, each on its own ranks."""
-    tp: int = 1
+    tp: int = field(default=1, metadata=POSITIVE)
     """Tensor-parallel size: number of ranks that every layer is split over."""
-    replicas: int = 1
+    replicas: int = field(default=1, metadata=POSITIVE)
     """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
 
 
 @dataclass
 class StudentConfig:
-    model: str = MISSING
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
     tokenizer: Optional[str] = None
     """Folder or hub name of the tokenizer. null: the model's own."""
@@ -66,9 +72,9 @@ class StudentConfig:
 
 @dataclass
 class TeacherConfig:
-    name: str = "teacher"
+    name: str = field(default="teacher", metadata=NOT_EMPTY)
     """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
-    model: str = MISSING
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
     tokenizer: Optional[str] = None
     """Folder or hub name of the tokenizer. null: the model's own."""
@@ -76,14 +82,14 @@ class TeacherConfig:
     """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of the weights and the forward pass."""
-    weight: float = 1.0
+    weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
     score: Literal["static", "ce", "entropy"] = "static"
     """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
     loss: Optional[TeacherLoss] = None
     """Loss between this teacher and the student. null: token by token if both have the same tokenizer, otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch_size: Optional[int] = None
+    micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
     """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
@@ -101,25 +107,25 @@ class ValidationConfig:
     """Separate validation data, in the format of data.path. null: no separate data; see fraction."""
     fraction: float = 0.0
     """Fraction of data.path that is held out for validation if validation.path is null, drawn with run.seed. 0: none."""
-    max_documents: int = 512
+    max_documents: int = field(default=512, metadata=POSITIVE)
     """Maximum number of documents in a validation pass."""
 
 
 @dataclass
 class DataConfig:
-    path: str = MISSING
+    path: str = field(default=MISSING, metadata=NOT_EMPTY)
     """Training data: an Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or the name of a dataset on the hub."""
-    split: str = "train"
+    split: str = field(default="train", metadata=NOT_EMPTY)
     """Split to read, for data that have splits."""
     format: Literal["auto", "text", "messages"] = "auto"
     """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. auto: messages if the data have that column, otherwise text."""
-    text_key: str = "text"
+    text_key: str = field(default="text", metadata=NOT_EMPTY)
     """Column that holds the text."""
-    messages_key: str = "messages"
+    messages_key: str = field(default="messages", metadata=NOT_EMPTY)
     """Column that holds the chat, a list of {role, content}."""
     loss_on: Literal["all", "assistant"] = "all"
     """Tokens that the student is trained on. all: all of them. assistant: only those of the assistant's turns in a chat."""
-    max_length: int = 1024
+    max_length: int = field(default=1024, metadata=POSITIVE)
     """Maximum number of tokens per row; longer documents are truncated and counted. Rows are then padded to a multiple of 128 positions on GPUs, of 8 on CPUs."""
     packing: bool = True
     """Pack several documents into one row (first fit); attention never crosses from one document to another. Has no effect with a teacher that has another tokenizer: every document then has its own padded row."""
@@ -132,17 +138,17 @@ class LossConfig:
         "forward_kl"
     )
     """Divergence between the next-token distributions of teacher and student."""
-    beta: float = 0.5
+    beta: float = field(default=0.5, metadata=FRACTION)
     """Mixture weight of jsd and of the skewed divergences, from 0 to 1."""
-    top_k: int = 64
+    top_k: int = field(default=64, metadata=POSITIVE)
     """Number of the teacher's most likely tokens that are kept per position. The total probability of all other tokens is kept as one number."""
     tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
     """What happens to the probability outside the top k. bucket: all other tokens are compared together, as one more outcome. truncate: it is ignored. renormalize: both distributions are rescaled to sum to 1 over the top k."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=POSITIVE)
     """Softmax temperature of both models. The KD loss is multiplied by its square."""
-    kd_weight: float = 1.0
+    kd_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """Weight of the distillation loss. 0: no teacher is started, and the student is trained on the data alone."""
-    ce_weight: float = 0.0
+    ce_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Weight of the cross-entropy with the data. 0: the student learns from the teachers alone."""
     dynamic_scale: Literal["off", "on", "exact"] = "off"
     """Minimise r KD + CE with r = CE / KD instead of the sum weighted by kd_weight and ce_weight. off: never. on: with r from the previous step. exact: with r from the current step, which takes a second pass over the batch."""
@@ -150,11 +156,11 @@ class LossConfig:
     """Loss for a teacher whose tokenizer differs from the student's. null: such a teacher is an error."""
     chunk_average: Literal["mean", "chain"] = "mean"
     """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens."""
-    uncommon_top_k: int = 8192
+    uncommon_top_k: int = field(default=8192, metadata=POSITIVE)
     """Number of columns that `gold`, `hkl` and `uld` compare by rank, that is, after sorting."""
     gold_relaxed: bool = False
     """Also accept vocabulary matches with a weight of at least 0.6 in `gold` and `hkl`."""
-    alm_tau: float = 1.0
+    alm_tau: float = field(default=1.0, metadata=POSITIVE)
     """Temperature of the chunk likelihoods in `alm` and of the longer chunks in `hybrid`: likelihoods are raised to the power 1 / alm_tau."""
 
 
@@ -168,13 +174,13 @@ class ProjectionConfig:
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 2e-5
+    lr: float = field(default=2e-5, metadata=POSITIVE)
     """Peak learning rate of AdamW."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW's decay rates of the first and the second moment."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=POSITIVE)
     """AdamW's epsilon, which is added to the denominator of the update."""
-    weight_decay: float = 0.01
+    weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
     """Decoupled weight decay. Not applied to vectors (norms and biases)."""
 
 
@@ -182,25 +188,25 @@ class OptimizerConfig:
 class ScheduleConfig:
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
     """Optimizer steps of linear warm-up. 0: none."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = field(default=0.0, metadata=FRACTION)
     """Learning rate at the end of the schedule, as a fraction of the peak."""
-    steps: Optional[int] = None
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
     """Optimizer step at which the schedule ends. null: the last step of the run. Set it for a run that you will extend later."""
 
 
 @dataclass
 class TrainConfig:
-    steps: Optional[int] = None
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
     """Maximum number of optimizer steps. null: no limit but train.epochs. The run ends at train.steps or train.epochs, whichever comes first; one of them must be set."""
-    epochs: Optional[float] = None
+    epochs: Optional[float] = field(default=None, metadata=POSITIVE)
     """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps."""
-    global_batch_size: int = 32
+    global_batch_size: int = field(default=32, metadata=POSITIVE)
     """Documents per optimizer step."""
-    micro_batch_size: int = 4
+    micro_batch_size: int = field(default=4, metadata=POSITIVE)
     """Rows per forward and backward pass of one student rank."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """Maximum norm of the global gradient; larger gradients are clipped to it. 0: no clipping."""
     deterministic: bool = False
     """Use torch.use_deterministic_algorithms on GPUs. On CPUs a run is always bit-reproducible."""
@@ -210,7 +216,7 @@ class TrainConfig:
 class DPConfig:
     backend: Literal["numba", "numpy", "cuda"] = "numba"
     """Implementation of the dynamic-programming fallback. numba: compiled for the CPU. numpy: on the CPU, not compiled. cuda: on a GPU; needs aligner.num_gpus."""
-    band: int = 64
+    band: int = field(default=64, metadata=POSITIVE)
     """Half-width, in tokens, of the band that the dynamic programme searches."""
 
 
@@ -218,13 +224,13 @@ class DPConfig:
 class AlignerConfig:
     method: Literal["auto", "bytes", "offsets", "dp"] = "auto"
     """How the two tokenizations of a text are matched: by the bytes that the tokens spell, by the tokenizers' character offsets, or by dynamic programming. auto: the first of these that is exact."""
-    workers: Optional[int] = None
+    workers: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
     """Number of actors that tokenise, align and pack. null: half the number of GPUs that the run uses, but at least 1 and at most the number of free cores. 0: no actors; the driver does the work."""
-    num_gpus: float = 0.0
+    num_gpus: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Fraction of a GPU for each aligner actor; needed by dp.backend cuda. 0: none."""
-    deadline_s: float = 120.0
+    deadline_s: float = field(default=120.0, metadata=POSITIVE)
     """Seconds that an aligner may take for one batch and, after a batch has failed twice, for each of its rows."""
-    max_bad_rows: int = 10
+    max_bad_rows: int = field(default=10, metadata=NOT_NEGATIVE)
     """Number of rows that a run may leave out because an aligner fails or hangs on them; one more ends the run. They are listed in bad_rows.jsonl."""
     fast_ids: bool = True
     """Compare bytes in compiled code, and build the tables of canonical ids for dp only once. false: neither, with the same results."""
@@ -233,19 +239,19 @@ class AlignerConfig:
 
 @dataclass
 class PrefetchConfig:
-    depth: int = 1
+    depth: int = field(default=1, metadata=NOT_NEGATIVE)
     """Number of batches that the aligners and the teachers may run ahead of the student. 0: no look-ahead. Does not change one bit of the result."""
-    slots: Optional[int] = None
+    slots: Optional[int] = field(default=None, metadata=POSITIVE)
     """Number of micro-batches of targets that the ring of a teacher rank holds. null: enough for depth + 1 batches; for a teacher that exports logits, enough for two sub-batches of the fewest rows that the student and all teachers divide evenly. If the ring holds fewer than two batches, each batch is processed in sub-batches of half a ring."""
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
     """Optimizer steps between checkpoints. 0: only when the run ends or is stopped."""
-    keep_last: int = 2
+    keep_last: int = field(default=2, metadata=POSITIVE)
     """Number of newest checkpoints that are kept."""
-    keep_best: int = 0
+    keep_best: int = field(default=0, metadata=NOT_NEGATIVE)
     """Number of best checkpoints, by validation/kl_loss, that are kept in addition to the newest. 0: none."""
     async_save: bool = True
     """Write checkpoints while training continues, from a copy in host memory. An error ends the run at the next save or at the end. false: training waits until a checkpoint is written."""
@@ -255,51 +261,51 @@ class CheckpointConfig:
 
 @dataclass
 class FaultsConfig:
-    teacher_restarts: int = 3
+    teacher_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
     """Number of times that a run may restart a teacher replica after one of its processes died. Unfinished batches are repeated, with the same losses."""
     lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
     """What to do when a teacher cannot be restarted. fail: end the run. drop_and_reweight: continue with the other teachers, whose weights are scaled up."""
-    aligner_restarts: int = 10
+    aligner_restarts: int = field(default=10, metadata=NOT_NEGATIVE)
     """Number of times that a run may restart an aligner that died or hung."""
-    skipped_steps: int = 3
+    skipped_steps: int = field(default=3, metadata=NOT_NEGATIVE)
     """Number of consecutive steps that may be skipped because their loss or gradient is NaN, Inf or a spike (see spike_window); one more ends the run. 0: the first ends the run."""
-    spike_window: int = 0
+    spike_window: int = field(default=0, metadata=NOT_NEGATIVE)
     """Also skip a step whose loss or gradient norm exceeds spike_factor times the median of this many previous steps. 0: never."""
-    spike_factor: float = 10.0
+    spike_factor: float = field(default=10.0, metadata=POSITIVE)
     """Multiple of the median above which a loss or gradient norm is a spike; see spike_window."""
-    report_after_s: float = 60.0
+    report_after_s: float = field(default=60.0, metadata=POSITIVE)
     """Seconds after which a wait is reported with the state of every worker involved; it is reported again each time the same interval has passed."""
-    stopped_s: float = 10.0
+    stopped_s: float = field(default=10.0, metadata=POSITIVE)
     """Seconds after which a worker whose process is stopped (SIGSTOP) counts as dead."""
 
 
 @dataclass
 class EvaluateConfig:
-    every: int = 0
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
     """Optimizer steps between validation passes, which measure KD and CE on held-out text. 0: only at the end of the run."""
     suites: list[str] = field(default_factory=list)
     """Names of evaluation suites, or paths of .py files with suites of your own. They run on the exported student at the end and on copies of the student during training, which they do not change by one bit."""
-    suites_every: Optional[int] = None
+    suites_every: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
     """Optimizer steps between evaluations on the suites. null: evaluate.every. 0: only at the end of the run."""
     data: Optional[str] = None
     """File or folder with the data of the suites; required if evaluate.suites is set."""
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the suites. hf: transformers. vllm: vLLM, which needs the `vllm` extra."""
-    limit: Optional[int] = None
+    limit: Optional[int] = field(default=None, metadata=POSITIVE)
     """Maximum number of items per suite during training. null: all. The evaluation at the end always uses all items."""
-    batch_size: int = 64
+    batch_size: int = field(default=64, metadata=POSITIVE)
     """Number of prompts that are run together, for backend hf."""
-    gpu_share: float = 0.2
+    gpu_share: float = field(default=0.2, metadata=POSITIVE_FRACTION)
     """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it. The ranks on that GPU are limited to the rest."""
-    timeout_s: float = 7200.0
+    timeout_s: float = field(default=7200.0, metadata=POSITIVE)
     """Seconds that one evaluation may take."""
 
 
 @dataclass
 class ObserveConfig:
-    every: int = 1
+    every: int = field(default=1, metadata=POSITIVE)
     """Optimizer steps between records in metrics.jsonl and TensorBoard."""
-    table_every: int = 50
+    table_every: int = field(default=50, metadata=NOT_NEGATIVE)
     """Optimizer steps between tables in driver.log that show where the time of a step went. 0: never."""
     timeline: bool = False
     """Write timeline.json beside driver.log: a Chrome trace of what every worker did, for chrome://tracing or ui.perfetto.dev."""
@@ -315,15 +321,15 @@ class ObserveConfig:
 class RayConfig:
     address: Optional[str] = None
     """Address of the Ray cluster to join. null: start Ray on this machine and stop it at the end of the run."""
-    num_cpus: Optional[int] = None
+    num_cpus: Optional[int] = field(default=None, metadata=POSITIVE)
     """Number of logical CPUs of a Ray that the run starts. null: one per actor, but at least as many as the machine has."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
-    placement_timeout_s: float = 60.0
+    placement_timeout_s: float = field(default=60.0, metadata=POSITIVE)
     """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = field(default=300.0, metadata=POSITIVE)
     """Seconds that all workers together may take to load their models."""
-    step_timeout_s: float = 900.0
+    step_timeout_s: float = field(default=900.0, metadata=POSITIVE)
     """Seconds that each stage of a step may take; if a batch is processed in sub-batches, each stage of a sub-batch."""
     dashboard: bool = False
     """Start Ray's dashboard on 127.0.0.1, with a Ray that the run starts. Needs the `dashboard` extra."""

@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
 from distill_rl.config.derive import rows_per_slot, rows_unit, wants_whole_batch
 from distill_rl.config.facts import running_teachers, teacher_rows
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import as_yaml
+from distill_rl.config.walk import as_yaml, leaves
 from distill_rl.errors import ConfigError
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
 """Settings of which only one value works in this version, with that value."""
 
-POSITIVE = (
-    "student.parallel.dp",
-    "student.parallel.tp",
-    "student.parallel.replicas",
-    "teachers[].parallel.dp",
-    "teachers[].parallel.tp",
-    "teachers[].parallel.replicas",
-    "teachers[].micro_batch_size",
-    "data.max_length",
-    "data.validation.max_documents",
-    "loss.top_k",
-    "loss.temperature",
-    "optimizer.lr",
-    "optimizer.eps",
-    "schedule.steps",
-    "train.steps",
-    "train.epochs",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "prefetch.slots",
-    "aligner.deadline_s",
-    "aligner.dp.band",
-    "loss.uncommon_top_k",
-    "loss.alm_tau",
-    "checkpoint.keep_last",
-    "evaluate.limit",
-    "evaluate.batch_size",
-    "evaluate.gpu_share",
-    "evaluate.timeout_s",
-    "faults.spike_factor",
-    "faults.report_after_s",
-    "faults.stopped_s",
-    "observe.every",
-    "ray.num_cpus",
-    "ray.placement_timeout_s",
-    "ray.start_timeout_s",
-    "ray.step_timeout_s",
-)
-NOT_NEGATIVE = (
-    "run.seed",
-    "teachers[].weight",
-    "loss.kd_weight",
-    "loss.ce_weight",
-    "optimizer.weight_decay",
-    "schedule.warmup_steps",
-    "train.max_grad_norm",
-    "prefetch.depth",
-    "aligner.workers",
-    "aligner.num_gpus",
-    "aligner.max_bad_rows",
-    "checkpoint.every",
-    "checkpoint.keep_best",
-    "faults.teacher_restarts",
-    "faults.aligner_restarts",
-    "faults.skipped_steps",
-    "faults.spike_window",
-    "evaluate.every",
-    "evaluate.suites_every",
-    "observe.table_every",
-)
-SHARES = ("loss.beta", "schedule.min_lr_ratio", "evaluate.gpu_share")
-NOT_EMPTY = (
-    "run.name", "run.dir", "student.model", "teachers[].name", "teachers[].model",
-    "data.path", "data.split", "data.text_key", "data.messages_key",
-)  # fmt: skip
+RULES: dict[str, str] = {
+    key.replace("teachers.0.", "teachers[]."): entry.metadata["rule"]
+    for key, entry, _ in leaves(Config)
+    if "rule" in entry.metadata
+}
+"""Setting (`teachers[].x` for all teachers) → its rule in the schema."""
 
 
 def problems(config: Config) -> list[str]:
@@ -89,7 +30,7 @@ def problems(config: Config) -> list[str]:
     Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again: `load_config` does.
     """
     return [
-        *_ranges(config),
+        *_single_values(config),
         *_names(config),
         *_length(config),
         *_replicas(config),
@@ -147,31 +88,28 @@ def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
     return str(ConfigError(key, rule, value, remedy))
 
 
-def _set_values(config: Config, patterns: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of several settings, without those that are null."""
-    for pattern in patterns:
+def _single_values(config: Config) -> Iterator[str]:
+    """The rules that stand beside the fields of the schema."""
+    for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
-            if value is not None:
-                yield key, value
-
-
-def _ranges(config: Config) -> Iterator[str]:
-    for key, value in _set_values(config, POSITIVE):
-        if value <= 0:
-            yield _line(key, "must be 1 or more" if isinstance(value, int) else "must be greater than 0", value)
-    for key, value in _set_values(config, NOT_NEGATIVE):
-        if value < 0:
-            yield _line(key, "must be 0 or more", value)
-    for key, value in _set_values(config, SHARES):
-        if not 0 <= value <= 1:
-            yield _line(key, "must lie in [0, 1]", value)
+            broken = None if value is None else _broken(rule, value)
+            if broken:
+                yield _line(key, broken, value if value != "" else "''")
     fraction = config.data.validation.fraction
     if not 0 <= fraction < 1:
         remedy = "0.05 holds out one document in twenty"
         yield _line("data.validation.fraction", "must be a share of the data in [0, 1)", fraction, remedy)
-    for key, value in _set_values(config, NOT_EMPTY):
-        if not value.strip():
-            yield _line(key, "must not be empty", value or "''")
+
+
+def _broken(rule: str, value: Any) -> str | None:
+    """What the value must be, if it breaks the rule."""
+    if rule == "not empty":
+        return None if value.strip() else "must not be empty"
+    if "positive" in rule and value <= 0:
+        return "must be 1 or more" if isinstance(value, int) else "must be greater than 0"
+    if "fraction" in rule and not 0 <= value <= 1:
+        return "must lie in [0, 1]"
+    return "must be 0 or more" if value < 0 else None
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -203,7 +141,7 @@ def _batch(config: Config) -> Iterator[str]:
         for teacher in config.teachers:
             splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
     if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
-        return  # reported by _ranges
+        return  # reported by _single_values
     common = lcm(*(dp * size for _, dp, size in splits))
     below, above = batch // common * common, (batch // common + 1) * common
     remedy = f"use {below} or {above}" if below else f"use {above}"
@@ -239,7 +177,7 @@ def _rings(config: Config) -> Iterator[str]:
     """The ring of every teacher must hold the rows that student and teachers work on at once."""
     slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
     if slots is None or slots <= 0 or unit is None or batch % unit:
-        return  # reported by _ranges and _batch
+        return  # reported by _single_values and _batch
     least, what = unit, "one micro-batch of every rank"
     if wants_whole_batch(config):
         least, what = batch, "the whole batch, as loss.dynamic_scale or teachers[].score requires"

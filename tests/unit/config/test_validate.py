@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, LossConfig
-from distill_rl.config.validate import NOT_AVAILABLE, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, SHARES, notes, problems, values
+from distill_rl.config.validate import NOT_AVAILABLE, RULES, notes, problems, values
 from distill_rl.config.walk import default_of, leaves
 
 TEXT = """
@@ -95,6 +95,8 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["checkpoint.keep_best=1", "evaluate.every=5"],
             "checkpoint.keep_best: needs validation data; got 1; set data.v",
         ),
+        (["evaluate.gpu_share=0"], "evaluate.gpu_share: must be greater than 0; got 0.0"),
+        (["evaluate.gpu_share=1.1"], "evaluate.gpu_share: must lie in [0, 1]; got 1.1"),
         (["observe.every=0"], "observe.every: must be 1 or more; got 0"),
         (["ray.step_timeout_s=0"], "ray.step_timeout_s: must be greater than 0; got 0.0"),
         (
@@ -186,18 +188,17 @@ def test_only_available_value_is_the_default(key, only):
 
 def test_every_rule_names_an_existing_key():
     known = {name.replace("teachers.0.", "teachers[].") for name, _, _ in leaves(Config)}
-    assert set(POSITIVE) | set(NOT_NEGATIVE) | set(SHARES) | set(NOT_EMPTY) | dict(NOT_AVAILABLE).keys() <= known
+    assert RULES.keys() | dict(NOT_AVAILABLE).keys() <= known
 
 
 def test_every_numeric_setting_has_a_rule():
-    free = {"schedule.min_lr_ratio", "loss.beta", "data.validation.fraction", "optimizer.betas"}
-    only = {key for key, _ in NOT_AVAILABLE}
+    elsewhere = {"data.validation.fraction", "optimizer.betas"}  # checked by code of their own
     numbers = {
         name.replace("teachers.0.", "teachers[].")
         for name, _, kind in leaves(Config)
         if any(part in str(kind) for part in ("int", "float"))
     }
-    assert numbers - free - only == (set(POSITIVE) | set(NOT_NEGATIVE)) - only
+    assert numbers - elsewhere == {key for key, rule in RULES.items() if rule != "not empty"}
 
 
 def test_values_gives_one_pair_per_teacher(load):
