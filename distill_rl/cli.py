@@ -10,6 +10,7 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.commands import service_options
+from distill_rl.commands.config_options import add_config, add_resume, with_resume
 from distill_rl.errors import ConfigError, DistillError
 
 _EPILOG = """\
@@ -75,7 +76,7 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--resume and --clean", "exclude each other", remedy="--resume continues the run, --clean starts over"
         )
-    overrides = _with_resume(options)
+    overrides = with_resume(options)
     if options.dry_run:
         from distill_rl.commands.dry_run import dry_run
 
@@ -83,19 +84,6 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
         return dry_run(options.config, overrides, gpus_per_node=options.gpus_per_node)
     return train(options.config, overrides, clean=options.clean)
-
-
-def _with_resume(options: argparse.Namespace) -> list[str]:
-    """The overrides, with `checkpoint.resume` set by --resume."""
-    overrides = list(options.overrides)
-    if options.resume is None:
-        return overrides
-    if (
-        "=" in options.resume and not Path(options.resume).exists()
-    ):  # a setting after a bare --resume, not a step folder
-        overrides.append(options.resume)
-        options.resume = "latest"
-    return [*overrides, f"checkpoint.resume={options.resume}"]
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -188,8 +176,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train", help="train a student, validate it, export it", description="Train, validate and export a student."
     )
-    _add_config(train)
-    _add_resume(train)
+    add_config(train)
+    add_resume(train)
     train.add_argument("--clean", action="store_true", help="delete the contents of the run directory and start over")
     train.add_argument(
         "--dry-run",
@@ -211,26 +199,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
         "problem found. Changes nothing.",
     )
-    _add_config(check)
+    add_config(check)
     check.set_defaults(command=_check)
 
     _add_other_commands(commands)
     return parser
 
 
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="WHAT",
-        help="resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
-        "step folder",
-    )
-
-
 def _add_other_commands(commands: Any) -> None:
-    service_options.add(commands, _add_config, _add_resume, _with_resume)
+    service_options.add(commands)
     _add_eval(commands)
     _add_align(commands)
 
@@ -329,15 +306,6 @@ def _add_align(commands: Any) -> None:
         help="check alignment and losses on this pair and these rows; exits with 1 if a check fails",
     )
     align.set_defaults(command=_align)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c", "--config", required=True, metavar="FILE", help="YAML file; docs/configuration.md lists every key"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100"
-    )
 
 
 if __name__ == "__main__":

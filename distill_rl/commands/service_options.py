@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
+from distill_rl.commands.config_options import add_config, add_resume, with_resume
 
-def add(
-    commands: Any,
-    add_config: Callable[[argparse.ArgumentParser], None],
-    add_resume: Callable[[argparse.ArgumentParser], None],
-    with_resume: Callable[[argparse.Namespace], list[str]],
-) -> None:
-    """Adds the four commands. The callables add and read the options that `submit` shares with `train`."""
 
-    def run_submit(options: argparse.Namespace) -> int:
-        from distill_rl.commands.service import submit
-
-        overrides = with_resume(options)
-        return submit(options.config, overrides, address=options.address, python=options.python, follow=options.follow)
-
+def add(commands: Any) -> None:
+    """Adds the four commands to the subparsers of the command line."""
     submit = commands.add_parser(
         "submit",
         help="run a configuration on a Ray cluster",
@@ -33,7 +22,7 @@ def add(
         "--follow", action="store_true", help="print the log until the run ends, and exit with its code"
     )
     submit.add_argument("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
-    submit.set_defaults(command=run_submit)
+    submit.set_defaults(command=_submit)
 
     status = commands.add_parser(
         "status",
@@ -67,6 +56,13 @@ def add(
             metavar="URL",
             help="the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265",
         )
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from distill_rl.commands.service import submit
+
+    overrides = with_resume(options)
+    return submit(options.config, overrides, address=options.address, python=options.python, follow=options.follow)
 
 
 def _status(options: argparse.Namespace) -> int:
