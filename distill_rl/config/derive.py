@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, lcm
+from typing import get_args
 
 from distill_rl.config.facts import Facts, row_width, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config, CrossTokenizerLoss, TeacherConfig
 from distill_rl.errors import ConfigError
 
 GIB = 2**30
 
 EXPORTS: dict[str, tuple[str, ...]] = {
-    "hybrid": ("topk", "logits", "hidden"),
-    "alm": ("topk", "logits", "hidden"),
-    "xtoken": ("logits", "hidden"),
-    "gold": ("logits", "hidden"),
-    "hkl": ("logits", "hidden"),
-    "uld": ("logits", "hidden"),
-    "strict": ("logits", "hidden"),
+    **dict.fromkeys(get_args(CrossTokenizerLoss), ("logits", "hidden")),
+    **dict.fromkeys(("hybrid", "alm"), ("topk", "logits", "hidden")),
 }
 """Cross-tokenizer loss → the values of `teachers[].export` that it works with."""
 

@@ -23,7 +23,7 @@ NOT_EMPTY = {"rule": "not empty"}
 
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
-TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
+TeacherLoss = Literal["same", CrossTokenizerLoss]
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
