@@ -147,7 +147,8 @@ def student_memory(
         weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient
         optimizer              8 P / (s tp)         two Adam moments
         scratch                4 P / (s tp)         temporaries of AdamW; 0 on GPUs, where it is fused
-        accumulated            4 P / tp             if gradients are reduced once per step
+        saving                 12 P / (s tp)        copy for a checkpoint in the background; CPUs only
+        accumulated            4 P / tp             if gradients are reduced once per step (`_accumulated`)
         gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the embeddings
                                                     and output layer): its copy and its fp32 gradient, and a buffer for each
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward

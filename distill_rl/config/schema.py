@@ -242,7 +242,7 @@ class PrefetchConfig:
     depth: int = field(default=1, metadata=NOT_NEGATIVE)
     """Number of batches that the aligners and the teachers may run ahead of the student. 0: no look-ahead. Does not change one bit of the result."""
     slots: Optional[int] = field(default=None, metadata=POSITIVE)
-    """Number of micro-batches of targets that the ring of a teacher rank holds. null: enough for depth + 1 batches; for a teacher that exports logits, enough for two sub-batches of the fewest rows that the student and all teachers divide evenly. If the ring holds fewer than two batches, each batch is processed in sub-batches of half a ring."""
+    """Number of micro-batches of targets that the ring of a teacher rank holds. null: enough for depth + 1 batches; for a teacher that exports logits, enough for two sub-batches of the fewest rows that the student and all teachers divide evenly, unless loss.dynamic_scale or teachers[].score needs the whole batch at once. If the ring holds fewer than two batches, each batch is processed in sub-batches of half a ring."""
 
 
 @dataclass

@@ -31,7 +31,7 @@ SUITE = "exact_match"
 CONFIGS = Path(distill_rl.__file__).parents[1] / "configs"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
 
-# The control has the data, order, steps and seed of the distillation; it trains on the data instead of the teacher.
+# The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
