@@ -107,12 +107,13 @@ def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, fol
     }
     lines: list[str] = []
     for line in template.splitlines():
-        name = re.match(r"#SBATCH --([a-z-]+)=", line)
-        if name is None or name[1] not in options:
+        match = re.match(r"#SBATCH --([a-z-]+)=", line)
+        option = match[1] if match else ""
+        if option not in options:
             lines.append(line)
-        elif (value := options.pop(name[1])) is not None:
-            lines.append(f"#SBATCH --{name[1]}={value}")
-        if name is not None and name[1] == "output":
+        elif (value := options.pop(option)) is not None:
+            lines.append(f"#SBATCH --{option}={value}")
+        if option == "output":  # the template has no --chdir
             lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
     text = "\n".join(lines) + "\n"
     for variable, path in {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():

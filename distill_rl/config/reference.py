@@ -107,7 +107,7 @@ def _type(kind: Any) -> str:
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))
     elif item_kind(plain) is not None:
-        text = f"list of {_type(item_kind(plain))}"
+        text = f"list of {_type(item_kind(plain))}s"
     else:
         text = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}[plain]
     return f"{text} or `null`" if optional else text

@@ -137,9 +137,9 @@ class LossConfig:
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = (
         "forward_kl"
     )
-    """Divergence between the next-token distributions of teacher and student."""
+    """Divergence between the next-token distributions of teacher and student; docs/losses.md compares the choices."""
     beta: float = field(default=0.5, metadata=FRACTION)
-    """Mixture weight of jsd and of the skewed divergences, from 0 to 1."""
+    """Mixture weight from 0 to 1: of the teacher's distribution in jsd and skewed_forward_kl, of the student's in skewed_reverse_kl. The other divergences ignore it."""
     top_k: int = field(default=64, metadata=POSITIVE)
     """Number of the teacher's most likely tokens that are kept per position. The total probability of all other tokens is kept as one number."""
     tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
@@ -153,7 +153,7 @@ class LossConfig:
     dynamic_scale: Literal["off", "on", "exact"] = "off"
     """Minimise r KD + CE with r = CE / KD instead of the sum weighted by kd_weight and ce_weight. off: never. on: with r from the previous step. exact: with r from the current step, which takes a second pass over the batch."""
     cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
-    """Loss for a teacher whose tokenizer differs from the student's. null: such a teacher is an error."""
+    """Loss for a teacher whose tokenizer differs from the student's; docs/losses.md compares the choices. null: such a teacher is an error."""
     chunk_average: Literal["mean", "chain"] = "mean"
     """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens."""
     uncommon_top_k: int = field(default=8192, metadata=POSITIVE)
