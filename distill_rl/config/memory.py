@@ -234,7 +234,7 @@ def teacher_memory(
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
     """Peak of the process that evaluates copies of the student: the weights in the dtype of their files (fp32 on a CPU), and
-    the keys and values of a batch of PROMPT_TOKENS each."""
+    the keys and values of a batch of prompts with PROMPT_TOKENS tokens each."""
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
     key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
     rows = config.evaluate.batch_size
