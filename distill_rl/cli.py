@@ -1,4 +1,4 @@
-"""The command line. Heavy imports come after parsing, so that --help answers at once."""
+"""The command line. Heavy modules are imported after parsing, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.commands import service_options
+from distill_rl.commands.config_options import add_config, add_resume, with_resume
 from distill_rl.errors import ConfigError, DistillError
 
 _EPILOG = """\
-a first run (bash launch/quickstart.sh makes its models and data, and does all of this):
-  distill-rl check -c configs/quickstart.yaml            what would run, with sizes; changes nothing
+a first run (bash launch/quickstart.sh makes its models and data, then does all of this):
+  distill-rl check -c configs/quickstart.yaml            show what would run, with sizes; changes nothing
   distill-rl train -c configs/quickstart.yaml            train, validate, export
-  distill-rl train -c configs/quickstart.yaml --resume   go on after a stop
-  distill-rl report runs/quickstart                      curves as one HTML file
-  distill-rl train -c my.yaml --dry-run                  write a batch script for Slurm, ready to submit
+  distill-rl train -c configs/quickstart.yaml --resume   resume after a stop
+  distill-rl report runs/quickstart                      write the curves to one HTML file
+  distill-rl train -c my.yaml --dry-run                  write a Slurm batch script, ready to submit
 
 a teacher with another tokenizer (bash launch/quickstart.sh --cross):
-  distill-rl align --student S --teacher T --data D      how well the two match on your text
+  distill-rl align --student S --teacher T --data D      show how well the two tokenizers match on your text
 
-any setting can be given after the file, with list indices:
+settings after the file override it; list entries are numbered:
   distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
 
-exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (resume me), 130 Ctrl-C
+exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (can be resumed), 130 Ctrl-C
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; errors of ours become lines on stderr, never a traceback."""
+    """Runs one command and returns its exit code. A DistillError is printed as lines on stderr, without a traceback."""
     parser = _parser()
     options = _parse(parser, arguments)
     if options.command is None:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.command(options)
     except DistillError as error:
-        return _complain(error)
+        return _print_problems(error)
     except KeyboardInterrupt:
         from distill_rl.system.signals import EXIT_INTERRUPTED
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parse_args`, but settings may also stand after flags: `train -c x.yaml a=1 --clean b=2`."""
+    """Like `parse_args`, but settings may also follow flags: `train -c x.yaml a=1 --clean b=2`."""
     options, extra = parser.parse_known_args(arguments)
     settings = [text for text in extra if "=" in text and not text.startswith("-")]
     unknown = [text for text in extra if text not in settings or "overrides" not in options]
@@ -60,7 +61,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     return options
 
 
-def _complain(error: DistillError) -> int:
+def _print_problems(error: DistillError) -> int:
     from distill_rl.observe.log import printable
 
     for problem in error.problems:
@@ -72,8 +73,10 @@ def _train(options: argparse.Namespace) -> int:
     from distill_rl.commands.train import train
 
     if options.resume is not None and options.clean:
-        raise ConfigError("--resume and --clean", "exclude each other", remedy="--resume goes on, --clean starts over")
-    overrides = _with_resume(options)
+        raise ConfigError(
+            "--resume and --clean", "exclude each other", remedy="--resume continues the run, --clean starts over"
+        )
+    overrides = with_resume(options)
     if options.dry_run:
         from distill_rl.commands.dry_run import dry_run
 
@@ -81,17 +84,6 @@ def _train(options: argparse.Namespace) -> int:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
         return dry_run(options.config, overrides, gpus_per_node=options.gpus_per_node)
     return train(options.config, overrides, clean=options.clean)
-
-
-def _with_resume(options: argparse.Namespace) -> list[str]:
-    """The overrides, with what --resume says."""
-    overrides = list(options.overrides)
-    if options.resume is None:
-        return overrides
-    if "=" in options.resume and not Path(options.resume).exists():  # a setting, not a step folder
-        overrides.append(options.resume)
-        options.resume = "latest"
-    return [*overrides, f"checkpoint.resume={options.resume}"]
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -105,26 +97,33 @@ def _eval(options: argparse.Namespace) -> int:
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
-    settings = Settings(options.batch_size, options.dtype, options.tensor_parallel)
-    return evaluate(
-        Request(
-            options.model,
-            [name.strip() for name in options.suites.split(",") if name.strip()],
-            options.data,
-            Options(
-                options.num_fewshot,
-                options.max_new_tokens,
-                options.limit,
-                options.seed,
-                options.strict,
-                options.clean,
-                backend=options.backend,
-                settings=settings,
+    request = Request(
+        models=options.model,
+        suites=[name.strip() for name in options.suites.split(",") if name.strip()],
+        data=options.data,
+        out=options.out,
+        options=Options(
+            num_fewshot=options.num_fewshot,
+            max_new_tokens=options.max_new_tokens,
+            limit=options.limit,
+            seed=options.seed,
+            strict=options.strict,
+            clean=options.clean,
+            backend=options.backend,
+            settings=Settings(
+                batch_size=options.batch_size,
+                dtype=options.dtype,
+                tensor_parallel=options.tensor_parallel,
             ),
-            options.out,
-            Where(options.shards, options.gpus_per_shard, options.ray_address, options.deadline),
-        )
+        ),
+        where=Where(
+            shards=options.shards,
+            gpus_each=options.gpus_per_shard,
+            address=options.ray_address,
+            deadline_s=options.deadline,
+        ),
     )
+    return evaluate(request)
 
 
 class _ListSuites(argparse.Action):
@@ -144,8 +143,8 @@ def _export(options: argparse.Namespace) -> int:
 def _align(options: argparse.Namespace) -> int:
     from distill_rl.commands.align import align
 
-    given = {"text_key": options.text_key, "messages_key": options.messages_key, "split": options.split}
-    columns = {key: value for key, value in given.items() if value is not None}
+    columns = {"text_key": options.text_key, "messages_key": options.messages_key, "split": options.split}
+    columns = {key: value for key, value in columns.items() if value is not None}
     return align(
         options.student,
         options.teacher,
@@ -177,50 +176,45 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train", help="train a student, validate it, export it", description="Train, validate and export a student."
     )
-    _add_config(train)
-    _add_resume(train)
-    train.add_argument("--clean", action="store_true", help="delete what the run directory holds and start over")
+    add_config(train)
+    add_resume(train)
+    train.add_argument("--clean", action="store_true", help="delete the contents of the run directory and start over")
     train.add_argument(
         "--dry-run",
         action="store_true",
-        help="write the resolved configuration and a Slurm batch script into the run directory, and stop",
+        help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
     train.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="N", help="of that script's nodes; 0: none; %(default)s"
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="for --dry-run: GPUs of a node; 0: none; default: %(default)s",
     )
     train.set_defaults(command=_train)
 
     check = commands.add_parser(
         "check",
         help="print the resolved configuration and derived sizes",
-        description="Print the resolved configuration, what follows from it (batches, slots, memory, actors), and every problem found. Changes nothing.",
+        description="Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
+        "problem found. Changes nothing.",
     )
-    _add_config(check)
+    add_config(check)
     check.set_defaults(command=_check)
 
     _add_other_commands(commands)
     return parser
 
 
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="WHAT",
-        help="go on from the newest checkpoint (latest, the default), from it if there is one (auto), or from a step folder",
-    )
-
-
 def _add_other_commands(commands: Any) -> None:
-    service_options.add(commands, _add_config, _add_resume, _with_resume)
+    service_options.add(commands)
     _add_eval(commands)
     _add_align(commands)
 
     export = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face model",
-        description="Write a checkpoint of a run as a Hugging Face model folder. Needs no Ray.",
+        description="Write a checkpoint of a run as a Hugging Face model folder, without Ray.",
     )
     export.add_argument("run", metavar="RUN", type=Path, help="run directory")
     export.add_argument(
@@ -231,16 +225,22 @@ def _add_other_commands(commands: Any) -> None:
 
     report = commands.add_parser(
         "report",
-        help="write one static HTML file of a run, or of evaluated models side by side",
-        description="Of run directories: write RUN/report.html with curves, timings and evaluation (of several, the first "
-        "one's, with the others beside). Of folders of evaluation results: print the scores with 95 % intervals and "
-        "differences, and write them to PATH/comparison.html. The pages open offline.",
+        help="write one static HTML file about a run, or comparing evaluated models",
+        description="Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and compare it "
+        "with the others. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
+        "them to PATH/comparison.html. The pages work offline.",
     )
     report.add_argument(
-        "paths", metavar="PATH", nargs="+", type=Path, help="run directory, or folder of one or several models' results"
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help="run directory, or folder with the results of one or more models",
     )
     report.add_argument("--out", metavar="FILE", type=Path, help="the HTML file to write")
-    report.add_argument("--baseline", metavar="NAME", help="model that differences are to; default: the first one")
+    report.add_argument(
+        "--baseline", metavar="NAME", help="model that the others are compared with; default: the first"
+    )
     report.set_defaults(command=_report)
 
 
@@ -248,91 +248,64 @@ def _add_eval(commands: Any) -> None:
     evaluation = commands.add_parser(
         "eval",
         help="score models on evaluation suites",
-        description="Score model folders on evaluation suites, offline. Given again after a stop, it goes on where it stopped.",
+        description="Score model folders on evaluation suites, offline. The same command continues after a stop.",
     )
     add = evaluation.add_argument
+    # fmt: off
     add("--model", required=True, nargs="+", action="extend", metavar="DIR",
-        help="folder of a Hugging Face causal LM; several are compared; NAME=DIR names one")  # fmt: skip
-    add(
-        "--suites",
-        required=True,
-        metavar="A,B",
-        help="suites, separated by commas, or .py files with suites of your own",
-    )
-    add("--list", action=_ListSuites, nargs=0, help="print the suites and stop")
-    add("--data", required=True, type=Path, metavar="PATH", help="folder of the suites' data, or a file")
-    add("--out", type=Path, metavar="DIR", help="where results and items go; default: printed only")
-    add(
-        "--backend",
-        choices=("hf", "vllm"),
-        default="hf",
-        help="Transformers, or vLLM (needs the vllm extra); %(default)s",
-    )
-    add("--limit", type=int, metavar="N", help="at most N items per suite, drawn by --seed")
-    add(
-        "--num-fewshot",
-        type=int,
-        metavar="N",
-        help="worked examples, for suites that take any; default: the suite's own",
-    )
-    add("--max-new-tokens", type=int, metavar="N", help="limit of a completion; default: the suite's own")
-    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); %(default)s")
+        help="folder of a Hugging Face causal LM, or NAME=DIR; several models are compared")
+    add("--suites", required=True, metavar="A,B", help="suites, or .py files with suites of your own, comma-separated")
+    add("--list", action=_ListSuites, nargs=0, help="print the suites and exit")
+    add("--data", required=True, type=Path, metavar="PATH", help="file or folder with the suites' data")
+    add("--out", type=Path, metavar="DIR", help="folder for results and items; default: only print the scores")
+    add("--backend", choices=("hf", "vllm"), default="hf",
+        help="Transformers, or vLLM (needs the vllm extra); default: %(default)s")
+    add("--limit", type=int, metavar="N", help="at most N items per suite, drawn with --seed")
+    add("--num-fewshot", type=int, metavar="N", help="worked examples, for suites that use them; default: the suite's own")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum length of a completion; default: the suite's own")
+    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); default: %(default)s")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
-        help="auto: that of the files on GPUs, fp32 on CPUs")  # fmt: skip
-    add(
-        "--shards",
-        type=int,
-        default=1,
-        metavar="K",
-        help="copies of the model, each a Ray actor; 0: no Ray; %(default)s",
-    )
-    add("--gpus-per-shard", type=float, metavar="X", help="default: the GPUs there are, shared out, at most 1 each")
-    add(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs per shard that vllm splits a model over; %(default)s",
-    )
-    add("--ray-address", metavar="HOST:PORT", help="cluster to join; default: Ray is started here")
+        help="auto: the dtype of the files on GPUs, fp32 on CPUs")
+    add("--shards", type=int, default=1, metavar="K",
+        help="copies of the model, each in a Ray actor; 0: one copy, without Ray; default: %(default)s")
+    add("--gpus-per-shard", type=float, metavar="X", help="default: an equal share of the available GPUs, at most 1")
+    add("--tensor-parallel", type=int, default=1, metavar="N",
+        help="GPUs that vllm splits each copy of the model over; default: %(default)s")
+    add("--ray-address", metavar="HOST:PORT", help="cluster to join; default: start Ray on this machine")
     add("--deadline", type=float, default=3600.0, metavar="SECONDS",
-        help="for loading a model, and for one call of a few batches; %(default)g")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of the items that --limit draws; %(default)s")
-    add("--strict", action="store_true", help="data that are not as published (row counts, contents) are an error")
-    add("--clean", action="store_true", help="throw away results that are in --out already")
+        help="for loading a model, and for one call of a few batches; default: %(default)g")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; default: %(default)s")
+    add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
+    add("--clean", action="store_true", help="delete results that are already in --out")
+    # fmt: on
     evaluation.set_defaults(command=_eval)
 
 
 def _add_align(commands: Any) -> None:
     align = commands.add_parser(
         "align",
-        help="how well the tokens of two models match on your text",
+        help="show how well the tokens of two models match on your text",
         description="Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
-        "Reads the tokenizers alone. Exits with 2 where nothing could be learnt across them.",
+        "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher.",
     )
     align.add_argument("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
-    align.add_argument("--teacher", required=True, metavar="DIR", help="the same of the other side")
-    align.add_argument("--data", required=True, metavar="PATH", help="text or chats, in any form that data.path takes")
-    align.add_argument("--text-key", metavar="COLUMN", help="column of the text; text")
-    align.add_argument("--messages-key", metavar="COLUMN", help="column of the chats; messages")
-    align.add_argument("--split", metavar="NAME", help="split to read where the data has splits; train")
+    align.add_argument("--teacher", required=True, metavar="DIR", help="the same for the teacher")
     align.add_argument(
-        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; %(default)s"
+        "--data", required=True, metavar="PATH", help="text or chats, in any form that data.path accepts"
     )
-    align.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    align.add_argument("--text-key", metavar="COLUMN", help="column with the text; default: text")
+    align.add_argument("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
+    align.add_argument("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
     align.add_argument(
-        "--verify", action="store_true", help="check alignment and losses on this pair and these rows; 1 if one fails"
+        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s"
+    )
+    align.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    align.add_argument(
+        "--verify",
+        action="store_true",
+        help="check alignment and losses on this pair and these rows; exits with 1 if a check fails",
     )
     align.set_defaults(command=_align)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c", "--config", required=True, metavar="FILE", help="YAML file; see docs/configuration.md for every key"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100"
-    )
 
 
 if __name__ == "__main__":

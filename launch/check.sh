@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What to run before a commit, in under two minutes: lint, format, types, import directions, fast unit tests.
+# Checks to run before a commit, in under two minutes: lint, format, types, import directions, fast unit tests.
 #
-#   bash launch/check.sh            only looks
-#   bash launch/check.sh --fix      lets ruff mend what it can first
+#   bash launch/check.sh            changes nothing
+#   bash launch/check.sh --fix      first lets ruff fix what it can
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
@@ -12,12 +12,12 @@ if [[ ${1:-} == --fix ]]; then
     "$PYTHON" -m ruff check --fix --quiet . || true
     "$PYTHON" -m ruff format --quiet .
 elif [[ $# -gt 0 ]]; then
-    echo "check: error: unknown argument $1; there is --fix" >&2
+    echo "check: error: unknown argument $1; the only option is --fix" >&2
     exit 2
 fi
 
 failed=()
-step() { # step NAME COMMAND...: runs it, remembers a failure, goes on
+step() { # step NAME COMMAND...: runs the command and records a failure
     local name=$1
     shift
     echo "== $name"

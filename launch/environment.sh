@@ -1,5 +1,5 @@
-# Sourced by the other scripts: nothing reaches the network, and processes that share few cores do not fight for them.
-# A value that is already set is kept.
+# Sourced by the other scripts: disables network access of libraries, and limits threads, as many processes share few cores.
+# Variables that are already set are kept.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 export HF_HUB_DISABLE_TELEMETRY="${HF_HUB_DISABLE_TELEMETRY:-1}"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"

@@ -1,43 +1,43 @@
 #!/usr/bin/env bash
-# Sourced by setup.sh and its siblings: each environment is made once, and again when what it depends on has changed, by
-# one process at a time. Leaves the caller's working directory alone.
+# Sourced by the setup scripts: makes an environment once, and again if its dependencies have changed, one process at a time.
+# Keeps the caller's working directory.
 set -euo pipefail
 
 DISTILL_RL_ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 export DISTILL_RL_ROOT
 
 # distill_rl_environment NAME FOLDER INSTALL DEPENDENCY...
-#   NAME        of the script, for its messages
-#   FOLDER      of the environment, in the repository
-#   INSTALL     a function that calls distill_rl_pip
-#   DEPENDENCY  a word, or a file in the repository: a change of one installs again
+#   NAME        name of the script, for messages
+#   FOLDER      folder of the environment, in the repository
+#   INSTALL     function that calls distill_rl_pip
+#   DEPENDENCY  word, or file in the repository; a change of any of them installs again
 distill_rl_environment() {
-    local DISTILL_RL_NAME=$1 DISTILL_RL_FOLDER=$2 install=$3 wanted lock
+    local DISTILL_RL_NAME=$1 DISTILL_RL_FOLDER=$2 install=$3 stamp lock
     local DISTILL_RL_VENV="$DISTILL_RL_ROOT/$DISTILL_RL_FOLDER"
-    wanted="$(distill_rl_wanted "${@:4}")"
-    if distill_rl_ready "$wanted"; then return; fi
-    # Two first calls at once: the second waits here and then finds the work done.
+    stamp="$(distill_rl_stamp "${@:4}")"
+    if distill_rl_ready "$stamp"; then return; fi
+    # If two processes come here at once, the second waits for the lock and then finds the work done.
     mkdir -p -- "$DISTILL_RL_ROOT/.cache"
     exec {lock}>"$DISTILL_RL_ROOT/.cache/$DISTILL_RL_NAME.lock"
     flock --nonblock "$lock" || { distill_rl_say "waiting for another setup to finish"; flock "$lock"; }
-    distill_rl_ready "$wanted" || distill_rl_make "$wanted" "$install"
+    distill_rl_ready "$stamp" || distill_rl_make "$stamp" "$install"
     exec {lock}>&-
 }
 
 distill_rl_say() { printf '%-9s %s\n' "$DISTILL_RL_NAME" "$*" >&2; }
 
-distill_rl_wanted() {
+distill_rl_stamp() {
     (
         cd -- "$DISTILL_RL_ROOT"
         printf '%s\n' "$PWD"
-        for each in "$@"; do if [[ -f $each ]]; then cat -- "$each"; else printf '%s\n' "$each"; fi; done
+        for item in "$@"; do if [[ -f $item ]]; then cat -- "$item"; else printf '%s\n' "$item"; fi; done
     ) | sha256sum | cut -d ' ' -f 1
 }
 
 distill_rl_ready() { [[ -x $DISTILL_RL_VENV/bin/python && "$(cat -- "$DISTILL_RL_VENV/.stamp" 2>/dev/null)" == "$1" ]]; }
 
 distill_rl_make() {
-    local wanted=$1 install=$2 base
+    local stamp=$1 install=$2 base
     if ! "$DISTILL_RL_VENV/bin/python" -c 'import pip' 2>/dev/null; then
         base="$(distill_rl_find_python)"
         distill_rl_say "making $DISTILL_RL_FOLDER with $base"
@@ -46,7 +46,7 @@ distill_rl_make() {
     rm -f -- "$DISTILL_RL_VENV/.stamp" "$DISTILL_RL_VENV/install.log"
     distill_rl_say "installing (several minutes the first time; log in $DISTILL_RL_FOLDER/install.log)"
     "$install" || return 1
-    printf '%s' "$wanted" >"$DISTILL_RL_VENV/.stamp.$$" && mv -f -- "$DISTILL_RL_VENV/.stamp.$$" "$DISTILL_RL_VENV/.stamp"
+    printf '%s' "$stamp" >"$DISTILL_RL_VENV/.stamp.$$" && mv -f -- "$DISTILL_RL_VENV/.stamp.$$" "$DISTILL_RL_VENV/.stamp"
     distill_rl_say "ready"
 }
 
@@ -62,7 +62,7 @@ distill_rl_find_python() {
     return 2
 }
 
-distill_rl_pip() { # distill_rl_pip COMMAND ARGUMENTS...: says what went wrong if it fails
+distill_rl_pip() { # distill_rl_pip COMMAND ARGUMENTS...: prints the end of the log if pip fails
     local log="$DISTILL_RL_VENV/install.log"
     "$DISTILL_RL_VENV/bin/python" -m pip "$1" --disable-pip-version-check "${@:2}" >>"$log" 2>&1 && return
     tail -n 20 -- "$log" >&2

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Watches one run with Prometheus, in the foreground, on 127.0.0.1; to be started on a machine that reaches the run's nodes.
+# Monitors one run with Prometheus, in the foreground, on 127.0.0.1. Start it on a machine that can reach the run's nodes.
 #
 #   bash launch/prometheus.sh runs/my-run
 #
-#   PROMETHEUS         the program                          (prometheus)
-#   PROMETHEUS_PORT    of 127.0.0.1                         (9090)
-#   PROMETHEUS_DATA    its database; not on a network disk  (RUN/logs/prometheus/data)
+#   PROMETHEUS         the program                               (prometheus)
+#   PROMETHEUS_PORT    port on 127.0.0.1                         (9090)
+#   PROMETHEUS_DATA    its database, not on a network file system  (RUN/logs/prometheus/data)
 set -euo pipefail
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"

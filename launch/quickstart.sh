@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the quickstart's material, distils, trains the control, evaluates, exports, and prints the table.
+# Makes the quickstart's models and data, distils, trains the control, evaluates, exports, and prints a table.
 #
-#   bash launch/quickstart.sh [--seed N] [key=value ...]       runs go to runs/quickstart and runs/quickstart-ce
+#   bash launch/quickstart.sh [--seed N] [key=value ...]       writes runs/quickstart and runs/quickstart-ce
 #   bash launch/quickstart.sh --cross [...]                    a teacher with another tokenizer; runs/quickstart-cross…
 #
-# It deletes what an earlier quickstart left there.
+# Deletes the runs of an earlier quickstart.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Runs a command beside a Ray cluster over all nodes of a Slurm job, and ends both, whatever happens.
+# Starts a Ray cluster on all nodes of a Slurm job, runs a command beside it, and always ends both.
 #
 #   bash launch/ray_cluster.sh COMMAND [ARGUMENT...]          inside sbatch or salloc, on the first node
 #
-# {address} in an argument becomes the address of the cluster. The exit code is the command's; 1 where Ray did not start,
-# 85 where a request to stop came before the command was started. SIGUSR1 and SIGTERM reach the command as SIGUSR1, and so does a
-# SIGTERM to the steps alone: the grace time of a preemption begins with it.
+# {address} in an argument is replaced by the address of the cluster. The exit code is that of the command; 1 if Ray did not
+# start; 85 if a request to stop came before the command was started. SIGUSR1 and SIGTERM are forwarded to the command as
+# SIGUSR1. So is a SIGTERM that only the job's steps get, with which the grace time of a preemption begins.
 #
-#   RUN_DIR              folder that all nodes share; the cluster's token is kept there while it runs      (required)
-#   LOGS                 folder for ray-NODE.log and what Ray's processes wrote                            (RUN_DIR/logs)
+#   RUN_DIR              folder that all nodes share; contains the cluster's token while it runs           (required)
+#   LOGS                 folder for ray-NODE.log and the logs of Ray's processes                           (RUN_DIR/logs)
 #   PYTHON               interpreter with distill_rl, on every node                                        (.venv/bin/python)
-#   RAY_PORT             first port; node i takes RAY_PORT + 10 i to + 10 i + 9         (10000 to 15900, by the job's id)
-#   RAY_INTERFACE        network interface that the nodes talk over                     (the one that leads to the head)
-#   RAY_START_TIMEOUT    seconds in which all nodes must be up                                             (300)
+#   RAY_PORT             first port; node i uses RAY_PORT + 10 i to + 10 i + 9    (10000 to 15900, depending on the job's id)
+#   RAY_INTERFACE        network interface between the nodes                            (the one that routes to the head)
+#   RAY_START_TIMEOUT    seconds that the start of all nodes may take                                      (300)
 #   RAY_OBJECT_STORE_BYTES  shared memory per node for Ray's objects                     (Ray's: 30 % of the memory)
 #   RAY_DASHBOARD        true: Ray's dashboard on the head's 127.0.0.1 (needs the `dashboard` extra)       (false)
-#   CONTAINER_IMAGE, CONTAINER_MOUNTS, CONTAINER_OPTIONS   of pyxis (srun --container-image=...); unset: no container
+#   CONTAINER_IMAGE, CONTAINER_MOUNTS, CONTAINER_OPTIONS   options for pyxis (srun --container-image=...); unset: no container
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -34,11 +34,11 @@ if [[ $# -eq 0 ]]; then
 fi
 source "$root/launch/environment.sh"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-unset RAY_AUTH_TOKEN # the job has a token of its own, and Ray would take the user's instead
+unset RAY_AUTH_TOKEN # the user's token, which Ray would prefer to the one of this job
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"
-# Two jobs on one node should not meet: a hundred ports by the id of the job, below those that the kernel gives out (from 32768).
-# Ids that differ by a multiple of 60 give the same: the second job is refused, and needs a RAY_PORT of its own.
+# Jobs on the same node must use different ports: each has a range of 100 that depends on its id, below the kernel's own range
+# (from 32768). Ids that differ by a multiple of 60 have the same range: the second job fails and needs its own RAY_PORT.
 export RAY_PORT="${RAY_PORT:-$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 60 * 100))}"
 for name in RAY_START_TIMEOUT RAY_PORT; do
     if [[ ! ${!name} =~ ^[0-9]+$ ]]; then
@@ -54,35 +54,38 @@ container=()
 [[ -z ${CONTAINER_MOUNTS:-} ]] || container+=("--container-mounts=$CONTAINER_MOUNTS")
 # shellcheck disable=SC2206 # several options in one variable
 [[ -z ${CONTAINER_OPTIONS:-} ]] || container+=($CONTAINER_OPTIONS)
-unbound=() # else Ray would have the one core of its task
+unbound=() # without CPU binding, which would confine Ray to the single core of its task
 [[ ! "$(scontrol show config)" =~ TaskPlugin\ *=\ *[a-z/,]*(affinity|cgroup) ]] || unbound=(--cpu-bind=none)
-# A step uses all that the job has on a node, and steps share it.
+# A step uses all resources of the job on a node, and shares them with other steps.
 on_all=(srun -u --overlap "${unbound[@]}" --nodes="$nodes_of_job" --ntasks="$nodes_of_job" --ntasks-per-node=1
     --kill-on-bad-exit=0 --wait=0)
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_all+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
 
-shared= nodes= command= watcher= asked= heard= termed= steps_told=
-pause() { read -rt "$1" <> <(:) || true; } # unlike sleep, a signal is heard at once, and no process is left
+shared= nodes= command= watcher= stop_requested= interrupted= term_received= steps_signalled=
+pause() { read -rt "$1" <> <(:) || true; } # like sleep, but a signal interrupts it and it starts no process
 alive() { kill -0 "$1" 2>/dev/null; }
-hand_on() { # to the command only: srun kills its tasks when it is told to end
-    asked=yes heard=yes
+forward_stop() { # to the command only: srun would kill its tasks on such a signal
+    stop_requested=yes interrupted=yes
     [[ -z $command ]] || kill -USR1 "$command" 2>/dev/null || true
 }
-# To the driver a second request is an order to end without saving. What Slurm sends at the end of a time of grace is none.
-trap 'heard=yes; if [[ -n $steps_told ]]; then steps_told=; else hand_on; fi' USR1
-trap 'heard=yes; [[ -n $asked && -z $termed ]] || hand_on; termed=yes' TERM
-trap 'heard=yes; [[ -n $asked ]] || { steps_told=yes; hand_on; }' USR2 # of watch_nodes
+# The driver treats a second request as an order to end without saving, so signals that only repeat a request are not forwarded:
+#   USR1   forwarded, except the first after a USR2: Slurm signals the batch script at the end of the grace time.
+#   TERM   forwarded, except the first after another request.
+#   USR2   from watch_nodes: the steps got a SIGTERM. Forwarded as the first request only.
+trap 'interrupted=yes; if [[ -n $steps_signalled ]]; then steps_signalled=; else forward_stop; fi' USR1
+trap 'interrupted=yes; [[ -n $stop_requested && -z $term_received ]] || forward_stop; term_received=yes' TERM
+trap 'interrupted=yes; [[ -n $stop_requested ]] || { steps_signalled=yes; forward_stop; }' USR2
 
-wait_for() { # wait_for PID: its exit code, however often a signal interrupts the wait
+wait_for() { # wait_for PID: waits for a process and returns its exit code; continues when a signal interrupts the wait
     local code
     while true; do
-        heard= code=0
+        interrupted= code=0
         wait "$1" || code=$?
-        [[ -n $heard ]] || return "$code"
+        [[ -n $interrupted ]] || return "$code"
     done
 }
 
-finish() { # the end of everything, in this order: command, Ray, its files
+finish() { # ends the command, then Ray, and deletes its files
     local code=$?
     trap - EXIT
     trap '' USR1 USR2 TERM INT
@@ -108,7 +111,7 @@ finish() { # the end of everything, in this order: command, Ray, its files
 }
 trap finish EXIT
 
-require_shared() { # every node must see what this one writes
+require_shared() { # fails unless every node can read a file that this one writes
     local text="$SLURM_JOB_ID-$RANDOM$RANDOM"
     echo "$text" >"$shared/canary"
     # shellcheck disable=SC2016 # expanded on the node
@@ -123,9 +126,9 @@ require_shared() { # every node must see what this one writes
         done' canary "$shared" "$text" &
     local looking=$! deadline=$((SECONDS + RAY_START_TIMEOUT))
     while alive "$looking"; do
-        if [[ -n $asked ]] || ((SECONDS >= deadline)); then
+        if [[ -n $stop_requested ]] || ((SECONDS >= deadline)); then
             kill -KILL "$looking" 2>/dev/null || true
-            [[ -z $asked ]] || { say "asked to stop before the command was started"; exit 85; }
+            [[ -z $stop_requested ]] || { say "asked to stop before the command was started"; exit 85; }
             complain "the nodes did not answer within $RAY_START_TIMEOUT s (RAY_START_TIMEOUT)"
             return 1
         fi
@@ -134,14 +137,14 @@ require_shared() { # every node must see what this one writes
     wait_for "$looking"
 }
 
-missing() { # the nodes that have not said that they are ready
+missing() { # prints the nodes that are not ready
     local node
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [[ -e $shared/ready-$node ]] || echo "$node"
     done
 }
 
-tell_missing() { # tell_missing WHY: names the nodes and shows what they said last
+report_missing() { # report_missing REASON: names the nodes that are not ready and shows the end of their logs
     local node
     complain "$1; not ready: $(missing | paste -sd ' ')"
     for node in $(missing); do
@@ -155,47 +158,48 @@ start_nodes() {
     nodes=$!
     local deadline=$((SECONDS + RAY_START_TIMEOUT + 30)) failed
     while [[ -n "$(missing)" ]]; do
-        [[ -z $asked ]] && ! some_step_told || { say "asked to stop before the command was started"; exit 85; }
+        [[ -z $stop_requested ]] && ! some_step_signalled || { say "asked to stop before the command was started"; exit 85; }
         failed=("$shared"/failed-*)
         if [[ -e ${failed[0]} ]]; then
-            tell_missing "Ray did not start"
+            report_missing "Ray did not start"
             return 1
         elif ! alive "$nodes"; then
-            tell_missing "Ray's steps ended"
+            report_missing "Ray's steps ended"
             return 1
         elif ((SECONDS >= deadline)); then
-            tell_missing "Ray was not up after $RAY_START_TIMEOUT s"
+            report_missing "Ray was not up after $RAY_START_TIMEOUT s"
             return 1
         fi
         pause 0.3
     done
 }
 
-some_step_told() { [[ -n "$(compgen -G "$shared/told-*")" ]]; }
+some_step_signalled() { [[ -n "$(compgen -G "$shared/told-*")" ]]; }
 
-watch_nodes() { # a driver whose cluster is gone notices by itself; one that does not is ended
-    local told=
+watch_nodes() {
+    # Reports a SIGTERM to the steps as USR2. When all of Ray has ended, the driver has 120 s to notice and end; then it is killed.
+    local reported=
     while alive "$nodes"; do
-        [[ -n $told ]] || ! some_step_told || { told=yes && kill -USR2 $$; }
+        [[ -n $reported ]] || ! some_step_signalled || { reported=yes && kill -USR2 $$; }
         pause 1
     done
     local deadline=$((SECONDS + 120))
     while ((SECONDS < deadline)); do pause 1; done
-    complain "all of Ray is gone, and the command did not end within 120 s: it is killed"
+    complain "Ray has ended on all nodes, and the command did not end within 120 s: it is killed"
     kill -KILL "$command"
 }
 
 mkdir -p -- "$RUN_DIR" "$logs"
 RUN_DIR="$(cd -- "$RUN_DIR" && pwd)" logs="$(cd -- "$logs" && pwd)"
-rm -rf -- "$RUN_DIR/.ray-$SLURM_JOB_ID".* # of an earlier start of this job, which was killed
+rm -rf -- "$RUN_DIR/.ray-$SLURM_JOB_ID".* # left by an earlier start of this job that was killed
 mine=" $(squeue --noheader --user="$EUID" --format=%A 2>/dev/null | paste -sd ' ' || true) "
-for folder in "$RUN_DIR"/.ray-*.*; do # of jobs that were killed and are gone; only if the list is one that knows this job
+for folder in "$RUN_DIR"/.ray-*.*; do # left by killed jobs; only if the list of jobs is valid, that is, contains this one
     job="${folder##*/.ray-}" job="${job%%.*}"
     [[ $mine != *" $SLURM_JOB_ID "* || $mine == *" $job "* || ! -O $folder ]] || rm -rf -- "$folder"
 done
 shared="$(mktemp -d -- "$RUN_DIR/.ray-$SLURM_JOB_ID.XXXXXX")"
 require_shared
-(umask 077 && set -o noclobber && head -c 32 /dev/urandom | base64 >"$shared/token") # made anew, for this user only
+(umask 077 && set -o noclobber && head -c 32 /dev/urandom | base64 >"$shared/token") # new, and readable by this user only
 start_nodes
 address="$(cat -- "$shared/address")"
 export RAY_AUTH_TOKEN_PATH="$shared/token"
@@ -203,18 +207,18 @@ say "Ray is up on $nodes_of_job nodes; the head is $address"
 
 here=()
 ((${#container[@]} == 0)) || here=(srun -u --overlap "${unbound[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}")
-[[ -z $asked ]] || exit 85
-# The command does not run as a task of Slurm or MPI, and libraries must not take it for one.
+[[ -z $stop_requested ]] || exit 85
+# Without these variables, libraries do not mistake the command for a task of Slurm or MPI.
 # shellcheck disable=SC2016 # expanded by the shell that becomes the command
 "${here[@]}" bash -c 'for name in ${!SLURM@} ${!PMI@} ${!OMPI_@}; do unset "$name"; done; exec "$@"' \
     command "${@//\{address\}/$address}" &
 command=$!
-[[ -z $asked ]] || kill -USR1 "$command" 2>/dev/null || true # it came just now
+[[ -z $stop_requested ]] || kill -USR1 "$command" 2>/dev/null || true # a request that came while the command was being started
 watch_nodes &
 watcher=$!
 code=0
 wait_for "$command" || code=$?
 command=
-# Killed by the signal itself: it came before the command listened, so there is nothing to save.
-[[ $code -ne 138 || -z $asked ]] || code=85
+# Killed by SIGUSR1, which came before the command handled it: there is nothing to save.
+[[ $code -ne 138 || -z $stop_requested ]] || code=85
 exit "$code"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes or updates .venv-ops: what .venv holds, and besides Ray's dashboard and metrics agent, W&B and MLflow. Does
-# nothing when nothing changed. Run it, or source it after setup.sh: it exports PYTHON_OPS (the environment's interpreter).
+# Makes or updates .venv-ops: the packages of .venv, with Ray's dashboard and metrics agent, W&B and MLflow. Does nothing if
+# nothing has changed. Run it, or source it after setup.sh: it exports PYTHON_OPS (the environment's interpreter).
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Finds Prometheus, or unpacks Debian's package into .cache/prometheus: nothing is installed in the system, and no service is
-# started. Source it after make_environment.sh: it exports PROMETHEUS, empty where there is none, and why it is so is said.
+# Finds Prometheus, or unpacks Debian's package into .cache/prometheus, without installing it or starting a service. Source it
+# after make_environment.sh: it exports PROMETHEUS; if Prometheus cannot be had, that is empty, and the reason is printed.
 set -euo pipefail
 
 PROMETHEUS="${PROMETHEUS:-$(command -v prometheus || true)}"
@@ -21,8 +21,8 @@ distill_rl_unpack_prometheus() {
 }
 
 if [[ -z $PROMETHEUS ]]; then
-    why="$DISTILL_RL_ROOT/.cache/prometheus.why"
-    mkdir -p -- "${why%/*}"
-    distill_rl_unpack_prometheus >"$why"
-    [[ -n $PROMETHEUS ]] || echo "setup-prometheus: there is none, and Debian's cannot be had: $(cat -- "$why")" >&2
+    reason="$DISTILL_RL_ROOT/.cache/prometheus.why"
+    mkdir -p -- "${reason%/*}"
+    distill_rl_unpack_prometheus >"$reason"
+    [[ -n $PROMETHEUS ]] || echo "setup-prometheus: Prometheus is not installed, and Debian's package cannot be downloaded: $(cat -- "$reason")" >&2
 fi

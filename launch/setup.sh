@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes or updates .venv in the repository; does nothing when nothing changed. Run it, or source it: it exports
-# DISTILL_RL_ROOT and PYTHON (the environment's interpreter) and leaves the caller's working directory alone.
+# Makes or updates .venv in the repository. Does nothing if nothing has changed. Run it, or source it: it exports
+# DISTILL_RL_ROOT and PYTHON (the environment's interpreter) and keeps the caller's working directory.
 #
 #   DISTILL_RL_PYTHON=/path/to/python3.12 bash launch/setup.sh     the interpreter of a new .venv (3.11 or newer)
 #
-# Packages come from wherever pip is configured to look. A plain `torch` wheel may bring gigabytes of CUDA libraries;
-# where there is no GPU, point pip at CPU wheels before the first run (docs/development.md).
+# Packages come from the sources that pip is configured for. The default `torch` wheel may bring gigabytes of CUDA libraries:
+# without a GPU, configure pip for CPU wheels before the first run (docs/development.md).
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/make_environment.sh"
 

@@ -1,4 +1,4 @@
-"""distill-rl check: the resolved configuration, what follows from it, and every problem. Changes nothing."""
+"""distill-rl check: prints the resolved configuration, derived sizes and every problem. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from distill_rl.transport.choose import expected
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
-    """Prints; 0 when a run could start (or only a hub could not be asked).
+    """Returns 0 if a run could start, even if a hub could not be reached to check a name.
 
     Raises:
-        ConfigError: every problem found, after the configuration has been printed.
+        ConfigError: all problems found, after the configuration has been printed.
     """
     checked = gather(path, overrides, clean=True, download=False)
     if checked.config is not None:
         print(to_yaml(checked.config), end="")
-        if not problems(checked.config):  # of settings that break a rule no size follows
+        if not problems(checked.config):  # sizes of invalid settings are meaningless
             print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
     for name in checked.unreachable:
         print(f"# not checked: {printable(name)}")
@@ -36,7 +36,7 @@ def check(path: str, overrides: Sequence[str]) -> int:
 
 
 def summary(config: Config, facts: Facts) -> list[str]:
-    """Derived sizes as lines a person can read."""
+    """Derived sizes as readable lines."""
     derived = sizes(config, facts)
     lines = [
         f"batch      {derived.documents_per_step} documents in at most {derived.micro_batches} micro-batches per rank, at most {derived.max_tokens_per_step:,} tokens",
@@ -44,18 +44,18 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
-    for method, running in zip(facts.cross_tokenizer_losses, running_teachers(config)):
-        if method is not None:
+    for loss, teacher in zip(facts.cross_tokenizer_losses, running_teachers(config)):
+        if loss is not None:
             lines.append(
-                f"teacher    {running.name}: another tokenizer, loss {method} over chunks of text; rows are padded, not packed"
+                f"teacher    {teacher.name}: another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
             )
-    for teacher in derived.teachers:
+    for targets in derived.teachers:
         lines.append(
-            f"targets    {teacher.name}: {teacher.entries:,} entries, {teacher.bytes_per_token} bytes per token, "
-            f"at most {_bytes(teacher.bytes_per_slot)} per slot, {_bytes(teacher.ring_bytes)} in a ring of {teacher.slots}"
+            f"targets    {targets.name}: {targets.entries:,} entries, {targets.bytes_per_token} bytes per token, "
+            f"at most {_bytes(targets.bytes_per_slot)} per slot, {_bytes(targets.ring_bytes)} in a ring of {targets.slots}"
         )
     for worker in derived.memory:
-        parts = ", ".join(f"{part} {_bytes(count)}" for part, count in worker.parts.items() if count)
+        parts = ", ".join(f"{part} {_bytes(count)}" for part, count in worker.parts.items())
         lines.append(f"memory     {worker.worker}: about {_bytes(worker.total)} in each of {worker.count} ({parts})")
     if derived.checkpoint_bytes is not None:
         lines.append(
@@ -66,7 +66,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
 def _transport(config: Config, facts: Facts) -> str:
     if config.ray.address is not None:
-        return f"{config.transport}: proven, or chosen, when the cluster has been joined"
+        return f"{config.transport}: chosen or checked after joining the cluster"
     try:
         choice = expected(config.transport, gpus=facts.gpus)
     except ConfigError:
@@ -76,8 +76,9 @@ def _transport(config: Config, facts: Facts) -> str:
 
 def _steps(derived: DerivedSizes) -> str:
     if derived.total_steps is None:
-        return "steps not known before the data are read"
-    return f"{derived.total_steps:,} steps" + (f" = {derived.epochs:.2f} epochs" if derived.epochs is not None else "")
+        return "number of steps not known until the data are read"
+    epochs = "" if derived.epochs is None else f" = {derived.epochs:.2f} epochs"
+    return f"{derived.total_steps:,} steps{epochs}"
 
 
 def _count(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""distill-rl train --dry-run: the resolved configuration and a batch script for Slurm, ready to submit; nothing is started."""
+"""distill-rl train --dry-run: writes the resolved configuration and a Slurm batch script, and starts nothing."""
 
 from __future__ import annotations
 
@@ -19,40 +19,27 @@ from distill_rl.system.files import write_atomic
 from distill_rl.transport.choose import require_between_nodes
 
 ROOT = Path(__file__).parents[2]
-"""the repository: the batch script is a file of it"""
+"""The repository, which contains the template of the batch script."""
 
 
 def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
-    """Checks a configuration as for a cluster, and writes `submit.yaml` and `submit.sbatch` into the run directory.
+    """Checks a configuration for use on a cluster and writes `submit.yaml` and `submit.sbatch` into the run directory.
 
     Args:
-        gpus_per_node: of the cluster; 0: nodes without GPUs.
+        gpus_per_node: GPUs of each node of the cluster, 0 for none.
 
     Raises:
         DistillError: bad input (all problems at once), or an installation without `launch/`.
     """
     setup_console()
-    # What this machine has says nothing: a cluster will be joined. Its address is known when the job runs.
+    # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
     checked = gather(path, [*overrides, "ray.address=auto"])
     problems = [*checked.problems, *checked.unreachable]
     if gpus_per_node < 0:
-        problems.append(
-            str(ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs"))
-        )
-    if checked.config is not None and checked.config.checkpoint.resume not in (None, "auto", "latest"):
-        remedy = "leave it out, or start that run without a batch script"
-        problems.append(
-            str(
-                ConfigError(
-                    "--dry-run",
-                    "a batch script goes on from the newest checkpoint of its run directory, and from no other",
-                    f"--resume {checked.config.checkpoint.resume}",
-                    remedy,
-                )
-            )
-        )
+        error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
+        problems.append(str(error))
     if checked.config is not None:
-        problems += _unfit(checked.config, gpus_per_node)
+        problems += _batch_script_problems(checked.config, gpus_per_node)
     if checked.config is None or problems:
         raise ConfigError.many(problems)
     config = checked.config
@@ -75,15 +62,28 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     return 0
 
 
-def _unfit(config: Config, gpus_per_node: int) -> list[str]:
-    """What is wrong with a run for nodes like these alone, one line each."""
-    apart = config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1
-    between_nodes = [lambda: require_between_nodes(config.transport)] if apart else []
-    return problems_of(lambda: require_no_secret(config), *between_nodes)
+def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
+    """Problems that only a run from a batch script on such nodes has, one line each."""
+
+    def require_latest() -> None:
+        resume = config.checkpoint.resume
+        if resume not in (None, "auto", "latest"):
+            rule = "a batch script resumes from the newest checkpoint of its run directory only"
+            remedy = "leave it out, or start that run without a batch script"
+            raise ConfigError("--dry-run", rule, f"--resume {resume}", remedy)
+
+    def require_transport() -> None:
+        if config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1:
+            require_between_nodes(config.transport)
+
+    return problems_of(require_latest, lambda: require_no_secret(config), require_transport)
 
 
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
-    """(nodes, GPUs of each) that hold the run: colocated workers share a GPU rank by rank, disaggregated ones have one each."""
+    """(nodes, GPUs of each) that the run needs.
+
+    Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own.
+    """
     if gpus_per_node < 1:
         return 1, 0
     ranks = compute_groups(config)
@@ -92,10 +92,12 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
 
 
 def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path) -> str:
-    """`launch/slurm.sbatch` for one run.
+    """`launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
 
     Args:
-        folder: what relative paths of the configuration are relative to.
+        settings: the configuration file of the job.
+        run: the run directory.
+        folder: working directory of the job, to which relative paths of the configuration refer.
     """
     options = {
         "nodes": f"{nodes}",
@@ -105,22 +107,25 @@ def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, fol
     }
     lines: list[str] = []
     for line in template.splitlines():
-        name = re.match(r"#SBATCH --([a-z-]+)=", line)
-        if name is None or name[1] not in options:
+        match = re.match(r"#SBATCH --([a-z-]+)=", line)
+        option = match[1] if match else ""
+        if option not in options:
             lines.append(line)
-        elif (value := options.pop(name[1])) is not None:
-            lines.append(f"#SBATCH --{name[1]}={value}")
-        if name is not None and name[1] == "output":
+        elif (value := options.pop(option)) is not None:
+            lines.append(f"#SBATCH --{option}={value}")
+        if option == "output":  # the template has no --chdir
             lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
     text = "\n".join(lines) + "\n"
     for variable, path in {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():
-        found = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
-        if len(found) != 1:
-            raise DistillError("launch/slurm.sbatch", f"must set {variable} on one line", f"{len(found)} such lines")
-        text = text.replace(found[0], f"{variable}={shlex.quote(str(path))}", 1)
+        assignments = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
+        if len(assignments) != 1:
+            raise DistillError(
+                "launch/slurm.sbatch", f"must set {variable} on one line", f"{len(assignments)} such lines"
+            )
+        text = text.replace(assignments[0], f"{variable}={shlex.quote(str(path))}", 1)
     return text
 
 
 def _in_option(path: Path) -> str:
-    """A path in a line of #SBATCH, which knows double quotes."""
+    """A path as #SBATCH lines need it: in double quotes if it contains white space."""
     return f'"{path}"' if re.search(r"\s", str(path)) else str(path)

@@ -1,4 +1,4 @@
-"""distill-rl export: a checkpoint as a Hugging Face folder, in this process, without Ray."""
+"""distill-rl export: writes a checkpoint as a Hugging Face folder, in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distill_rl.types import RunPaths
 
 
 def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
-    """Writes the model of one checkpoint; weights are resharded to this one process.
+    """Writes the model of one checkpoint, resharded to a single process.
 
     Raises:
-        ConfigError: not a run directory, or the output holds something already.
-        CheckpointError: no such checkpoint, or a damaged one.
+        ConfigError: not a run directory, or an output folder that is not empty.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
     from distill_rl.config.load import load_config
     from distill_rl.config.schema import ParallelConfig
@@ -27,14 +27,14 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
 
     paths = RunPaths(run)
     if not paths.config.is_file():
-        raise ConfigError(
-            f"{run}", "must be a run directory with a config.yaml", remedy="give the folder that distill-rl train wrote"
-        )
+        remedy = "give the folder that distill-rl train wrote"
+        raise ConfigError(f"{run}", "must be a run directory with a config.yaml", remedy=remedy)
     config = load_config(paths.config, [])
-    found = _find(paths, checkpoint)
+    source = _find(paths, checkpoint)
+    step = source.state.train.step
     target = out or paths.export
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}", "the output must be a new or an empty folder", remedy="choose another --out")
+        raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
     student = replace(config.student, parallel=ParallelConfig())
     tokenizer = tokenizer_of(student)
     world = open_world(rank=0, dp=1, tp=1)
@@ -43,17 +43,14 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
             replace(config, student=student),
             world,
             vocabulary_size=vocabulary_size(tokenizer),
-            total_steps=max(found.state.train.step, 1),
+            total_steps=max(step, 1),
         )
-        engine.load(found.student)
-        engine.export(
-            target,
-            tokenizer,
-            model_card(config, step=found.state.train.step, data_fingerprint=found.state.fingerprints["data"]),
-        )
+        engine.load(source.student)
+        card = model_card(config, step=step, data_fingerprint=source.state.fingerprints["data"])
+        engine.export(target, tokenizer, card)
     finally:
         close_world(world)
-    say(f"exported  {target} (step {found.state.train.step})")
+    say(f"exported  {target} (step {step})")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""distill-rl submit, status, logs, stop: runs by name on a Ray cluster that is always there."""
+"""distill-rl submit, status, logs, stop: manages runs on an existing Ray cluster by name."""
 
 from __future__ import annotations
 
@@ -27,67 +27,66 @@ if TYPE_CHECKING:
     from distill_rl.service.client import Service
 
 _POLL_S, _LONGEST_POLL_S = 0.5, 5.0
-"""Ray hands over the whole log each time: the longer nothing comes, the more seldom it is asked for."""
+"""Interval of requests for the log. It grows while nothing new arrives, because Ray sends the whole log every time."""
 _LEAST_STOP_S = 600
-"""Ray kills a job so many seconds after it was asked to stop, unless ray.step_timeout_s is longer."""
+"""Minimum number of seconds that a job has to save after it was asked to stop; then Ray kills it."""
 
 
 def submit(path: str, overrides: Sequence[str], *, address: str | None, python: str | None, follow: bool) -> int:
-    """Checks a run here, as `train` does, and hands it to the cluster.
+    """Checks a configuration here, as `train` does, and submits it to the cluster.
 
     Raises:
-        ConfigError: bad input, all problems at once; no cluster; or a run of this name that is running.
+        ConfigError: bad input (all problems at once), no cluster, or a run of this name that has not ended.
     """
     setup_console()
     checked = gather(path, [*overrides, "ray.address=auto"], clean=False)
     problems = [*checked.problems, *checked.unreachable]
     if checked.config is not None:
-        told = {line.partition(":")[0] for line in problems}
-        problems += [line for line in _unfit(checked.config) if line.partition(":")[0] not in told]
+        reported = {line.partition(":")[0] for line in problems}
+        problems += [line for line in _cluster_problems(checked.config) if line.partition(":")[0] not in reported]
     if checked.config is None or problems:
         raise ConfigError.many(problems)
     config = absolute(checked.config)
     service = _service(address)
-    chosen, attempt = runs.next_submission(service.jobs(), config.run.name)
-    file = submission_file(config, chosen)
+    name = config.run.name
+    submission_id, attempt = runs.next_submission(service.jobs(), name)
+    file = submission_file(config, submission_id)
     save_config(config, file)
     interpreter = python or sys.executable
-    steps = {} if checked.facts.total_steps is None else {runs.STEPS: str(checked.facts.total_steps)}
+    metadata = {
+        runs.NAME: name,
+        runs.RUN: str(paths_of(config).root),
+        runs.ATTEMPT: str(attempt),
+        runs.PYTHON: interpreter,
+    }
+    if checked.facts.total_steps is not None:
+        metadata[runs.STEPS] = str(checked.facts.total_steps)
     try:
         service.submit(
             entrypoint([interpreter, "-m", "distill_rl.service.entry", str(file)]),
-            chosen,
+            submission_id,
             runtime_env={"env_vars": _environment(config)},
-            metadata={
-                runs.NAME: config.run.name,
-                runs.RUN: str(paths_of(config).root),
-                runs.ATTEMPT: str(attempt),
-                runs.PYTHON: interpreter,
-                **steps,
-            },
+            metadata=metadata,
         )
     except DistillError:
         _withdraw(service, file)
         raise
-    name = config.run.name
     say(f"submitted {name}, submission {attempt}, to {service.address}")
     say(f"watch     distill-rl status {name}; distill-rl logs {name} --follow; distill-rl stop {name}")
     return _follow(service, runs.find(service.jobs(), name)) if follow else 0
 
 
 def status(name: str | None, *, address: str | None) -> int:
-    """Prints a table of the runs on a cluster, or of one."""
+    """Prints a table of all runs on a cluster, or of one."""
     jobs = _service(address).jobs()
-    found = [runs.find(jobs, name)] if name else list(runs.runs(jobs).values())
-    if not found:
-        print("no runs")
-    for line in runs.table(found) if found else ():
+    listed = [runs.find(jobs, name)] if name else list(runs.runs(jobs).values())
+    for line in runs.table(listed) if listed else ["no runs"]:
         print(printable(line))
     return 0
 
 
 def logs(name: str, *, address: str | None, follow: bool) -> int:
-    """Prints what a run's process wrote; with `follow` until it has ended, and its exit code is the result."""
+    """Prints the output of a run. With `follow`, until the run ends, and returns its exit code."""
     service = _service(address)
     run = runs.find(service.jobs(), name)
     if follow:
@@ -97,46 +96,52 @@ def logs(name: str, *, address: str | None, follow: bool) -> int:
 
 
 def stop(name: str, *, address: str | None, now: bool, deadline_s: float) -> int:
-    """Has a run finish its step, save and end, or, with `now`, end without; waits for it. 0 when it has ended."""
+    """Lets a run finish its step, save and end (with `now`: ends it without saving), and waits. Returns 0 if it has ended."""
     service = _service(address)
     run = runs.find(service.jobs(), name)
     if run.ended:
-        say(f"{run.name} has ended already: {run.state}")
+        say(f"{run.name} has already ended: {run.state}")
         return 0
     if now:
         _kill(service, run)
     else:
         service.stop(run.submission_id)
-    say(f"stopping  {run.name}: {'at once, without saving' if now else 'it finishes the step and saves'}")
+    say(f"stopping  {run.name}: {'immediately, without saving' if now else 'it finishes the step and saves'}")
     if not _wait(service, run, deadline_s):
         remedy = f"wait for it, or end it without saving: distill-rl stop {name} --now"
         print(f"distill-rl: {run.name} has not ended within {deadline_s:g} s; {remedy}", file=sys.stderr)
         return 1
     code = runs.exit_code(runs.find(service.jobs(), name), service.logs(run.submission_id))
-    last = "saved; go on with: distill-rl submit ... --resume auto" if code == EXIT_PREEMPTED else f"exit code {code}"
-    say(f"stopped   {run.name}: {last}")
+    outcome = f"exit code {code}"
+    if code == EXIT_PREEMPTED:
+        outcome = "saved; continue with: distill-rl submit ... --resume auto"
+    say(f"stopped   {run.name}: {outcome}")
     return 0
 
 
 def entrypoint(command: Sequence[str]) -> str:
-    """The shell command of a job. Ray's signals must reach our process, so the shell becomes it."""
+    """The shell command of a job. `exec` replaces the shell by our process, so that Ray's signals reach it."""
     return f"exec {shlex.join(command)}"
 
 
 def submission_file(config: Config, submission_id: str) -> Path:
-    """Where the configuration of a submission goes: never where another one's is. Of two that are submitted at the same
-    moment the cluster takes one, and that one must not find the file of the other."""
+    """Path for the configuration of a submission, with a random part.
+
+    If two submissions of a run happen at the same time, the cluster accepts one, which must not read the file of the other.
+    """
     return Path(config.run.dir) / ".submitted" / f"{submission_id}.{token_hex(4)}.yaml"
 
 
-def _unfit(config: Config) -> list[str]:
-    """What is wrong with a run for a cluster alone, one line each."""
+def _cluster_problems(config: Config) -> list[str]:
+    """Problems that a run has on a cluster only, one line each."""
     return problems_of(lambda: runs.require_usable(config.run.name), lambda: require_no_secret(config))
 
 
 def _withdraw(service: Service, file: Path) -> None:
-    """Removes the configuration of a submission that failed, but where a job of the cluster needs it or nobody can tell:
-    the answer to a request may be lost when it was granted."""
+    """Removes the configuration of a failed submission, unless a job uses it or the cluster does not answer.
+
+    A request can succeed although its answer was lost.
+    """
     with suppress(DistillError):
         if not any(file.name in job.entrypoint for job in service.jobs()):
             file.unlink(missing_ok=True)
@@ -149,21 +154,21 @@ def _service(address: str | None) -> Service:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """What the run's process gets beside the environment that the cluster was started with."""
+    """Environment variables of the run's process, in addition to those that the cluster was started with."""
     from distill_rl.workers.cluster import access
     from distill_rl.workers.cluster.session import worker_environment
 
     patience = max(_LEAST_STOP_S, 2 * int(config.ray.step_timeout_s))
-    passed = {name: value for name, value in worker_environment().items() if name != "DISTILL_RL_ATTEMPT"}
-    return passed | {
+    variables = {name: value for name, value in worker_environment().items() if name != "DISTILL_RL_ATTEMPT"}
+    return variables | {
         "RAY_JOB_STOP_WAIT_TIME_S": str(patience),  # Ray's own 3 s are not enough to save
-        "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # the run sets these variables for its actors once more
+        "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # lets the run set these variables for its actors again
         **({} if access.required() else {"RAY_AUTH_MODE": "disabled"}),
     }
 
 
 def _kill(service: Service, run: Run) -> None:
-    """By a job of its own on the machine of the run's driver: Ray has no call for it."""
+    """Ends a run with a second job on the machine of its driver; Ray has no request for this."""
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
     service.submit(
         entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id]),
@@ -173,6 +178,7 @@ def _kill(service: Service, run: Run) -> None:
 
 
 def _wait(service: Service, run: Run, deadline_s: float) -> bool:
+    """Waits for the end of a run; returns whether it ended in time."""
     deadline = time.monotonic() + deadline_s
     while not runs.runs([service.job(run.submission_id)])[run.name].ended:
         if time.monotonic() > deadline:
@@ -182,17 +188,17 @@ def _wait(service: Service, run: Run, deadline_s: float) -> bool:
 
 
 def _follow(service: Service, run: Run) -> int:
-    """Prints what comes, line by line, to the end of the run; its exit code."""
+    """Prints the log of a run line by line until the run ends, and returns its exit code."""
     shown, pause = 0, _POLL_S
     while True:
-        now = runs.runs([service.job(run.submission_id)])[run.name]
+        current = runs.runs([service.job(run.submission_id)])[run.name]
         text = service.logs(run.submission_id)
-        whole = len(text) if now.ended else text.rfind("\n") + 1
-        _show(text[shown:whole])
-        pause = _POLL_S if whole > shown else min(1.5 * pause, _LONGEST_POLL_S)
-        shown = max(shown, whole)
-        if now.ended:
-            return runs.exit_code(now, text)
+        complete = len(text) if current.ended else text.rfind("\n") + 1
+        _show(text[shown:complete])
+        pause = _POLL_S if complete > shown else min(1.5 * pause, _LONGEST_POLL_S)
+        shown = max(shown, complete)
+        if current.ended:
+            return runs.exit_code(current, text)
         time.sleep(pause)
 
 

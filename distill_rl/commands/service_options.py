@@ -1,62 +1,53 @@
-"""The options of submit, status, logs and stop; what they do is in `service.py`, which is imported when it is needed."""
+"""The options of submit, status, logs and stop. `service.py`, which runs them, is imported on demand."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
+from distill_rl.commands.config_options import add_config, add_resume, with_resume
 
-def add(
-    commands: Any,
-    add_config: Callable[[argparse.ArgumentParser], None],
-    add_resume: Callable[[argparse.ArgumentParser], None],
-    with_resume: Callable[[argparse.Namespace], list[str]],
-) -> None:
-    """Adds the four commands; the callables are what `submit` has in common with `train`."""
 
-    def run_submit(options: argparse.Namespace) -> int:
-        from distill_rl.commands.service import submit
-
-        overrides = with_resume(options)
-        return submit(options.config, overrides, address=options.address, python=options.python, follow=options.follow)
-
+def add(commands: Any) -> None:
+    """Adds the four commands to the subparsers of the command line."""
     submit = commands.add_parser(
         "submit",
         help="run a configuration on a Ray cluster",
-        description="Check a configuration here and run it on a Ray cluster that is there already. The run is called run.name; "
-        "folders must be on a file system that the cluster shares. docs/operations.md, Service, has the whole story.",
+        description="Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
+        "on a file system that the cluster shares. See docs/operations.md, Service.",
     )
     add_config(submit)
     add_resume(submit)
-    submit.add_argument("--follow", action="store_true", help="print its log to its end; its exit code is the result")
-    submit.add_argument("--python", metavar="FILE", help="interpreter on the cluster; default: this one's path")
-    submit.set_defaults(command=run_submit)
+    submit.add_argument(
+        "--follow", action="store_true", help="print the log until the run ends, and exit with its code"
+    )
+    submit.add_argument("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
+    submit.set_defaults(command=_submit)
 
     status = commands.add_parser(
         "status",
-        help="the runs on a Ray cluster",
-        description="Print the runs that were submitted to a Ray cluster: state, steps, KD, since when.",
+        help="list the runs on a Ray cluster",
+        description="List the runs that were submitted to a Ray cluster, with state, steps, KD and time.",
     )
     status.add_argument("name", metavar="NAME", nargs="?", help="one run; default: all")
     status.set_defaults(command=_status)
 
     logs = commands.add_parser(
-        "logs", help="what a run on a Ray cluster has printed", description="Print what a submitted run has printed."
+        "logs", help="print the log of a run on a Ray cluster", description="Print the output of a submitted run."
     )
     logs.add_argument("name", metavar="NAME", help="the run")
-    logs.add_argument("--follow", action="store_true", help="go on to its end; its exit code is the result")
+    logs.add_argument("--follow", action="store_true", help="until the run ends, and exit with its code")
     logs.set_defaults(command=_logs)
 
     stop = commands.add_parser(
         "stop",
         help="stop a run on a Ray cluster, after saving",
-        description="Have a submitted run finish its step, save and end, and wait for that.",
+        description="Let a submitted run finish its step, save and end, and wait until it has ended.",
     )
     stop.add_argument("name", metavar="NAME", help="the run")
-    stop.add_argument("--now", action="store_true", help="end it at once, without saving")
+    stop.add_argument("--now", action="store_true", help="end the run immediately, without saving")
     stop.add_argument(
-        "--deadline", type=float, default=1800.0, metavar="SECONDS", help="wait at most so long; default: %(default)g"
+        "--deadline", type=float, default=1800.0, metavar="SECONDS", help="maximum time to wait; default: %(default)g"
     )
     stop.set_defaults(command=_stop)
     for parser in (submit, status, logs, stop):
@@ -65,6 +56,13 @@ def add(
             metavar="URL",
             help="the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265",
         )
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from distill_rl.commands.service import submit
+
+    overrides = with_resume(options)
+    return submit(options.config, overrides, address=options.address, python=options.python, follow=options.follow)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""distill-rl train: check, take the run directory, drive, evaluate the export, report."""
+"""distill-rl train: checks the input, occupies the run directory, trains, evaluates the export, writes the report."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ log = logging.getLogger(__name__)
 
 
 def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
-    """Runs a configuration to its end, or to a request to stop; the exit code of the process.
+    """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
     Raises:
-        DistillError: bad input (all problems at once), or whatever ended the run.
+        DistillError: bad input (all problems at once), or the error that ended the run.
     """
     setup_console()
     checked = gather(path, overrides, clean=clean)
     problems = [*checked.problems, *checked.unreachable]
     if checked.config is None or problems:
         raise ConfigError.many(problems)
-    # The workers of a cluster that was joined have working directories of their own.
+    # Workers on an existing cluster have other working directories.
     config = checked.config if checked.config.ray.address is None else absolute(checked.config)
     with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
             return _run(config, paths, signals)
         except Preempted:
-            say("stopped outside of training; go on with --resume auto")
+            say("stopped outside of training; continue with --resume auto")
             return EXIT_PREEMPTED
         except OSError as error:
             log.info("the run failed", exc_info=True)
-            remedy = "mend it (free some space, perhaps), and go on with --resume"
+            remedy = "fix this (free some space, perhaps) and continue with --resume"
             raise DistillError(
                 f"the files of {paths.root}", "must be readable and writable", str(error), remedy
             ) from error
@@ -74,7 +74,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
 
 def score_export(driver: Driver) -> None:
-    """Runs the suites on the exported student; the scores go to the metrics, the report and the model card."""
+    """Runs the suites on the exported student and adds the scores to metrics, report and model card."""
     from distill_rl.workers.evaluation.evaluations import scores
 
     export = driver.job.paths.export

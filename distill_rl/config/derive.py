@@ -1,63 +1,56 @@
-"""Sizes that follow from a configuration and from what its files say. Pure arithmetic, in bytes and counts.
-
-The memory estimate names each part, so that a user sees what to change. It is compared with measured
-peaks by `launch/bench.sh memory` (docs/benchmarks/memory.md).
-"""
+"""Sizes that follow from a configuration and from the contents of its files: pure arithmetic, in bytes and counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, lcm
+from typing import get_args
 
 from distill_rl.config.facts import Facts, row_width, running_teachers, teacher_rows
-from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
+from distill_rl.config.schema import Config, CrossTokenizerLoss, TeacherConfig
 from distill_rl.errors import ConfigError
 
 GIB = 2**30
 
 EXPORTS: dict[str, tuple[str, ...]] = {
-    "hybrid": ("topk", "logits", "hidden"),
-    "alm": ("topk", "logits", "hidden"),
-    "xtoken": ("logits", "hidden"),
-    "gold": ("logits", "hidden"),
-    "hkl": ("logits", "hidden"),
-    "uld": ("logits", "hidden"),
-    "strict": ("logits", "hidden"),
+    **dict.fromkeys(get_args(CrossTokenizerLoss), ("logits", "hidden")),
+    **dict.fromkeys(("hybrid", "alm"), ("topk", "logits", "hidden")),
 }
-"""Loss across tokenizers → what a teacher may export for it."""
+"""Cross-tokenizer loss → the values of `teachers[].export` that it works with."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherSizes:
     name: str
     micro_batches: int
-    """per data-parallel rank and step, at most"""
+    """Maximum per data-parallel rank and step."""
     entries: int
-    """kept per token: loss.top_k, or the whole vocabulary where that is smaller; of hidden states their width"""
+    """Per token: loss.top_k or the vocabulary if that is smaller, the vocabulary's columns, or the width of the hidden states."""
     bytes_per_token: int
     bytes_per_slot: int
-    """targets of one full micro-batch of the widest rows"""
+    """Targets of one full micro-batch of the widest rows."""
     ring_bytes: int
-    """all slots of one teacher rank"""
+    """All slots of one teacher rank."""
     slots: int
-    """of that ring; see `ring_plan`"""
+    """Number of slots in that ring; see `ring_plan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """How the teachers' rings hold a batch's targets.
+    """How the targets of a batch fit into the teachers' rings.
 
-    A batch whose targets are not meant to fit at once is taught and trained on in *sub-batches*: runs of rows that every
-    teacher and the student divide evenly. Their number follows from the ring, never from `prefetch.depth`.
+    A batch that does not fit as a whole is processed in *sub-batches*: consecutive rows whose number the student and every
+    teacher divide evenly. The number of sub-batches depends on the size of the rings, never on `prefetch.depth`.
     """
 
     sub_batches: int
     rows_per_sub_batch: int
     slots: Mapping[str, int]
-    """of one rank's ring, by teacher"""
+    """Slots in the ring of one rank, by teacher."""
     slots_per_sub_batch: Mapping[str, int]
+    """Slots that one sub-batch takes, by teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +58,23 @@ class DerivedSizes:
     documents_per_step: int
     max_tokens_per_step: int
     micro_batches: int
-    """the student's, per data-parallel rank and step, at most"""
+    """Of the student: maximum per data-parallel rank and step."""
     total_steps: int | None
     epochs: float | None
-    """passes over the data that the run makes"""
+    """Passes over the data in the whole run."""
     teachers: tuple[TeacherSizes, ...]
     world: dict[str, str] = field(default_factory=dict)
-    """role → its processes: `student` → `dp 2 x tp 1 = 2 processes`"""
+    """Role → a description of its processes: `student` → `dp 2 x tp 1 = 2 processes`."""
     processes: int = 0
     memory: tuple[WorkerMemory, ...] = ()
     checkpoint_bytes: int | None = None
 
 
 def total_steps(config: Config, num_documents: int | None) -> int | None:
-    """Optimizer steps of the run: train.steps or train.epochs, whichever ends first; None while not known.
+    """Optimizer steps of the run: train.steps or train.epochs, whichever ends first; None if that is not known yet.
 
-    The order of the data is the epochs' permutations one after another, so that only the run's last
-    batch can be smaller than the others.
+    The epochs' permutations of the data are concatenated before they are cut into batches, so only the last batch of the run
+    can be smaller than the others.
     """
     steps, epochs = config.train.steps, config.train.epochs
     if epochs is None:
@@ -93,34 +86,42 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
 
 
 def wants_whole_batch(config: Config) -> bool:
-    """Whether the first gradient of a batch needs what all of its targets say."""
+    """Whether the first gradient of a batch depends on all targets of the batch."""
     return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
 
 
 def rows_unit(config: Config) -> int:
-    """Rows that the student and every running teacher divide evenly over ranks and micro-batches."""
+    """Smallest number of rows that the student and every running teacher divide evenly over ranks and micro-batches."""
     shares = [config.student.parallel.dp * config.train.micro_batch_size]
     return lcm(*shares, *(rows_per_slot(config, teacher) for teacher in running_teachers(config)))
 
 
 def ring_plan(config: Config) -> RingPlan:
-    """Slots of the teachers' rings and the sub-batches of a batch; for a configuration without problems.
+    """Slots of the teachers' rings, and the sub-batches of a batch, for a configuration without problems.
 
-    A ring holds all micro-batches of depth + 1 batches; of a teacher that exports logits two sub-batches of the fewest rows;
-    or `prefetch.slots`, in sub-batches of half a ring, so that a teacher fills one half while the student reads the other.
+    1. Size of a ring. Unless limited, it holds all micro-batches of depth + 1 batches. `prefetch.slots` limits it; without
+       that setting, a teacher that exports logits is limited to two sub-batches of `rows_unit` rows, unless the loss needs
+       the whole batch at once (`wants_whole_batch`).
+    2. Rows of a sub-batch. Half of the smallest limited ring, so that a teacher fills one half while the student reads the
+       other, rounded down to a multiple of `rows_unit`, but at least one. No limit, or a loss that needs the whole batch:
+       one sub-batch.
+    3. Balance. The number of sub-batches is kept and their rows are evened out, so that the last is not much smaller.
     """
-    batch, unit = config.train.global_batch_size, rows_unit(config)
-    whole, asked = wants_whole_batch(config), config.prefetch.slots
+    batch, unit, configured = config.train.global_batch_size, rows_unit(config), config.prefetch.slots
+    needs_whole_batch = wants_whole_batch(config)
     rows_per_sub_batch, slots = batch, {}
     for teacher in running_teachers(config):
         rows = rows_per_slot(config, teacher)
-        room = (config.prefetch.depth + 1) * (batch // rows)
-        wanted = 2 * unit // rows if teacher.export == "logits" and asked is None else asked
-        if wanted is not None and not whole:
-            rows_per_sub_batch = min(rows_per_sub_batch, max(wanted * rows // 2 // unit * unit, unit))
-        slots[teacher.name] = room if wanted is None or (whole and asked is None) else min(room, wanted)
+        limit = configured
+        if limit is None and teacher.export == "logits" and not needs_whole_batch:
+            limit = 2 * unit // rows
+        slots[teacher.name] = (config.prefetch.depth + 1) * (batch // rows)
+        if limit is not None:
+            slots[teacher.name] = min(slots[teacher.name], limit)
+            if not needs_whole_batch:
+                rows_per_sub_batch = min(rows_per_sub_batch, max(limit * rows // 2 // unit * unit, unit))
     sub_batches = ceil(batch / rows_per_sub_batch)
-    rows_per_sub_batch = ceil(batch / sub_batches / unit) * unit  # the last one is not much smaller than the others
+    rows_per_sub_batch = ceil(batch / sub_batches / unit) * unit
     per_sub_batch = {
         teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in running_teachers(config)
     }
@@ -128,17 +129,15 @@ def ring_plan(config: Config) -> RingPlan:
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
-    """Rows of a batch that the replicas of a teacher write into one slot each."""
+    """Rows of a batch that fill one slot in every replica of a teacher."""
     return teacher.parallel.dp * teacher_rows(config, teacher)
 
 
 def sizes(config: Config, facts: Facts) -> DerivedSizes:
-    """All derived sizes; memory of a model is left out where its facts are not known."""
+    """All derived sizes, without the memory of models whose facts are not known."""
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
-    teachers = tuple(
-        _teacher_sizes(config, teacher, facts, number) for number, teacher in enumerate(running_teachers(config))
-    )
+    teachers = tuple(_teacher_sizes(config, teacher, facts, i) for i, teacher in enumerate(running_teachers(config)))
     world, processes = _world(config, facts.gpus, facts.cpus)
     return DerivedSizes(
         documents_per_step=batch,
@@ -150,70 +149,76 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
         world=world,
         processes=processes,
         memory=worker_memory(
-            config, facts, [each.bytes_per_slot for each in teachers], [each.ring_bytes for each in teachers]
+            config,
+            facts,
+            slots=[teacher.bytes_per_slot for teacher in teachers],
+            rings=[teacher.ring_bytes for teacher in teachers],
         ),
+        # fp32 weights and two Adam moments
         checkpoint_bytes=12 * facts.student.parameters if facts.student else None,
     )
 
 
-def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, number: int) -> TeacherSizes:
-    rows = teacher_rows(config, teacher)
-    micro_batches = ceil(config.train.global_batch_size / (teacher.parallel.dp * rows))
+def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, index: int) -> TeacherSizes:
     vocabularies = facts.teacher_vocabularies
-    ids = (vocabularies[number] if number < len(vocabularies) else None) or facts.vocabulary_size
-    model = facts.teachers[number] if number < len(facts.teachers) else None
+    num_ids = (vocabularies[index] if index < len(vocabularies) else None) or facts.vocabulary_size
+    model = facts.teachers[index] if index < len(facts.teachers) else None
+    dtype: str = teacher.wire_dtype
+    if dtype == "auto":
+        dtype = "fp16" if facts.gpus else "fp32"
     if teacher.export == "logits":
-        entries = model.vocabulary_columns if model else ids or 0
-        per_token = entries * _wire_size(teacher, facts) + 4  # and the label's log-prob
+        entries = model.vocabulary_columns if model else num_ids or 0
     elif teacher.export == "hidden":
-        entries = model.hidden_size if model else 0
-        per_token = entries * ITEM_SIZE[teacher.dtype] + 4
+        entries, dtype = model.hidden_size if model else 0, teacher.dtype
     else:
-        entries = min(config.loss.top_k, ids or config.loss.top_k)
-        # An int32 id and a log-prob per entry; rest and label log-prob are fp32.
-        per_token = entries * (4 + _wire_size(teacher, facts)) + 8
-    slot = rows * row_width(config.data.max_length, on_gpu=facts.gpus > 0) * per_token
+        entries = min(config.loss.top_k, num_ids or config.loss.top_k)
+    bytes_per_token = target_bytes_per_token(teacher.export, entries, ITEM_SIZE[dtype])
+    rows = teacher_rows(config, teacher)
+    bytes_per_slot = rows * row_width(config.data.max_length, on_gpu=facts.gpus > 0) * bytes_per_token
     slots = ring_plan(config).slots[teacher.name]
-    return TeacherSizes(teacher.name, micro_batches, entries, per_token, slot, slots * slot, slots)
-
-
-def _wire_size(teacher: TeacherConfig, facts: Facts) -> int:
-    name = teacher.wire_dtype
-    if name == "auto":
-        name = "fp16" if facts.gpus else "fp32"
-    return ITEM_SIZE[name]
+    return TeacherSizes(
+        name=teacher.name,
+        micro_batches=ceil(config.train.global_batch_size / (teacher.parallel.dp * rows)),
+        entries=entries,
+        bytes_per_token=bytes_per_token,
+        bytes_per_slot=bytes_per_slot,
+        ring_bytes=slots * bytes_per_slot,
+        slots=slots,
+    )
 
 
 def cross_tokenizer_loss(config: Config, teacher: TeacherConfig, *, same: bool) -> str | None:
-    """The loss across tokenizers that a teacher takes, None for one that is compared token by token.
+    """The cross-tokenizer loss of a teacher, None for a teacher that is compared token by token.
 
     Args:
-        same: its tokenizer is the student's.
+        same: whether the teacher has the student's tokenizer.
 
     Raises:
-        ConfigError: the settings ask for the student's tokenizer, and it has another.
+        ConfigError: the teacher has another tokenizer, and the settings do not allow that.
     """
     if teacher.loss not in (None, "same"):
         return teacher.loss
     if same:
         return None
     if teacher.loss == "same" or config.loss.cross_tokenizer is None:
-        asked = "loss: same" if teacher.loss == "same" else "loss.cross_tokenizer: null"
-        remedy = "take a teacher with the student's tokenizer, or set loss.cross_tokenizer=hybrid"
-        rule = f"must have the student's vocabulary ({asked}); the tokenizers differ"
+        setting = "loss: same" if teacher.loss == "same" else "loss.cross_tokenizer: null"
+        remedy = "use a teacher with the student's tokenizer, or set loss.cross_tokenizer=hybrid"
+        rule = f"must have the student's vocabulary ({setting}); the tokenizers differ"
         raise ConfigError(f"teacher {teacher.name}", rule, None, remedy)
     return config.loss.cross_tokenizer
 
 
 def compute_groups(config: Config) -> list[int]:
-    """Ranks of the student, and of each running teacher."""
+    """Number of ranks of the student, then of each running teacher."""
     layouts = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
     return [layout.dp * layout.tp for layout in layouts]
 
 
 def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
-    """Aligner actors on a machine or cluster of this size: as configured, or half the GPUs that the job uses, at least
-    one, at most the cores that its other actors leave free."""
+    """Number of aligner actors on a machine or cluster of this size.
+
+    As configured, or half the number of GPUs that the run uses, but at least 1 and at most the cores that its ranks leave free.
+    """
     if config.aligner.workers is not None:
         return config.aligner.workers
     ranks = compute_groups(config)
@@ -221,26 +226,28 @@ def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
 
 
 def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
+    """(role → description of its processes, number of all processes)."""
     roles = {"student": config.student.parallel}
     roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
     world = {}
-    if config.ray.address is not None:  # the cluster's own numbers are not known before it is joined
+    if config.ray.address is not None:  # the size of a cluster is not known before it is joined
         gpus = cpus = 10**6
     aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
     processes = aligners
     for name, parallel in roles.items():
         count = parallel.dp * parallel.tp
         processes += count
-        plural = "process" if count == 1 else "processes"
-        world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {count} {plural}"
+        world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {_processes(count)}"
         if parallel.replicas > 1:
             sharded = parallel.dp // parallel.replicas * parallel.tp
             world[name] += f", {parallel.replicas} replicas over {sharded} each"
-    chosen = "half the GPUs, at least 1" if config.ray.address is None else "half the GPUs, where the cores suffice"
     if config.aligner.workers is not None:
-        chosen = "as configured"
-    plural = "process" if aligners == 1 else "processes"
-    world["aligner"] = f"{aligners} {plural} ({chosen})" if aligners else "none: the driver aligns"
+        reason = "as configured"
+    elif config.ray.address is None:
+        reason = "half the GPUs, at least 1"
+    else:
+        reason = "half the GPUs, where the cores suffice"
+    world["aligner"] = f"{_processes(aligners)} ({reason})" if aligners else "none: the driver aligns"
     if config.evaluate.suites:
         processes += 1
         every = suites_every(config)
@@ -249,7 +256,11 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
     return world, processes
 
 
+def _processes(count: int) -> str:
+    return f"{count} process" if count == 1 else f"{count} processes"
+
+
 def suites_every(config: Config) -> int:
-    """Steps between evaluations on the suites; 0: only at the end."""
+    """Optimizer steps between evaluations on the suites; 0: only at the end of the run."""
     evaluate = config.evaluate
     return evaluate.every if evaluate.suites_every is None else evaluate.suites_every

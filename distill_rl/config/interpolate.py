@@ -1,4 +1,4 @@
-"""`${section.key}` and `${oc.env:NAME}` in a configuration, and nothing else: no code, no other resolver."""
+"""Resolves `${section.key}` and `${oc.env:NAME}` in a configuration; evaluates no code and knows no other resolver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distill_rl.config.walk import Findings, join
 ENVIRONMENT = frozenset(
     {"HOME", "USER", "SCRATCH", "WORK", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NAME"}
 )
-"""Environment variables that a configuration may read; a value that is none of these could be a secret."""
+"""Environment variables that a configuration may read; any other might hold a secret."""
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _REFERENCE_OR_ESCAPE = re.compile(_REFERENCE.pattern + r"|\$\\(\\*)\{")
@@ -24,50 +24,52 @@ class _Unresolved(Exception):
     pass
 
 
-def resolve(raw: Any, lookup: Callable[[str], Any], found: Findings) -> Any:
-    """A copy of `raw` with every reference replaced; what cannot be replaced is reported and left as it is.
+def resolve(raw: Any, lookup: Callable[[str], Any], findings: Findings) -> Any:
+    """A copy of `raw` with every reference replaced. One that cannot be resolved is reported and left unchanged.
 
     Args:
         lookup: dotted key → raw value, defaults included; raises KeyError.
     """
-    return _tree(raw, "", lookup, found)
+    return _tree(raw, "", lookup, findings)
 
 
-def _tree(node: Any, path: str, lookup: Callable[[str], Any], found: Findings) -> Any:
+def _tree(node: Any, path: str, lookup: Callable[[str], Any], findings: Findings) -> Any:
     if isinstance(node, dict):
-        return {key: _tree(value, join(path, key), lookup, found) for key, value in node.items()}
+        return {key: _tree(value, join(path, key), lookup, findings) for key, value in node.items()}
     if isinstance(node, list):
-        return [_tree(value, join(path, i), lookup, found) for i, value in enumerate(node)]
+        return [_tree(value, join(path, i), lookup, findings) for i, value in enumerate(node)]
     if isinstance(node, str):
         try:
             return _text(node, lookup, (path,))
         except _Unresolved as problem:
-            found.add(path, str(problem), node)
+            findings.add(path, str(problem), node)
     return node
 
 
 def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
     if text.count("${") != len(_REFERENCE.findall(text)):
-        raise _Unresolved("references do not nest and must be closed; ${section.key} and ${oc.env:NAME} are understood")
-    whole = _REFERENCE.fullmatch(text)
-    if whole:
-        return _reference(whole[1].strip(), lookup, seen)
+        raise _Unresolved(
+            "references do not nest and must be closed; only ${section.key} and ${oc.env:NAME} are understood"
+        )
+    only_reference = _REFERENCE.fullmatch(text)
+    if only_reference:  # keeps the type of the value
+        return _reference(only_reference[1].strip(), lookup, seen)
 
     def replacement(match: re.Match[str]) -> str:
         if match[1] is None:
             return "$" + match[2] + "{"
         value = _reference(match[1].strip(), lookup, seen)
         if value is None:
-            raise _Unresolved(f"refers to {match[1].strip()}, which is null, inside a text")
+            raise _Unresolved(f"refers to {match[1].strip()}, which is null, inside a longer text")
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     return _REFERENCE_OR_ESCAPE.sub(replacement, text)
 
 
 def escape(text: str) -> str:
-    """The text as it must be written in a file to come back unchanged: `${` as `$\\{`.
+    """The text with `${` written as `$\\{`, so that a file that contains it reads back unchanged.
 
-    OmegaConf parses whatever holds `${`, so the escape must not.
+    OmegaConf parses every text that contains `${`, so an escape must not contain it.
     """
     return re.sub(r"\$(\\*)\{", r"$\\\1{", text)
 

@@ -1,9 +1,13 @@
-"""YAML and `key=value` → `Config`: defaults ← extends ← file ← overrides, all problems reported at once."""
+"""YAML and `key=value` → `Config`, with all problems reported at once.
+
+Later sources override earlier ones: defaults, files named by `extends`, the file itself, overrides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +24,88 @@ __all__ = ["fingerprint", "load_config", "read_config", "save_config", "to_yaml"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file with overrides laid over it.
+    """The configuration of a file, changed by overrides.
 
     Args:
-        path: a YAML file; its `extends: other.yaml`, relative to it, is laid under it, and so on.
+        path: a YAML file; its `extends: other.yaml` (relative to the file) names a base, which may extend another.
         overrides: `key=value` with dotted keys and list indices (`teachers.0.model=x`).
 
     Raises:
-        ConfigError: with one line per problem: unreadable file, unknown key, wrong type, missing value.
+        ConfigError: one line per problem: unreadable file, unknown key, wrong type, missing value.
     """
-    config, found = read_config(path, overrides)
-    if found.lines or config is None:
-        raise ConfigError.many(found.lines)
+    config, findings = read_config(path, overrides)
+    if findings.lines or config is None:
+        raise ConfigError.many(findings.lines)
     return config
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, Findings]:
-    """Like `load_config`, but a problem leaves its key at the default, so that checking can go on.
+    """Like `load_config`, but a key with a problem keeps its default, so that further checks can run.
 
     Returns:
-        The configuration (None when a file could not be read) and the problems. A value that is
-        missing stays `"???"`.
+        The configuration (None if a file could not be read) and the problems. A missing value stays `"???"`.
     """
-    found = Findings()
-    raw = _read_chain(Path(path), found, ())
+    findings = Findings()
+    raw = _read_chain(Path(path), findings, ())
     if raw is None:
-        return None, found
-    apply_overrides(raw, overrides, found)
+        return None, findings
+    apply_overrides(raw, overrides, findings)
     _name_run(raw, Path(path))
-    tree = raw
-    return build(Config, resolve(tree, lambda key: _lookup(tree, key), found), found), found
+    resolved = resolve(raw, partial(_lookup, raw), findings)
+    return build(Config, resolved, findings), findings
 
 
-def _read_chain(path: Path, found: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
-    """The file laid over the files it extends, or None with the reason in `found`."""
+def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
+    """The file merged over the files that it extends, or None with the reason in `findings`."""
     file = path.resolve()
     if file in chain:
         circle = " -> ".join(entry.name for entry in (*chain[chain.index(file) :], file))
-        found.add("extends", "files may not extend each other in a circle", circle)
+        findings.add("extends", "files must not extend each other in a circle", circle)
         return None
-    raw = _read_file(path, found, chain)
+    raw = _read_file(path, findings, chain)
     if raw is None:
         return None
     parent = raw.pop("extends", None)
     if parent is None:
         return raw
     if not isinstance(parent, str) or not parent:
-        found.add(f"{path}: extends", "must be the path of one YAML file", parent)
+        findings.add(f"{path}: extends", "must be the path of one YAML file", parent)
         return None
-    below = _read_chain(path.parent / parent, found, (*chain, file))
+    below = _read_chain(path.parent / parent, findings, (*chain, file))
     return None if below is None else merge(below, raw)
 
 
-def _read_file(path: Path, found: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
+def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
     named = f" (extended by {chain[-1].name})" if chain else ""
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "no such file"
-        found.add(f"{path}{named}", kind, remedy="give the path of a YAML file")
+        findings.add(f"{path}{named}", kind, remedy="give the path of a YAML file")
         return None
     try:
         text = path.read_text(encoding="utf-8")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        found.add(f"{path}:{line}{named}", "not valid UTF-8", remedy="save the file as UTF-8")
+        findings.add(f"{path}:{line}{named}", "not valid UTF-8", remedy="save the file as UTF-8")
         return None
     except OSError as error:
-        found.add(f"{path}{named}", f"cannot be read: {error.strerror}")
+        findings.add(f"{path}{named}", f"cannot be read: {error.strerror}")
         return None
     except Exception as error:
-        found.add(*_syntax_error(f"{path}", named, error))
+        findings.add(*_syntax_error(f"{path}", named, error))
         return None
     if not isinstance(raw, dict):
-        found.add(f"{path}{named}", "must hold sections (student: ..., data: ...)", type(raw).__name__)
+        findings.add(f"{path}{named}", "must contain sections (student: ..., data: ...)", type(raw).__name__)
         return None
     return raw  # type: ignore[return-value]
 
 
 def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
-    """The place and the reason of a YAML error, whichever class raised it."""
+    """Place and reason of a YAML error, from an exception of any class."""
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark is not None else path
     reason = getattr(error, "problem", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
-    key = getattr(error, "full_key", None)  # a reference that is not closed
+    key = getattr(error, "full_key", None)  # OmegaConf's error for a reference that is not closed
     if key:
         reason = f"{key}: {reason}"
     return f"{place}{named}", f"not valid YAML: {reason}"
@@ -117,7 +120,7 @@ def _name_run(raw: dict[str, Any], path: Path) -> None:
 
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:
-    """The raw value at a dotted key, or the schema's default there; KeyError when the schema has no such key."""
+    """The raw value at a dotted key, or else the schema's default; KeyError if the schema has no such key."""
     parts = key.split(".")
     for tree in (raw, asdict(Config())):
         node: Any = tree

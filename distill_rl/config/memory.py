@@ -1,89 +1,109 @@
-"""Estimated memory of the workers; `launch/bench.sh memory` compares it with what they take."""
+"""Estimated memory of the workers, by part, so that a user sees what to change.
+
+`launch/bench.sh memory` compares the estimate with measured peaks (docs/benchmarks/memory.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 
 from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_rows
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes per element."""
 FUSED = ("gpt2", "phi3")
-"""Families whose layers hold several projections in one: every tensor-parallel rank has all of what these make."""
+"""Families that compute several projections with one weight matrix. Every tensor-parallel rank holds the whole output of such
+a matrix."""
 
 PROCESS_BASE = 400 * 2**20
 """Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
 TEACHER_CHUNK_TOKENS = 1024
-"""A teacher makes logits of at most this many tokens at a time: a larger matrix product is no faster."""
+"""A teacher computes the logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
-"""Bound on one rank's fp32 logits of such a chunk."""
+"""Upper bound on the fp32 logits of such a chunk on one rank."""
 WHOLE_GRADIENT_BYTES = 16 * 2**30
-"""`student.gradient_sync: auto` keeps a whole fp32 gradient per rank up to this size: 4 billion parameters at tp 1."""
+"""`student.gradient_sync: auto` keeps the whole fp32 gradient on every rank up to this size: 4 billion parameters at tp 1."""
 PROMPT_TOKENS = 1024
-"""Tokens of prompt and answer that an evaluator is estimated for; longer ones take as much more."""
+"""Assumed tokens of a prompt with its answer in an evaluation; the cache grows in proportion to them."""
+
+
+def target_bytes_per_token(export: str, entries: int, item_size: int) -> int:
+    """Bytes of the targets that a teacher sends per token, with the label's log-prob (fp32).
+
+    Top-k targets also have an int32 id per entry, and the mass outside the top k (fp32).
+
+    Args:
+        export: `teachers[].export`.
+        entries: per token: the top k, the vocabulary's columns, or the width of the hidden states.
+        item_size: bytes of one log-prob, logit or element of the hidden states.
+    """
+    if export == "topk":
+        return entries * (4 + item_size) + 8
+    return entries * item_size + 4
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Estimated peak of one process, by part."""
+    """Estimated peak memory of one process, by part, in bytes."""
 
     worker: str
-    """`student` or the teacher's name"""
+    """`student`, `evaluator` or the teacher's name."""
     count: int
-    """how many such processes"""
+    """Number of such processes."""
     weights: int
     gradients: int = 0
     accumulated: int = 0
-    """the whole fp32 gradient of a rank's own micro-batches, where gradients are reduced once per step"""
+    """The unsharded fp32 gradient that a rank sums over its micro-batches if gradients are reduced once per step."""
     optimizer: int = 0
     gathered: int = 0
-    """FSDP's unsharded copy of its largest unit, that unit's gradient, and the buffers of their exchange"""
+    """FSDP's unsharded copy of its largest unit, the gradient of that unit, and the communication buffers of both."""
     scratch: int = 0
-    """the optimizer's temporaries of one step"""
+    """Temporaries of one optimizer step."""
     activations: int = 0
     logits: int = 0
     targets: int = 0
-    """targets of the micro-batches in flight"""
+    """Targets of the micro-batches in flight."""
     heads: int = 0
-    """output layers of the teachers that export hidden states, and the logits that are made of these across tokenizers"""
+    """Output layers of the teachers that export hidden states and, for cross-tokenizer losses, the logits computed with them."""
     cache: int = 0
-    """keys and values of the prompts that are run together"""
+    """Keys and values of the prompts that are run together."""
     saving: int = 0
-    """the copy of weights and optimizer state that a checkpoint is written from beside the training"""
+    """Host copy of weights and optimizer state from which a checkpoint is written while training continues."""
     loading: int = 0
-    """pages of the weight files while they are read; they are given back before anything but the weights is needed"""
+    """Pages of the weight files, which are freed before anything but the weights is allocated."""
     base: int = PROCESS_BASE
 
     @property
     def parts(self) -> dict[str, int]:
-        """Name → bytes of every part but the pages of the files, which count only where they exceed the rest."""
-        names = (
-            "weights", "gradients", "accumulated", "optimizer", "gathered", "scratch", "activations", "logits", "targets", "heads",
-            "cache", "saving", "base",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
+        """Name → bytes of every part that is not 0, without `loading`, which does not coincide with the others."""
+        sizes = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: size for name, size in sizes.items() if size and name not in ("worker", "count", "loading")}
 
     @property
     def total(self) -> int:
+        """The higher of two peaks: the sum of the parts, and loading the weights."""
         return max(sum(self.parts.values()), self.base + self.weights + self.loading)
 
 
 def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
-    """Of the student and every running teacher whose facts are known.
+    """Estimates for the student, every running teacher and the evaluator, as far as the facts of their models are known.
 
     Args:
-        slots: bytes of a slot of each teacher, `rings` of all of a rank's.
+        slots: bytes of one slot, per running teacher.
+        rings: bytes of all slots of one rank, per running teacher.
     """
     workers = []
     on_gpu, running = facts.gpus > 0, running_teachers(config)
     if facts.student is not None:
         heads = _heads(config, facts, facts.student, on_gpu)
+        # A student micro-batch reads at least one whole slot of each teacher, and several if it has more rows than a slot.
         rows = config.train.micro_batch_size
-        read = sum(max(slot, slot * rows // teacher_rows(config, each)) for slot, each in zip(slots, running))
+        read = sum(max(slot, slot * rows // teacher_rows(config, teacher)) for slot, teacher in zip(slots, running))
         workers.append(student_memory(config, facts.student, targets=read, heads=heads, on_gpu=on_gpu))
-    # A ring is the teacher's own memory, unless it is Ray's object store that holds the slots.
+    # The ring is memory of the teacher's process, except with Ray's object store, which holds the slots itself.
     owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
     for teacher, slot, ring, model in zip(running, slots, rings, facts.teachers[: len(running)]):
         if model is not None:
@@ -95,33 +115,58 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 
 
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
-    """Of one student process. A CPU keeps the layers in the fp32 that it works in."""
-    total, tokens = 0, config.train.micro_batch_size * row_width(config.data.max_length, on_gpu=on_gpu)
-    for number, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
+    """Bytes of the teachers' output layers in one student process, with the logits that cross-tokenizer losses compute.
+
+    Token by token, a rank needs the columns of its own vocabulary shard only, and computes them in chunks. A cross-tokenizer
+    loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the dtype they compute in.
+    """
+    total, tokens = 0, _tokens(config, config.train.micro_batch_size, on_gpu)
+    for i, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
         if teacher.export != "hidden" or model is None:
             continue
-        crosses = number < len(facts.cross_tokenizer_losses) and facts.cross_tokenizer_losses[number] is not None
-        columns = model.vocabulary_columns if crosses else ceil(student.vocabulary_columns / config.student.parallel.tp)
-        total += columns * model.hidden_size * (ITEM_SIZE[teacher.dtype] if on_gpu else 4)
-        total += 4 * tokens * columns if crosses else 0
+        item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
+        if i < len(facts.cross_tokenizer_losses) and facts.cross_tokenizer_losses[i] is not None:
+            total += model.vocabulary_columns * (model.hidden_size * item + 4 * tokens)
+        else:
+            total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
     return total
+
+
+def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
+    """Positions of a micro-batch of the widest rows."""
+    return rows * row_width(config.data.max_length, on_gpu=on_gpu)
 
 
 def student_memory(
     config: Config, model: ModelFacts, *, targets: int = 0, heads: int = 0, on_gpu: bool = False
 ) -> WorkerMemory:
-    """Peak of one student process: fp32 weights, gradients, two Adam moments and AdamW's temporaries, all sharded
-    over dp / replicas x tp, the gathered copy of the largest FSDP unit (of all units where there is one shard),
-    activations of one micro-batch, and its logits."""
+    """Peak of one student process.
+
+    With P parameters, s = dp / replicas shards and b bytes per element of the compute dtype, one rank holds in bytes:
+
+        weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient
+        optimizer              8 P / (s tp)         two Adam moments
+        scratch                4 P / (s tp)         temporaries of AdamW; 0 on GPUs, where it is fused
+        saving                 12 P / (s tp)        copy for a checkpoint in the background; CPUs only
+        accumulated            4 P / tp             if gradients are reduced once per step (`_accumulated`)
+        gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the embeddings
+                                                    and output layer): its copy and its fp32 gradient, and a buffer for each
+        gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
+                               + U (b + 8) / tp
+        logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
+
+    and the activations of one micro-batch (`_activations`).
+    """
     parallel = config.student.parallel
     tp, shards = parallel.tp, parallel.dp // parallel.replicas
     item = ITEM_SIZE[config.student.dtype]
     shard = ceil(model.parameters / (shards * tp))
-    tokens = config.train.micro_batch_size * row_width(config.data.max_length, on_gpu=on_gpu)
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
     tables = embedding if model.tied else 2 * embedding
     layer = (model.parameters - tables) // max(model.num_layers, 1)
     unit = max(layer, tables) // tp
+    copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
         count=parallel.dp * tp,
@@ -130,21 +175,21 @@ def student_memory(
         accumulated=_accumulated(config, model.parameters),
         optimizer=8 * shard,
         gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
-        scratch=0 if on_gpu else 4 * shard,  # the fused AdamW of GPUs has none
+        scratch=0 if on_gpu else 4 * shard,
         activations=_activations(config, model, tokens, item, tp),
-        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,  # logits, log-softmax, gradient
+        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,
         targets=targets,
         heads=heads,
-        saving=12 * shard if config.checkpoint.every and config.checkpoint.async_save and not on_gpu else 0,
+        saving=12 * shard if copies_in_background else 0,
         loading=0 if on_gpu else model.bytes_on_disk // (shards * tp),
     )
 
 
 def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
-    """Whether gradients are reduced after the step's last micro-batch only (`student.gradient_sync`).
+    """Whether gradients are reduced once per step, after its last micro-batch (`student.gradient_sync`).
 
     Args:
-        parameters: of the whole model.
+        parameters: number of parameters of the whole model.
     """
     if student.gradient_sync == "auto":
         return 4 * parameters // student.parallel.tp <= WHOLE_GRADIENT_BYTES
@@ -152,7 +197,10 @@ def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
 
 
 def _accumulated(config: Config, parameters: int) -> int:
-    """On one shard this *is* the gradient; a step of one micro-batch has nothing to add up."""
+    """Bytes of the unsharded fp32 sum of gradients.
+
+    0 on a single shard, where that sum is the gradient itself, and with one micro-batch per step, where there is nothing to sum.
+    """
     parallel = config.student.parallel
     several = config.train.global_batch_size > parallel.dp * config.train.micro_batch_size
     sharded = parallel.dp > parallel.replicas
@@ -164,14 +212,13 @@ def _accumulated(config: Config, parameters: int) -> int:
 def teacher_memory(
     config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
 ) -> WorkerMemory:
-    """Peak of one teacher process: its weights over tp, the widest activations of one layer, logits of one chunk.
+    """Peak of one teacher process: its weights over tp, the widest activations of one layer, the logits of one chunk.
 
-    On a CPU the pages of the weight files count too: while it reads them they are the peak.
+    On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
-    rows = teacher_rows(config, teacher)
-    tokens = rows * row_width(config.data.max_length, on_gpu=on_gpu)
+    tokens = _tokens(config, teacher_rows(config, teacher), on_gpu)
     columns = ceil(model.vocabulary_columns / tp)
     chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
     return WorkerMemory(
@@ -179,15 +226,15 @@ def teacher_memory(
         count=teacher.parallel.dp * tp,
         weights=item * ceil(model.parameters / tp),
         activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
-        logits=chunk * columns * (item + 8),  # and in fp32, twice
+        logits=chunk * columns * (item + 8),  # in the teacher's dtype, and two fp32 copies
         targets=targets,
         loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
 
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
-    """Peak of the process that evaluates copies of the student: the model in the dtype of its files (on a CPU fp32), and
-    keys and values of a batch of prompts of PROMPT_TOKENS."""
+    """Peak of the process that evaluates copies of the student: the weights in the dtype of their files (fp32 on a CPU), and
+    the keys and values of a batch of prompts with PROMPT_TOKENS tokens each."""
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
     key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
     rows = config.evaluate.batch_size
@@ -202,11 +249,17 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
 
 
 def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:
-    """Kept for backward, per token and layer of a Llama-like decoder.
+    """Bytes of the activations of one micro-batch that the backward pass of a Llama-like decoder needs.
 
-    Hidden-sized: two inputs and outputs of the norms with their fp32 copies, queries before and after
-    the rotation, attention's output. Key-value-sized: keys before and after, values.
-    Intermediate-sized: gate, up, activation, product.
+    Per token and layer, with b bytes per element:
+
+        2 h (2 b + 4)    input and output of two norms (h: hidden size), and an fp32 copy; not split over tp
+        4 b h / tp       queries before and after the rotation, attention's output and its contiguous copy
+        3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
+        4 b i / tp       gate, up, activation, product (i: intermediate size)
+
+    Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and the
+    activations of the one layer that is being recomputed.
     """
     tp = 1 if model.family in FUSED else tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // tp

@@ -1,4 +1,4 @@
-"""Paths of a configuration, made absolute: the processes of a cluster that was joined work in other folders."""
+"""Makes the paths of a configuration absolute: processes on an existing cluster have other working directories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Text = TypeVar("_Text", str, str | None)
 
 
 def absolute(config: Config) -> Config:
-    """A copy in which whatever is a path on this machine is an absolute one; names on a hub stay as they are."""
+    """A copy in which every path that exists on this machine is absolute. Names on the hub stay as they are."""
     data, projection, evaluate, checkpoint = config.data, config.projection, config.evaluate, config.checkpoint
     return replace(
         config,
@@ -21,19 +21,21 @@ def absolute(config: Config) -> Config:
         student=_model(config.student),
         teachers=[_model(teacher) for teacher in config.teachers],
         data=replace(
-            data, path=_found(data.path), validation=replace(data.validation, path=_found(data.validation.path))
+            data, path=_absolute(data.path), validation=replace(data.validation, path=_absolute(data.validation.path))
         ),
-        projection=replace(projection, path=_found(projection.path)),
-        evaluate=replace(evaluate, data=_found(evaluate.data), suites=[_found(suite) for suite in evaluate.suites]),
-        checkpoint=replace(checkpoint, resume=_found(checkpoint.resume)),
+        projection=replace(projection, path=_absolute(projection.path)),
+        evaluate=replace(
+            evaluate, data=_absolute(evaluate.data), suites=[_absolute(suite) for suite in evaluate.suites]
+        ),
+        checkpoint=replace(checkpoint, resume=_absolute(checkpoint.resume)),
     )
 
 
 def _model(model: _Model) -> _Model:
-    return replace(model, model=_found(model.model), tokenizer=_found(model.tokenizer))
+    return replace(model, model=_absolute(model.model), tokenizer=_absolute(model.tokenizer))
 
 
-def _found(text: _Text) -> _Text:
+def _absolute(text: _Text) -> _Text:
     if not text:
         return text
     path = Path(text).expanduser()
@@ -41,6 +43,6 @@ def _found(text: _Text) -> _Text:
 
 
 def _is_pattern(path: Path) -> bool:
-    """Whether it is a glob of files (`data/*.parquet`): the folder before the first star is there."""
+    """Whether a path is a glob of files (`data/*.parquet`) in an existing folder."""
     fixed = Path(str(path).partition("*")[0])
     return "*" in str(path) and (fixed if fixed.is_dir() else fixed.parent).is_dir()

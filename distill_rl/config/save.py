@@ -1,4 +1,4 @@
-"""`Config` → YAML without secrets, and the fingerprint of what decides a run's numbers."""
+"""`Config` → YAML without secrets, and the fingerprint of the settings that determine a run's numbers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.interpolate import escape
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import join
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import write_atomic
 from distill_rl.system.redact import holds_secret, redact
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that `load_config` reads back; secrets redacted."""
+    """The whole configuration, defaults included and secrets redacted, as YAML that `load_config` reads back."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(redact(asdict(config)))))
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes `to_yaml` to `path`, whole or not at all."""
+    """Writes `to_yaml(config)` to `path` atomically."""
     write_atomic(path, to_yaml(config))
 
 
 def require_no_secret(config: Config) -> None:
-    """For a configuration that runs from the file that is written of it, in which a secret would be missing.
+    """Checks a configuration that will run from a saved file, where a secret would be redacted.
 
     Raises:
-        ConfigError: it holds one.
+        ConfigError: the configuration holds a secret.
     """
     if holds_secret(asdict(config)):
         rule = "must not hold a secret (a password in a URL, a token): it is written to a file that the cluster reads"
-        remedy = "put it where the cluster's nodes find it, as `hf auth login` does"
+        remedy = "store it on the cluster's nodes instead, as `hf auth login` does"
         raise ConfigError("a submitted configuration", rule, remedy=remedy)
 
 
@@ -49,11 +50,11 @@ def _escape(tree: Any) -> Any:
 
 
 def decisive(config: Config) -> dict[str, Any]:
-    """What decides a run's numbers, as flat `key: value`.
+    """The settings that determine a run's numbers, as flat `key: value`.
 
-    Left out: where things are written, look-ahead, transport, Ray, logging, checkpoints and evaluation; what is done
-    about dead workers; how the work is split (dp, tp, micro-batch: another split changes rounding only); and how long
-    the run is (train.steps, train.epochs), so that a finished run can be extended.
+    Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead workers;
+    how the work is split (dp, tp and micro-batch size change rounding only); and the length of the run (train.steps,
+    train.epochs), so that a finished run can be extended.
     """
     tree = asdict(config)
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
@@ -75,16 +76,15 @@ def decisive(config: Config) -> dict[str, Any]:
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and lists, by path: `teachers.0.model`."""
-    entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
-    if entries is None:
+    """(path, value) of every leaf of nested mappings and lists; a path is written `teachers.0.model`."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from flat(value, join(path, key))
+    else:
         yield path, tree
-        return
-    for key, value in entries:
-        yield from flat(value, f"{path}.{key}" if path else str(key))
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 (hex) over `decisive(config)`: equal for two configurations that give the same numbers."""
+    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers."""
     text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Every setting and its default; nothing else holds one.
+"""Every setting with its default, which is defined nowhere else.
 
 `docs/configuration.md` is generated from this file: the string under a field is its documentation.
 """
@@ -12,117 +12,123 @@ from typing import Literal, Optional
 # ruff: noqa: UP045
 
 MISSING = "???"
-"""A value that must be given, as OmegaConf marks it; the engines must not need OmegaConf to be installed."""
+"""OmegaConf's mark of a value that must be given, repeated here because the engines must run without OmegaConf."""
 
+# Rules for single values, as metadata of the fields. config/validate.py checks them, and the rules that combine settings.
+POSITIVE = {"rule": "positive"}
+NOT_NEGATIVE = {"rule": "not negative"}
+FRACTION = {"rule": "fraction"}
+POSITIVE_FRACTION = {"rule": "positive fraction"}
+NOT_EMPTY = {"rule": "not empty"}
 
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
-"""Losses over chunks of text, for a teacher with another tokenizer than the student's."""
-TeacherLoss = Literal["same", "hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
+"""Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
+TeacherLoss = Literal["same", CrossTokenizerLoss]
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
 @dataclass
 class RunConfig:
-    name: str = ""
-    """Name of the run and of its directory; empty: the name of the YAML file."""
-    dir: str = "runs"
-    """Folder that holds run directories."""
-    seed: int = 0
-    """Seed of the data order, of dropout and of everything else that is drawn."""
+    name: str = field(default="", metadata=NOT_EMPTY)
+    """Name of the run and of its directory. Empty: the name of the YAML file without its extension."""
+    dir: str = field(default="runs", metadata=NOT_EMPTY)
+    """Folder that contains the run directories."""
+    seed: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Seed of the data order, the validation split, dropout and every other random draw."""
 
 
 @dataclass
 class ParallelConfig:
-    dp: int = 1
-    """Data-parallel size: FSDP2 shards for the student, replicas for a teacher."""
-    tp: int = 1
-    """Tensor-parallel size."""
-    replicas: int = 1
-    """Student only: keep so many copies of its parameters, each sharded over dp / replicas neighbouring ranks (hybrid sharding); with one copy per node only gradients travel between nodes. 1: one copy, sharded over all of dp."""
+    dp: int = field(default=1, metadata=POSITIVE)
+    """Data-parallel size. Student: number of ranks that share the parameters as FSDP2 shards (see replicas). Teacher: number of copies of the model, each on its own ranks."""
+    tp: int = field(default=1, metadata=POSITIVE)
+    """Tensor-parallel size: number of ranks that every layer is split over."""
+    replicas: int = field(default=1, metadata=POSITIVE)
+    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
 
 
 @dataclass
 class StudentConfig:
-    model: str = MISSING
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
     tokenizer: Optional[str] = None
-    """Folder or hub name of the tokenizer; null: the model's."""
+    """Folder or hub name of the tokenizer. null: the model's own."""
     revision: Optional[str] = None
-    """Hub revision of the model; null: the newest."""
+    """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of forward and backward; master weights and optimizer state are always fp32."""
+    """Dtype of the forward and backward pass. Master weights and optimizer state are always fp32."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
-    """Recompute each decoder layer in backward instead of keeping its activations."""
+    """Recompute the activations of each decoder layer in the backward pass instead of storing them, which saves memory and costs time."""
     attention: Attention = "auto"
-    """auto: on GPUs without masks, packed rows by variable-length kernels (of flash_attn if it is installed, else of torch) where the model allows; otherwise sdpa, or eager for a model that caps attention scores. varlen: these kernels, or an error. The others: implementations of transformers."""
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
     compile: bool = False
-    """torch.compile each decoder layer."""
+    """Compile each decoder layer with torch.compile."""
     kernels: Literal["torch", "liger"] = "torch"
-    """Kernels of the norms, the rotary embedding and the MLP: transformers' own, or those of liger-kernel (needs the `liger` extra, a GPU and parallel.tp 1; llama, mistral, qwen2, qwen3)."""
+    """Implementation of the norms, the rotary embedding and the MLP. torch: that of transformers. liger: the fused kernels of liger-kernel, which need the `liger` extra, a GPU, parallel.tp 1 and a llama, mistral, qwen2 or qwen3 model."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """When gradients are reduced over data-parallel ranks: once per step, which keeps a whole fp32 gradient on every rank (4 bytes per parameter / tp), or after every micro-batch, which keeps shards only; auto: once per step where that gradient takes at most 16 GiB."""
+    """When gradients are reduced over the data-parallel ranks. step: once per optimizer step; every rank then keeps a whole fp32 gradient (4 bytes per parameter / tp). micro_batch: after every micro-batch; every rank then keeps only its shard. auto: step if that whole gradient takes at most 16 GiB, otherwise micro_batch."""
 
 
 @dataclass
 class TeacherConfig:
-    name: str = "teacher"
-    """Name in logs, metrics and actor names; unique among the teachers."""
-    model: str = MISSING
+    name: str = field(default="teacher", metadata=NOT_EMPTY)
+    """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
     tokenizer: Optional[str] = None
-    """Folder or hub name of the tokenizer; null: the model's."""
+    """Folder or hub name of the tokenizer. null: the model's own."""
     revision: Optional[str] = None
-    """Hub revision of the model; null: the newest."""
+    """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of weights and forward."""
-    weight: float = 1.0
-    """Share of this teacher in the KD loss, relative to the sum over teachers."""
+    """Dtype of the weights and the forward pass."""
+    weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
     score: Literal["static", "ce", "entropy"] = "static"
-    """How teachers are weighed against each other: by `weight` alone, or times the softmax of their negative CE or entropy on the batch; one way for all teachers."""
+    """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
     loss: Optional[TeacherLoss] = None
-    """null: token by token where the tokenizer is the student's, else loss.cross_tokenizer. `same`: the tokenizer must be the student's. A method of loss.cross_tokenizer: by that one, over chunks, whatever the tokenizers."""
+    """Loss between this teacher and the student. null: token by token if both have the same tokenizer, otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch_size: Optional[int] = None
-    """Rows per forward; null: train.micro_batch_size."""
+    micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""
     attention: Attention = "auto"
-    """auto: on GPUs without masks, packed rows by variable-length kernels (of flash_attn if it is installed, else of torch) where the model allows; otherwise sdpa, or eager for a model that caps attention scores. varlen: these kernels, or an error. The others: implementations of transformers."""
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
     backend: Literal["hf", "vllm"] = "hf"
-    """Engine that runs the teacher."""
+    """Engine that runs the teacher; hf is transformers."""
     export: Literal["topk", "hidden", "logits"] = "topk"
-    """What the teacher hands to the student: its top_k log-probs; its last hidden states, of which the student makes all logits with the teacher's output layer; or all logits. Some losses across tokenizers need one of the latter two."""
+    """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Dtype in which log-probs and logits travel; auto: fp16 on GPUs, fp32 on CPUs. Rest and label log-probs are always fp32, hidden states always of the teacher's dtype."""
+    """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype."""
 
 
 @dataclass
 class ValidationConfig:
     path: Optional[str] = None
-    """Data of its own for validation, in the format of data.path."""
+    """Separate validation data, in the format of data.path. null: no separate data; see fraction."""
     fraction: float = 0.0
-    """Share of data.path held out for validation when validation.path is null; drawn by run.seed."""
-    max_documents: int = 512
-    """Validation stops after this many documents."""
+    """Fraction of data.path that is held out for validation if validation.path is null, drawn with run.seed. 0: none."""
+    max_documents: int = field(default=512, metadata=POSITIVE)
+    """Maximum number of documents in a validation pass."""
 
 
 @dataclass
 class DataConfig:
-    path: str = MISSING
-    """Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or a hub name."""
-    split: str = "train"
-    """Split to read where the data has splits."""
+    path: str = field(default=MISSING, metadata=NOT_EMPTY)
+    """Training data: an Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or the name of a dataset on the hub."""
+    split: str = field(default="train", metadata=NOT_EMPTY)
+    """Split to read, for data that have splits."""
     format: Literal["auto", "text", "messages"] = "auto"
-    """What a row holds: text, or chat messages; auto: messages where data.messages_key is a column."""
-    text_key: str = "text"
+    """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. auto: messages if the data have that column, otherwise text."""
+    text_key: str = field(default="text", metadata=NOT_EMPTY)
     """Column that holds the text."""
-    messages_key: str = "messages"
-    """Column that holds the chat: a list of {role, content}."""
+    messages_key: str = field(default="messages", metadata=NOT_EMPTY)
+    """Column that holds the chat, a list of {role, content}."""
     loss_on: Literal["all", "assistant"] = "all"
-    """Train on all tokens, or on the assistant turns of a chat only."""
-    max_length: int = 1024
-    """Tokens per row; a longer document is cut and counted. Rows are then padded to a multiple of 128 positions for GPUs, of 8 for CPUs."""
+    """Tokens that the student is trained on. all: all of them. assistant: only those of the assistant's turns in a chat."""
+    max_length: int = field(default=1024, metadata=POSITIVE)
+    """Maximum number of tokens per row; longer documents are truncated and counted. Rows are then padded to a multiple of 128 positions on GPUs, of 8 on CPUs."""
     packing: bool = True
-    """Put several documents into one row (first fit); attention never crosses from one to another. With a teacher of another tokenizer rows are padded instead."""
+    """Pack several documents into one row (first fit); attention never crosses from one document to another. Has no effect with a teacher that has another tokenizer: every document then has its own padded row."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
 
@@ -131,202 +137,202 @@ class LossConfig:
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = (
         "forward_kl"
     )
-    """Divergence between teacher and student."""
-    beta: float = 0.5
-    """Mixture weight of jsd and of the skewed divergences."""
-    top_k: int = 64
-    """Teacher entries kept per token; the mass of all others travels as one rest bucket."""
+    """Divergence between the next-token distributions of teacher and student; docs/losses.md compares the choices."""
+    beta: float = field(default=0.5, metadata=FRACTION)
+    """Mixture weight from 0 to 1: of the teacher's distribution in jsd and skewed_forward_kl, of the student's in skewed_reverse_kl. The other divergences ignore it."""
+    top_k: int = field(default=64, metadata=POSITIVE)
+    """Number of the teacher's most likely tokens that are kept per position. The total probability of all other tokens is kept as one number."""
     tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
-    """What becomes of the mass outside the top k."""
-    temperature: float = 1.0
-    """Softmax temperature of both models; the KD loss is scaled by its square."""
-    kd_weight: float = 1.0
-    """Weight of the distillation loss; 0: train on the data alone, without teachers."""
-    ce_weight: float = 0.0
-    """Weight of the cross-entropy with the data."""
+    """What happens to the probability outside the top k. bucket: all other tokens are compared together, as one more outcome. truncate: it is ignored. renormalize: both distributions are rescaled to sum to 1 over the top k."""
+    temperature: float = field(default=1.0, metadata=POSITIVE)
+    """Softmax temperature of both models. The KD loss is multiplied by its square."""
+    kd_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Weight of the distillation loss. 0: no teacher is started, and the student is trained on the data alone."""
+    ce_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Weight of the cross-entropy with the data. 0: the student learns from the teachers alone."""
     dynamic_scale: Literal["off", "on", "exact"] = "off"
-    """Minimise r KD + CE instead of the weighted sum, r = CE / KD of the previous step (on), or of this step by a second sweep (exact)."""
+    """Minimise r KD + CE with r = CE / KD instead of the sum weighted by kd_weight and ce_weight. off: never. on: with r from the previous step. exact: with r from the current step, which takes a second pass over the batch."""
     cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
-    """Loss for a teacher with another tokenizer; null: all must share the student's."""
+    """Loss for a teacher whose tokenizer differs from the student's; docs/losses.md compares the choices. null: such a teacher is an error."""
     chunk_average: Literal["mean", "chain"] = "mean"
-    """How the predictions of a chunk's tokens become one, in `xtoken`, `gold`, `hkl` and `uld`: their mean, or the first one's times the chance of the chunk's other tokens."""
-    uncommon_top_k: int = 8192
-    """Columns of the sorted parts of `gold`, `hkl` and `uld`."""
+    """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens."""
+    uncommon_top_k: int = field(default=8192, metadata=POSITIVE)
+    """Number of columns that `gold`, `hkl` and `uld` compare by rank, that is, after sorting."""
     gold_relaxed: bool = False
-    """Admit vocabulary matches of weight 0.6 and more in `gold` and `hkl`."""
-    alm_tau: float = 1.0
-    """Temperature of the chunk likelihoods of `alm` and of the longer chunks of `hybrid`: they are raised to 1 / alm_tau."""
+    """Also accept vocabulary matches with a weight of at least 0.6 in `gold` and `hkl`."""
+    alm_tau: float = field(default=1.0, metadata=POSITIVE)
+    """Temperature of the chunk likelihoods in `alm` and of the longer chunks in `hybrid`: likelihoods are raised to the power 1 / alm_tau."""
 
 
 @dataclass
 class ProjectionConfig:
     path: Optional[str] = None
-    """File of the vocabulary projection of the one teacher with another tokenizer; null: built, and kept in run.dir/.projections."""
+    """File with the vocabulary projection for the one teacher that has another tokenizer. null: the projection is built, and kept in run.dir/.projections."""
     learnable: bool = False
-    """Train the projection's values on their fixed support (xtoken)."""
+    """Train the values of the projection; which of them are not zero stays fixed. Needs the loss `xtoken`."""
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 2e-5
+    lr: float = field(default=2e-5, metadata=POSITIVE)
     """Peak learning rate of AdamW."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's decay rates."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay; not applied to vectors (norms and biases)."""
+    """AdamW's decay rates of the first and the second moment."""
+    eps: float = field(default=1e-8, metadata=POSITIVE)
+    """AdamW's epsilon, which is added to the denominator of the update."""
+    weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
+    """Decoupled weight decay. Not applied to vectors (norms and biases)."""
 
 
 @dataclass
 class ScheduleConfig:
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    min_lr_ratio: float = 0.0
-    """Learning rate at the end, as a share of the peak."""
-    steps: Optional[int] = None
-    """Step at which the schedule ends; null: the last step of the run. A run that is to be extended sets it."""
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps of linear warm-up. 0: none."""
+    min_lr_ratio: float = field(default=0.0, metadata=FRACTION)
+    """Learning rate at the end of the schedule, as a fraction of the peak."""
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Optimizer step at which the schedule ends. null: the last step of the run. Set it for a run that you will extend later."""
 
 
 @dataclass
 class TrainConfig:
-    steps: Optional[int] = None
-    """Optimizer steps; the run ends at train.steps or train.epochs, whichever comes first."""
-    epochs: Optional[float] = None
-    """Passes over the data, reshuffled for each."""
-    global_batch_size: int = 32
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of optimizer steps. null: no limit but train.epochs. The run ends at train.steps or train.epochs, whichever comes first; one of them must be set."""
+    epochs: Optional[float] = field(default=None, metadata=POSITIVE)
+    """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps."""
+    global_batch_size: int = field(default=32, metadata=POSITIVE)
     """Documents per optimizer step."""
-    micro_batch_size: int = 4
-    """Rows per forward and backward of one data-parallel rank."""
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0: never."""
+    micro_batch_size: int = field(default=4, metadata=POSITIVE)
+    """Rows per forward and backward pass of one student rank."""
+    max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Maximum norm of the global gradient; larger gradients are clipped to it. 0: no clipping."""
     deterministic: bool = False
-    """torch.use_deterministic_algorithms on GPUs. On CPUs a run is always bit-reproducible."""
+    """Use torch.use_deterministic_algorithms on GPUs. On CPUs a run is always bit-reproducible."""
 
 
 @dataclass
 class DPConfig:
     backend: Literal["numba", "numpy", "cuda"] = "numba"
-    """Engine of the dynamic-programming fallback; cuda needs aligner.num_gpus."""
-    band: int = 64
-    """Half-width of the band it searches."""
+    """Implementation of the dynamic-programming fallback. numba: compiled for the CPU. numpy: on the CPU, not compiled. cuda: on a GPU; needs aligner.num_gpus."""
+    band: int = field(default=64, metadata=POSITIVE)
+    """Half-width, in tokens, of the band that the dynamic programme searches."""
 
 
 @dataclass
 class AlignerConfig:
     method: Literal["auto", "bytes", "offsets", "dp"] = "auto"
-    """How two tokenizations are matched; auto: the first of bytes, offsets and dp that is exact."""
-    workers: Optional[int] = None
-    """Actors that tokenise, align and pack; null: half the job's GPUs, at least 1, at most the free cores; 0: none, the driver does it."""
-    num_gpus: float = 0.0
-    """Share of a GPU that each of them gets, for dp.backend cuda."""
-    deadline_s: float = 120.0
-    """Seconds that one batch may take, and one row of a batch that failed twice."""
-    max_bad_rows: int = 10
-    """Rows that a run may leave out because an aligner fails or hangs on them; they are listed in bad_rows.jsonl."""
+    """How the two tokenizations of a text are matched: by the bytes that the tokens spell, by the tokenizers' character offsets, or by dynamic programming. auto: the first of these that is exact."""
+    workers: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Number of actors that tokenise, align and pack. null: half the number of GPUs that the run uses, but at least 1 and at most the number of free cores. 0: no actors; the driver does the work."""
+    num_gpus: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Fraction of a GPU for each aligner actor; needed by dp.backend cuda. 0: none."""
+    deadline_s: float = field(default=120.0, metadata=POSITIVE)
+    """Seconds that an aligner may take for one batch and, after a batch has failed twice, for each of its rows."""
+    max_bad_rows: int = field(default=10, metadata=NOT_NEGATIVE)
+    """Number of rows that a run may leave out because an aligner fails or hangs on them; one more ends the run. They are listed in bad_rows.jsonl."""
     fast_ids: bool = True
-    """Compare bytes in compiled code, and make the tables of canonical ids that dp needs once; false: neither, with the same answers."""
+    """Compare bytes in compiled code, and build the tables of canonical ids for dp only once. false: neither, with the same results."""
     dp: DPConfig = field(default_factory=DPConfig)
 
 
 @dataclass
 class PrefetchConfig:
-    depth: int = 1
-    """Batches that the aligner and the teachers may run ahead of the student; changes no bit of the result."""
-    slots: Optional[int] = None
-    """Micro-batches of targets that the ring of a teacher rank holds; null: those of depth + 1 batches, or where it exports logits twice the fewest that student and teachers divide evenly. With fewer than two batches hold, a batch is taught and trained on in sub-batches of half a ring."""
+    depth: int = field(default=1, metadata=NOT_NEGATIVE)
+    """Number of batches that the aligners and the teachers may run ahead of the student. 0: no look-ahead. Does not change one bit of the result."""
+    slots: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Number of micro-batches of targets that the ring of a teacher rank holds. null: enough for depth + 1 batches; for a teacher that exports logits, enough for two sub-batches of the fewest rows that the student and all teachers divide evenly, unless loss.dynamic_scale or teachers[].score needs the whole batch at once. If the ring holds fewer than two batches, each batch is processed in sub-batches of half a ring."""
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0
-    """Steps between checkpoints; 0: only when the run ends or is stopped."""
-    keep_last: int = 2
-    """Newest checkpoints kept."""
-    keep_best: int = 0
-    """Best checkpoints kept besides, by validation/kl_loss."""
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps between checkpoints. 0: only when the run ends or is stopped."""
+    keep_last: int = field(default=2, metadata=POSITIVE)
+    """Number of newest checkpoints that are kept."""
+    keep_best: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Number of best checkpoints, by validation/kl_loss, that are kept in addition to the newest. 0: none."""
     async_save: bool = True
-    """Write checkpoints beside the training, from a copy in host memory; an error ends the run at the next save or at the end."""
+    """Write checkpoints while training continues, from a copy in host memory. An error ends the run at the next save or at the end. false: training waits until a checkpoint is written."""
     resume: Optional[str] = None
-    """null: start afresh; latest: go on from the newest checkpoint; auto: the same where there is one; or a step folder."""
+    """Checkpoint to resume from. null: none, start afresh. latest: the newest checkpoint. auto: the newest checkpoint if there is one, otherwise start afresh. Any other value: the path of a step folder (.../step-100)."""
 
 
 @dataclass
 class FaultsConfig:
-    teacher_restarts: int = 3
-    """Teacher replicas that a run may start again after one of their processes died; their batches are done again, to the same losses."""
+    teacher_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
+    """Number of times that a run may restart a teacher replica after one of its processes died. Unfinished batches are repeated, with the same losses."""
     lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
-    """When a teacher cannot be started again: end the run, or go on with the other teachers, whose weights are scaled up."""
-    aligner_restarts: int = 10
-    """Aligners that a run may start again after they died or hung."""
-    skipped_steps: int = 3
-    """Steps in a row that may be skipped because their loss or gradient is NaN or Inf (or a spike); one more ends the run. 0: the first ends it."""
-    spike_window: int = 0
-    """Also skip steps whose loss or gradient norm is more than spike_factor times the median of so many steps before; 0: never."""
-    spike_factor: float = 10.0
-    """See spike_window."""
-    report_after_s: float = 60.0
-    """Seconds after which a wait is reported, with the state of every worker that is waited for, and again after as many more."""
-    stopped_s: float = 10.0
+    """What to do when a teacher cannot be restarted. fail: end the run. drop_and_reweight: continue with the other teachers, whose weights are scaled up."""
+    aligner_restarts: int = field(default=10, metadata=NOT_NEGATIVE)
+    """Number of times that a run may restart an aligner that died or hung."""
+    skipped_steps: int = field(default=3, metadata=NOT_NEGATIVE)
+    """Number of consecutive steps that may be skipped because their loss or gradient is NaN, Inf or a spike (see spike_window); one more ends the run. 0: the first ends the run."""
+    spike_window: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Also skip a step whose loss or gradient norm exceeds spike_factor times the median of this many previous steps. 0: never."""
+    spike_factor: float = field(default=10.0, metadata=POSITIVE)
+    """Multiple of the median above which a loss or gradient norm is a spike; see spike_window."""
+    report_after_s: float = field(default=60.0, metadata=POSITIVE)
+    """Seconds after which a wait is reported with the state of every worker involved; it is reported again each time the same interval has passed."""
+    stopped_s: float = field(default=10.0, metadata=POSITIVE)
     """Seconds after which a worker whose process is stopped (SIGSTOP) counts as dead."""
 
 
 @dataclass
 class EvaluateConfig:
-    every: int = 0
-    """Steps between validation passes (KD and CE on held-out text); 0: only at the end of the run."""
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps between validation passes, which measure KD and CE on held-out text. 0: only at the end of the run."""
     suites: list[str] = field(default_factory=list)
-    """Evaluation suites, or paths of .py files with suites of your own. They run at the end on the exported student, and before on copies of it, beside the training, which they do not change by one bit."""
-    suites_every: Optional[int] = None
-    """Steps between evaluations on the suites; null: evaluate.every; 0: only at the end of the run."""
+    """Names of evaluation suites, or paths of .py files with suites of your own. They run on the exported student at the end and on copies of the student during training, which they do not change by one bit."""
+    suites_every: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Optimizer steps between evaluations on the suites. null: evaluate.every. 0: only at the end of the run."""
     data: Optional[str] = None
-    """File or folder of the suites' data."""
+    """File or folder with the data of the suites; required if evaluate.suites is set."""
     backend: Literal["hf", "vllm"] = "hf"
-    """Engine that runs the suites: Transformers, or vLLM (needs the `vllm` extra)."""
-    limit: Optional[int] = None
-    """Items per suite while training; null: all. At the end it is always all."""
-    batch_size: int = 64
-    """Prompts that are run together (hf)."""
-    gpu_share: float = 0.2
-    """Share of the first GPU, and of its memory, that the evaluator gets where no GPU is left over for it; the ranks there are held to the rest."""
-    timeout_s: float = 7200.0
-    """Seconds in which an evaluation must end."""
+    """Engine that runs the suites. hf: transformers. vllm: vLLM, which needs the `vllm` extra."""
+    limit: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of items per suite during training. null: all. The evaluation at the end always uses all items."""
+    batch_size: int = field(default=64, metadata=POSITIVE)
+    """Number of prompts that are run together, for backend hf."""
+    gpu_share: float = field(default=0.2, metadata=POSITIVE_FRACTION)
+    """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it. The ranks on that GPU are limited to the rest."""
+    timeout_s: float = field(default=7200.0, metadata=POSITIVE)
+    """Seconds that one evaluation may take."""
 
 
 @dataclass
 class ObserveConfig:
-    every: int = 1
-    """Steps between records in metrics.jsonl and TensorBoard."""
-    table_every: int = 50
-    """Steps between tables of where the time of a step went, in driver.log; 0: never."""
+    every: int = field(default=1, metadata=POSITIVE)
+    """Optimizer steps between records in metrics.jsonl and TensorBoard."""
+    table_every: int = field(default=50, metadata=NOT_NEGATIVE)
+    """Optimizer steps between tables in driver.log that show where the time of a step went. 0: never."""
     timeline: bool = False
-    """Write timeline.json beside driver.log, a Chrome trace of what every worker did (chrome://tracing or ui.perfetto.dev)."""
+    """Write timeline.json beside driver.log: a Chrome trace of what every worker did, for chrome://tracing or ui.perfetto.dev."""
     tensorboard: bool = True
     """Write TensorBoard files to logs/tensorboard/."""
     wandb: bool = False
-    """Log to Weights & Biases besides (needs the `wandb` extra; WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE are read)."""
+    """Also log to Weights & Biases. Needs the `wandb` extra; reads WANDB_API_KEY, WANDB_PROJECT and WANDB_MODE."""
     mlflow: bool = False
-    """Log to MLflow besides (needs the `mlflow` extra): at MLFLOW_TRACKING_URI, or in files in the run directory."""
+    """Also log to MLflow, at MLFLOW_TRACKING_URI or else in files in the run directory. Needs the `mlflow` extra."""
 
 
 @dataclass
 class RayConfig:
     address: Optional[str] = None
-    """Cluster to join; null: start Ray on this machine and stop it at the end."""
-    num_cpus: Optional[int] = None
-    """Logical CPUs of a Ray started here; null: one per actor, at least the machine's."""
+    """Address of the Ray cluster to join. null: start Ray on this machine and stop it at the end of the run."""
+    num_cpus: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Number of logical CPUs of a Ray that the run starts. null: one per actor, but at least as many as the machine has."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """colocated: teachers and student share GPUs by fractions; disaggregated: every rank has a GPU of its own, teachers and student nodes of their own where there are enough."""
-    placement_timeout_s: float = 60.0
-    """Seconds to wait for the asked resources before giving up with a table of asked and available."""
-    start_timeout_s: float = 300.0
-    """Seconds in which all workers must have loaded their models."""
-    step_timeout_s: float = 900.0
-    """Seconds in which each stage of a step (of each of its sub-batches) must end."""
+    """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
+    placement_timeout_s: float = field(default=60.0, metadata=POSITIVE)
+    """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available."""
+    start_timeout_s: float = field(default=300.0, metadata=POSITIVE)
+    """Seconds that all workers together may take to load their models."""
+    step_timeout_s: float = field(default=900.0, metadata=POSITIVE)
+    """Seconds that each stage of a step may take; if a batch is processed in sub-batches, each stage of a sub-batch."""
     dashboard: bool = False
-    """Start Ray's dashboard on 127.0.0.1 with a Ray started here (needs the `dashboard` extra)."""
+    """Start Ray's dashboard on 127.0.0.1, with a Ray that the run starts. Needs the `dashboard` extra."""
 
 
 @dataclass
@@ -343,7 +349,7 @@ class Config:
     aligner: AlignerConfig = field(default_factory=AlignerConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     transport: Literal["auto", "local", "object_store", "shared_memory", "cuda_ipc"] = "auto"
-    """How targets travel from teacher to student; auto: chosen at the start, and said in the log and by check."""
+    """How targets travel from teacher to student. auto: chosen at the start, and named in the log and by `distill-rl check`. object_store: through Ray's object store. shared_memory, cuda_ipc: through host or GPU memory, within one node. local: within one process, for tests and notebooks; refused for a run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

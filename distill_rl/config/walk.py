@@ -1,6 +1,6 @@
-"""Raw mapping → `Config`, by one walk over the leaves that reports every problem with its full path.
+"""Raw mapping → `Config`, in one walk over the leaves that reports every problem with its full path.
 
-OmegaConf stops at the first error and forgets list indices, so its own merge is not used for this.
+OmegaConf's own merge stops at the first error and loses list indices, so it is not used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from distill_rl.errors import ConfigError
 
 
 class Findings:
-    """Problem lines, and the keys they are about, so that nothing is complained of twice."""
+    """Problem lines, and the keys they concern, so that later checks do not report the same key again."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.keys: set[str] = set()
 
     def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
+        """
+        Args:
+            suspect: the key that was probably meant, if `key` is unknown.
+        """
         self.lines.append(str(ConfigError(key, rule, value, remedy)))
         self.keys.update({key, suspect} - {""})
 
@@ -37,7 +41,7 @@ def join(path: str, key: object) -> str:
 
 @cache
 def hints(section: type) -> dict[str, Any]:
-    """Field name → type of a section, annotations evaluated."""
+    """Field name → evaluated type, for a section of the schema."""
     return get_type_hints(section)
 
 
@@ -50,20 +54,20 @@ def unwrap(kind: Any) -> tuple[Any, bool]:
 
 
 def item_kind(kind: Any) -> Any:
-    """Type of a list's entries, or None when `kind` is no list."""
+    """Type of a list's entries, or None if `kind` is not a list."""
     kind, _ = unwrap(kind)
     return get_args(kind)[0] if get_origin(kind) is list else None
 
 
 def default_of(entry: Field) -> Any:
-    """Default value of a field; MISSING where there is none."""
+    """Default value of a field; MISSING if it must be given."""
     if entry.default_factory is not NO_DEFAULT:
         return entry.default_factory()
     return entry.default
 
 
 def kind_at(section: type, path: str) -> Any:
-    """The type that the schema has at a dotted path (`teachers.0.model`), or None."""
+    """Type in the schema at a dotted path (`teachers.0.model`), or None."""
     kind: Any = section
     for part in path.split("."):
         kind, _ = unwrap(kind)
@@ -77,7 +81,7 @@ def kind_at(section: type, path: str) -> Any:
 
 
 def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
-    """Every setting of the schema as (dotted path, field, type), list indices written as `0`."""
+    """Every setting of the schema as (dotted path, field, type), with `0` for list indices."""
     for entry in fields(section):
         kind, key = hints(section)[entry.name], join(path, entry.name)
         inner = item_kind(kind)
@@ -89,44 +93,44 @@ def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
             yield key, entry, kind
 
 
-def build(section: type, raw: Mapping[Any, Any], found: Findings, path: str = "") -> Any:
-    """An instance of `section`; a leaf with a problem is reported in `found` and keeps its default."""
+def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
+    """An instance of `section`. A problem is added to `findings`, and the setting keeps its default."""
     names = {entry.name for entry in fields(section)}
     for key in raw:
         if key not in names:
-            _unknown(section, key, found, path)
+            _unknown(section, key, findings, path)
     values: dict[str, Any] = {}
     for entry in fields(section):
         key, kind = join(path, entry.name), hints(section)[entry.name]
         default = default_of(entry)
         value = raw.get(entry.name, default)
         if isinstance(value, str) and value == MISSING:
-            found.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
+            findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
             values[entry.name] = value
         elif is_dataclass(value):
-            values[entry.name] = build(type(value), {}, found, key)
+            values[entry.name] = build(type(value), {}, findings, key)
         else:
-            values[entry.name] = _value(kind, value, default, found, key)
+            values[entry.name] = _value(kind, value, default, findings, key)
     return section(**values)
 
 
-def _value(kind: Any, value: Any, default: Any, found: Findings, key: str) -> Any:
+def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
     plain, optional = unwrap(kind)
     if value is None and optional:
         return None
     if is_dataclass(plain):
-        if isinstance(value, Mapping) or value is None:  # a section whose keys are all commented out is empty
-            return build(plain, value or {}, found, key)  # type: ignore[arg-type]
+        if isinstance(value, Mapping) or value is None:  # all its keys may be commented out
+            return build(plain, value or {}, findings, key)  # type: ignore[arg-type]
     elif item_kind(plain) is not None:
         if isinstance(value, list):
             inner = item_kind(plain)
-            return [_value(inner, entry, MISSING, found, join(key, i)) for i, entry in enumerate(value)]
+            return [_value(inner, entry, MISSING, findings, join(key, i)) for i, entry in enumerate(value)]
     elif get_origin(plain) is Literal:
-        # YAML 1.1 reads a bare `on` or `off` as a boolean.
+        # YAML 1.1 reads an unquoted `on` or `off` as a boolean.
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
         if word in get_args(plain):
             return word
-        return _wrong_choice(plain, value, default, found, key)
+        return _wrong_choice(plain, value, default, findings, key)
     elif plain is bool:
         if isinstance(value, bool):
             return value
@@ -137,37 +141,41 @@ def _value(kind: Any, value: Any, default: Any, found: Findings, key: str) -> An
         if isinstance(value, int | float) and not isinstance(value, bool):
             if isfinite(value):
                 return float(value)
-            found.add(key, "must be a finite number", value)
+            findings.add(key, "must be a finite number", value)
             return default
     elif plain is str and isinstance(value, str):
         return value
-    found.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
+    findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
     return default
 
 
-def _wrong_choice(kind: Any, value: Any, default: Any, found: Findings, key: str) -> Any:
+def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
     choices = get_args(kind)
     near = difflib.get_close_matches(str(value), choices, n=1)
     remedy = f"did you mean {near[0]}?" if near else ""
-    found.add(key, f"must be one of {', '.join(choices)}", _shown(value), remedy)
+    findings.add(key, f"must be one of {', '.join(choices)}", _shown(value), remedy)
     return default
 
 
-def _unknown(section: type, key: Any, found: Findings, path: str) -> None:
+def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
     full = join(path, key)
     if key == "_target_":
-        found.add(full, "a configuration never names code to run", remedy="remove it")
+        findings.add(full, "a configuration never names code to run", remedy="remove it")
         return
     siblings = [entry.name for entry in fields(section)]
     near = _nearest(section, str(key), path)
     if near:
-        found.add(full, "unknown key", remedy=f"did you mean {near}?", suspect=near)
+        findings.add(full, "unknown key", remedy=f"did you mean {near}?", suspect=near)
     else:
-        found.add(full, "unknown key", remedy=f"keys here: {', '.join(siblings)}")
+        findings.add(full, "unknown key", remedy=f"keys here: {', '.join(siblings)}")
 
 
 def _nearest(section: type, key: str, path: str) -> str:
-    """Full path of the valid key that was probably meant; empty when nothing is near."""
+    """Full path of the key that was probably meant; empty if none is similar.
+
+    In this order: a very similar key of the section, a key of another framework, the same name in another section, a similar
+    key of the section, a similar name in another section.
+    """
     from distill_rl.config.schema import Config
 
     siblings = [entry.name for entry in fields(section)]
@@ -205,7 +213,7 @@ def _expected(kind: Any) -> str:
 def _example(kind: Any, default: Any) -> str:
     plain, _ = unwrap(kind)
     if default not in (None, "", MISSING, NO_DEFAULT) and not is_dataclass(default):
-        return str(default).lower() if isinstance(default, bool) else str(default)
+        return as_yaml(default)
     if plain is str:
         return "PATH"
     return {bool: "true", int: "8", float: "0.5"}.get(plain, "[]") if isinstance(plain, type) else "[]"
@@ -213,17 +221,20 @@ def _example(kind: Any, default: Any) -> str:
 
 def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
     if plain is str and isinstance(value, int | float):
-        return f"""put it in quotes: {key.rpartition(".")[2]}: "{_yaml(value)}" """.rstrip()
+        return f"""put it in quotes: {key.rpartition(".")[2]}: "{as_yaml(value)}" """.rstrip()
     if is_dataclass(plain):
         return "indent its keys below it"
     return f"for example {key}={_example(plain, default)}"
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A default or a single value, as it is written in a YAML file."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(value: Any) -> str:
-    """The value as a user would recognise it, cut to a length that fits on the line."""
-    text = "null" if value is None else _yaml(value) if isinstance(value, bool) else repr(value)
+    """The value as the user wrote it, cut to 80 characters."""
+    text = as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

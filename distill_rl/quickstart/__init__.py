@@ -1,1 +1,1 @@
-"""The quickstart: offline material, a distillation run, its control, and a table that compares them."""
+"""The quickstart: makes models and data offline, runs a distillation and its control, and compares them in a table."""

@@ -1,4 +1,4 @@
-"""Runs the real command line as a child, and lets signals through to it."""
+"""Runs the real command line as a child process and forwards signals to it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_cli(arguments: Sequence[str]) -> int:
-    """`distill-rl` with these arguments, its output on ours; returns its exit code (128 + n if signal n ended it).
+    """Runs `distill-rl` with its output on ours; returns its exit code (128 + n if signal n ended it).
 
-    The child has a process group of its own, so that Ctrl-C reaches it once, through us, and not twice: the
-    second would end it before it has shut down what it started.
+    The child has its own process group, so that Ctrl-C reaches it once, through this process. A second one would end it before
+    it has stopped the processes that it started.
     """
     command = [sys.executable, "-m", "distill_rl", *arguments]
     child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
+    before_start: list[int] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward(signal_number: int, frame: FrameType | None) -> None:
         if child is None:
-            early.append(number)
+            before_start.append(signal_number)
         else:
-            child.send_signal(number)
+            child.send_signal(signal_number)
 
     with _handled_by(forward):
         child = subprocess.Popen(command, env=_environment(), process_group=0)
-        for number in early:
-            child.send_signal(number)
+        for signal_number in before_start:
+            child.send_signal(signal_number)
         code = child.wait()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in FORWARDED}
+    previous = {signal_number: signal.signal(signal_number, handler) for signal_number in FORWARDED}
     try:
         yield
     finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+        for signal_number, previous_handler in previous.items():
+            signal.signal(signal_number, previous_handler)
 
 
 def _environment() -> dict[str, str]:
-    """Offline, and few threads: models of this size are slowed down by more."""
+    """Offline, with one thread per process: more threads slow down models of this size."""
     return {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **os.environ}

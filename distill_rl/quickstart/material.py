@@ -1,4 +1,4 @@
-"""The quickstart's models and data: made once per seed by a seeded program, found again afterwards."""
+"""The quickstart's models and data, made once per seed and reused afterwards."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PARTIAL = ".partial-"
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A folder made by `make_material`."""
+    """The files in a folder that `make_material` made."""
 
     root: Path
 
     @property
     def teacher(self) -> Path:
-        """A model that has learnt the tasks, with its tokenizer."""
+        """A model trained on the tasks, with its tokenizer."""
         return self.root / "teacher"
 
     @property
@@ -47,7 +47,7 @@ class Material:
 
     @property
     def test(self) -> Path:
-        """Questions with their answers, as the suite `exact_match` reads them."""
+        """Questions with answers, in the format of the suite `exact_match`."""
         return self.root / "test.jsonl"
 
 
@@ -61,15 +61,15 @@ class Rows:
 
     @property
     def held_out(self) -> frozenset[str]:
-        """Prompts that neither student nor teacher may be trained on."""
+        """Prompts that neither the student nor the teacher is trained on."""
         return frozenset(problem.prompt for problem in [*self.validation, *self.test])
 
 
 def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Material:
-    """Returns `<root>/<recipe.folder>-<seed>-<hash>`, which appears only when it is complete; made if it is not there yet.
+    """Returns the material in `<root>/<recipe.folder>-<seed>-<hash>`, which is made if it does not exist.
 
-    `<root>/<recipe.folder>-<seed>`, the path that the configuration names, is pointed at it. The hash covers the
-    recipe and its program. Two processes at once are safe: the second waits for the first.
+    The hash covers the recipe and its programs. The folder is renamed into place when it is complete, and the link
+    `<root>/<recipe.folder>-<seed>`, the path in the configuration, is set to it. A second process waits for the first.
     """
     root = Path(root)
     stable = f"{recipe.folder}-{seed}"
@@ -92,7 +92,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
 
 
 def draw_rows(seed: int, recipe: Recipe) -> Rows:
-    """The data of a seed: no prompt is in two of the three sets, or twice in one."""
+    """The data of a seed. Every prompt occurs once in all three sets together."""
     test = list(islice(draw_problems(f"{seed} test"), recipe.test_rows))
     taken = {problem.prompt for problem in test}
     validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
@@ -102,7 +102,7 @@ def draw_rows(seed: int, recipe: Recipe) -> Rows:
 
 
 def teacher_problems(seed: int, rows: Rows) -> Iterator[Problem]:
-    """What the teacher learns from: fresh problems with right answers, none of them held out."""
+    """Training data of the teacher: an endless series of problems with right answers, without the held-out prompts."""
     return draw_problems(f"{seed} teacher", rows.held_out)
 
 
@@ -117,14 +117,17 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     _write_rows(material.train, map(training_row, rows.train))
     _write_rows(material.validation, map(training_row, rows.validation))
     _write_rows(material.test, map(question_row, rows.test))
-    theirs = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
-    ours = make_tokenizer(recipe.positions, recipe.student_tokenizer)
-    # Two seeds for two models, so that neither's weights are a cut of the other's.
-    teacher = new_model(recipe.teacher, recipe, theirs, seed=2 * seed)
-    student = new_model(recipe.student, recipe, ours, seed=2 * seed + 1)
-    train_teacher(teacher, theirs, teacher_problems(seed, rows), recipe)
-    logging.disable_progress_bar()  # a bar per file written says nothing
-    for model, tokenizer, folder in ((teacher, theirs, material.teacher), (student, ours, material.student)):
+    teacher_tokenizer = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
+    student_tokenizer = make_tokenizer(recipe.positions, recipe.student_tokenizer)
+    # Different seeds, so that the two models do not share initial weights.
+    teacher = new_model(recipe.teacher, recipe, teacher_tokenizer, seed=2 * seed)
+    student = new_model(recipe.student, recipe, student_tokenizer, seed=2 * seed + 1)
+    train_teacher(teacher, teacher_tokenizer, teacher_problems(seed, rows), recipe)
+    logging.disable_progress_bar()  # one bar per written file
+    for model, tokenizer, folder in (
+        (teacher, teacher_tokenizer, material.teacher),
+        (student, student_tokenizer, material.student),
+    ):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""Makes the quickstart's models: fresh ones, and a teacher that has learnt its tasks."""
+"""Makes the quickstart's models: initialises both, and trains the teacher on the tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A Llama with random weights that `seed` alone decides; fp32, on the CPU."""
+    """A Llama with random weights that depend on `seed` alone; fp32, on the CPU."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,9 +43,9 @@ def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
 def train_teacher(
     teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Iterator[Problem], recipe: Recipe
 ) -> None:
-    """Cross-entropy on right answers, every problem seen once; the weights change in place. Shows its progress on stderr.
+    """Trains the teacher in place with cross-entropy on right answers, each problem once, and shows progress on stderr.
 
-    One thread, so that the same seed gives the same teacher on any number of cores.
+    Uses one thread, so that a seed gives the same teacher on any number of cores.
     """
     import torch
 
@@ -55,7 +55,7 @@ def train_teacher(
     with _one_thread(), _progress(recipe.teacher_steps) as advance:
         for _ in range(recipe.teacher_steps):
             input_ids, labels = encode(tokenizer, list(islice(problems, recipe.teacher_batch)))
-            # Rows end in padding, which no earlier position sees: no attention mask is needed.
+            # Padding is on the right, where causal attention never sees it, so no attention mask is needed.
             logits = teacher(input_ids=input_ids, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
             optimizer.zero_grad()
@@ -68,7 +68,7 @@ def train_teacher(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple[Tensor, Tensor]:
-    """Input ids and labels, int64 [R, S], padded on the right; labels are shifted and kept on the answers only."""
+    """Input ids and labels, int64 [R, S], padded on the right. Labels are shifted, and IGNORE_INDEX outside the answers."""
     import torch
 
     rows: list[Any] = [
@@ -80,15 +80,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple
     longest = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.full((len(rows), longest), int(tokenizer.pad_token_id))
     labels = torch.full((len(rows), longest), IGNORE_INDEX)
-    for index, row in enumerate(rows):
+    for i, row in enumerate(rows):
         ids, answer = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"], dtype=torch.bool)
-        input_ids[index, : len(ids)] = ids
-        labels[index, : len(ids) - 1] = torch.where(answer[1:], ids[1:], IGNORE_INDEX)
+        input_ids[i, : len(ids)] = ids
+        labels[i, : len(ids) - 1] = torch.where(answer[1:], ids[1:], IGNORE_INDEX)
     return input_ids, labels
 
 
 def _learning_rate(step: int, recipe: Recipe) -> float:
-    """Share of the peak: a linear warm-up times a cosine that ends at 0."""
+    """Factor on the peak learning rate: linear warm-up times a cosine that ends at 0."""
     return min(1.0, (step + 1) / recipe.teacher_warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.teacher_steps))
 
 
@@ -106,7 +106,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[float], None]]:
-    """Yields a function that takes the loss of each step. A bar on a terminal, a few lines elsewhere."""
+    """Yields a function to call with the loss of every step; shows a bar on a terminal, a few lines otherwise."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

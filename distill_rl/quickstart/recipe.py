@@ -1,4 +1,4 @@
-"""The sizes of the quickstart: what decides how well teacher and student can do, and how long it takes."""
+"""The sizes of the quickstart, which determine how good teacher and student become and how long it takes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the material is made by. Two recipes that differ in anything make different folders."""
+    """Parameters of the material. Recipes that differ in any of them make different folders."""
 
     folder: str = "seed"
-    """what a folder of material is called, before its seed"""
+    """Name of the folder of the material, before the seed."""
     teacher: Shape = Shape(hidden=96, intermediate=288, layers=2, heads=4)
     student: Shape = Shape(hidden=48, intermediate=144, layers=2, heads=4)
     teacher_tokenizer: str = "words"
     student_tokenizer: str = "words"
-    """kinds of tokenizer.py; two kinds are two vocabularies and two chat templates over the same chats"""
+    """Kinds of `tokenizer.KINDS`. Two kinds have different vocabularies and chat templates."""
     positions: int = 256
-    """longest input of either model, in tokens"""
+    """Maximum input length of both models, in tokens."""
     initializer_range: float = 0.05
-    """standard deviation of fresh weights: the usual 0.02 learns late at these widths"""
+    """Standard deviation of initial weights. Models of this width learn slowly with the usual 0.02."""
     training_rows: int = 2000
     wrong_share: float = 0.3
-    """share of the training rows whose answer has the right items in a wrong order"""
+    """Fraction of the training rows whose answer has the right items in a wrong order."""
     validation_rows: int = 192
     test_rows: int = 600
     teacher_steps: int = 800
@@ -46,7 +46,7 @@ class Recipe:
     teacher_warmup: int = 30
 
     def fingerprint(self) -> str:
-        """sha256, in hex, over the recipe and the programs that follow it: an edit of either asks for new material."""
+        """sha256 (hex) over the recipe and the programs that use it, so that a change of either makes new material."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         for name in ("tasks.py", "tokenizer.py", "pretrain.py", "material.py"):
             digest.update(Path(__file__).with_name(name).read_bytes())
@@ -55,10 +55,10 @@ class Recipe:
 
 RECIPE = Recipe()
 CROSS = replace(RECIPE, folder="cross-seed", teacher_tokenizer="pieces", student_tokenizer="lines")
-"""The same tasks, but the teacher spells most words in two or three tokens of its own."""
+"""The same tasks with another tokenizer for the teacher, which splits most words into two or three tokens."""
 
 TURNS = replace(CROSS, folder="turns-seed", teacher_tokenizer="turns")
-"""And a teacher that ends a turn by another token than a text: two stop tokens against one."""
+"""The same, but the teacher ends a turn and a text with different tokens: it has two stop tokens, the student one."""
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType({"quickstart": RECIPE, "quickstart-cross": CROSS})
-"""By the name of the run, which is that of its configuration."""
+"""Name of the run and of its configuration → recipe."""

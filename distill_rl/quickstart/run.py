@@ -1,4 +1,4 @@
-"""python -m distill_rl.quickstart: material, distillation, control, evaluation, table."""
+"""python -m distill_rl.quickstart: makes the material, runs distillation and control, evaluates, prints the table."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ SUITE = "exact_match"
 CONFIGS = Path(distill_rl.__file__).parents[1] / "configs"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
 
-# The same data, order, steps and seed as the run it is compared with; only what is learnt from differs.
+# The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the quickstart; the exit code is 0, 1 when distillation did not beat its control, 2 for bad input, or
-    that of the command that failed or was stopped (85, 130)."""
+    """Runs the quickstart.
+
+    Returns:
+        0; 1 if distillation did not beat its control; 2 for bad input; or the exit code of a command that failed or was
+        stopped (85, 130).
+    """
     options = _parser().parse_args(arguments)
     try:
         return quickstart(options)
@@ -53,23 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """All of it, in the order in which a reader would do it by hand.
+    """All steps, in the order in which a user would run them.
 
     Raises:
-        ConfigError: a run directory in use without --clean, or an override that a flag stands for.
+        ConfigError: a run directory that is in use (without --clean), or an override that a flag replaces.
     """
     start = time.perf_counter()
     run = CROSS_NAME if options.cross else NAME
     config = options.config or CONFIGS / f"{run}.yaml"
     paths, control = RunPaths(options.runs / run), RunPaths(options.runs / f"{run}{CONTROL_SUFFIX}")
-    _refuse(options, config, paths, control)
+    _require_usable(options, config, paths, control)
     say(f"material  seed {options.seed} in {options.material}")
     material = make_material(options.material, options.seed, RECIPES[run])
     common = ["train", "-c", str(config), *(["--clean"] if options.clean else [])]
     settings = [*_settings(options, material), *options.overrides]
-    for name, different in ((run, ()), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
+    for name, run_settings in ((run, ()), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
         say(f"train     {name}")
-        code = run_cli([*common, *settings, f"run.name={name}", *different])
+        code = run_cli([*common, *settings, f"run.name={name}", *run_settings])
         if code:
             print(f"quickstart: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
             return code
@@ -86,26 +90,26 @@ def quickstart(options: argparse.Namespace) -> int:
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
-    """0 when the distilled student is better than its control, else 1 and a line that says so."""
+    """0 if the distilled student is better than its control; otherwise 1, with an error message."""
     if summary["student_after"] > summary["ce_only"]:
         return 0
     print(
         f"quickstart: error: distillation must beat the control; got {summary['student_after']:.3f} against "
-        f"{summary['ce_only']:.3f}; look at the losses in report.html, and at the overrides if any were given",
+        f"{summary['ce_only']:.3f}; check the losses in report.html, and the overrides if there were any",
         file=sys.stderr,
     )
     return 1
 
 
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
-    """Exact match of every model on the held-out questions, by name in the order of MODELS; also written to <run>/evals."""
+    """Exact match of every model on the held-out questions, by name and in the order of MODELS; written to <run>/evals too."""
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options
     from distill_rl.evals.progress import Printed
     from distill_rl.evals.run import Model, evaluate_models
 
     evals = paths.root / "evals"
-    # `train` has scored the export as evals/student; here it stands among the others, under the name of the summary.
+    # `train` has already scored the export, as evals/student; here it gets its name in the summary instead.
     shutil.rmtree(evals / "student", ignore_errors=True)
     folders = (material.teacher, material.student, paths.export, control.export)
     models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
@@ -115,8 +119,10 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
 
 
 def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:
-    """What summary.json holds: exact match (0 to 1) by model, its 95 % intervals and tasks, speed, time, seed; with two
-    tokenizers also the mean of what the steps say of their match."""
+    """Contents of summary.json: exact match (0 to 1) by model, with 95 % intervals and per task, speed, time and seed.
+
+    With two tokenizers, also how well they match (`alignment`).
+    """
     return {
         **{name: scores[name]["score"] for name in MODELS},
         "intervals": {name: scores[name]["interval"] for name in MODELS},
@@ -132,24 +138,24 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
 
 
 def alignment(metrics: Path) -> dict[str, float]:
-    """Means over a run's records of the shares (0 to 1) that metrics.jsonl has under ALIGNED; empty where it has none."""
-    found: dict[str, list[float]] = {}
+    """Means over a run's steps of the metrics in ALIGNED, fractions from 0 to 1; empty if the run has none."""
+    values: dict[str, list[float]] = {}
     for record in read_records(metrics):
         for name, metric in ALIGNED.items():
             if metric in record:
-                found.setdefault(name, []).append(record[metric])
-    return {name: round(fmean(values), 4) for name, values in found.items()}
+                values.setdefault(name, []).append(record[metric])
+    return {name: round(fmean(shares), 4) for name, shares in values.items()}
 
 
 def tokens_per_second(metrics: Path) -> float:
-    """Tokens that the student learnt from (those of the answers), per second of its training steps; from a run's metrics.jsonl."""
-    tokens, seconds, before = 0.0, 0.0, 0
+    """Trained tokens (those of the answers) per second of training steps, from a run's metrics.jsonl."""
+    tokens, seconds, last_step = 0.0, 0.0, 0
     for record in read_records(metrics):
         if TOKENS in record and SECONDS in record:
-            # A record of several steps holds the sum of their tokens and the mean of their seconds.
+            # A record that covers several steps has the sum of their tokens and the mean of their seconds.
             tokens += record[TOKENS]
-            seconds += record[SECONDS] * (record["step"] - before)
-            before = record["step"]
+            seconds += record[SECONDS] * (record["step"] - last_step)
+            last_step = record["step"]
     return tokens / seconds if seconds else 0.0
 
 
@@ -165,8 +171,8 @@ def _settings(options: argparse.Namespace, material: Material) -> list[str]:
     ]
 
 
-def _refuse(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
-    """What `train` would refuse only after minutes of other work."""
+def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
+    """Reports problems that `train` would find only after minutes of other work."""
     problems = [
         str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
         for text in options.overrides
@@ -187,24 +193,34 @@ def _refuse(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m distill_rl.quickstart",
-        description="Distil a small student that sorts, train the same student on the same noisy answers without its "
-        "teacher, and compare. Needs no GPU and no download; about two minutes of computing.",
+        description="Distil a small student that sorts, train the same student on the same noisy answers without a "
+        "teacher, and compare the two. Takes about two minutes; needs no GPU and no download.",
     )
     parser.add_argument(
-        "--cross", action="store_true", help="the teacher has another tokenizer than the student; runs/quickstart-cross"
+        "--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross"
     )
     parser.add_argument(
-        "-c", "--config", type=Path, metavar="FILE", help="configs/quickstart.yaml, or configs/quickstart-cross.yaml"
+        "-c",
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="default: configs/quickstart.yaml, or configs/quickstart-cross.yaml with --cross",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides data, models and order; 0")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where the runs go; runs")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs; default: runs"
+    )
     parser.add_argument(
         "--material",
         type=Path,
         default=Path(".cache/quickstart"),
         metavar="DIR",
-        help="models and data; .cache/quickstart",
+        help="folder of models and data; default: .cache/quickstart",
     )
-    parser.add_argument("--clean", action="store_true", help="delete what an earlier quickstart left in the runs")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for both runs: train.steps=300")
+    parser.add_argument("--clean", action="store_true", help="delete the runs of an earlier quickstart")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300"
+    )
     return parser

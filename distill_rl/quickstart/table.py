@@ -1,4 +1,4 @@
-"""The quickstart's result, as a person reads it."""
+"""Prints the quickstart's result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ ROWS = {
     "ce_only": "control, no teacher",
 }
 CROSS_NOTE = """\
-The teacher has another tokenizer: of the stretches of text that both can tell
-apart, {share:.0%} are one token on either side, the others are several. They were
-compared by hybrid and cover {coverage:.0%} of the tokens that are learnt."""
+The teacher has another tokenizer. Of the chunks of text that begin and end at
+token boundaries of both, {share:.0%} are one token on either side; the others are
+longer. They were compared by hybrid and cover {coverage:.0%} of the tokens that the
+student is trained on."""
 NOTE = """\
 Student and control start from the same weights and see the same rows in the
 same order, {wrong:.0%} of them with a wrong answer. The control imitates the rows
@@ -25,7 +26,7 @@ distillation wins. Without wrong answers the two would tie."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Prints exact match with its 95 % interval per model, and per task; with two tokenizers also how well they matched."""
+    """Prints exact match per model, with 95 % intervals and per task; with two tokenizers also how well they match."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -45,7 +46,7 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
         table.add_row(label, f"{scores[name]['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 110)  # a file or a pipe has no width to keep to
+        console.width = max(console.width, 110)  # files and pipes have no width
     console.print()
     console.print(table)
     console.print(NOTE.format(wrong=RECIPE.wrong_share))

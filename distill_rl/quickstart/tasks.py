@@ -1,4 +1,4 @@
-"""Templated list tasks: problems that a tiny model can learn, with answers that are right or wrong and nothing between."""
+"""Templated list tasks that a tiny model can learn, with answers that are either right or wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS_PER_PROBLEM = (3, 6)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`task` is one of TASKS; `prompt` is what the user says (`sort: 7 3 9 1`), `answer` the only right reply (`1 3 7 9`)."""
+    """A task of TASKS, a prompt (`sort: 7 3 9 1`) and its only right answer (`1 3 7 9`)."""
 
     task: str
     prompt: str
@@ -27,7 +27,7 @@ class Problem:
 
 
 def draw_problem(generator: random.Random, task: str) -> Problem:
-    """A random problem of one task; its items are all different."""
+    """A random problem of one task, with distinct items."""
     pool, (fewest, most) = (WORDS, WORDS_PER_PROBLEM) if "words" in task else (DIGITS, DIGITS_PER_PROBLEM)
     items = generator.sample(pool, generator.randint(fewest, most))
     answer = sorted(items, reverse=task.endswith("down"))
@@ -35,11 +35,11 @@ def draw_problem(generator: random.Random, task: str) -> Problem:
 
 
 def draw_problems(seed: str, forbidden: Collection[str] = ()) -> Iterator[Problem]:
-    """An endless series of problems, the tasks in turn; no prompt twice, and none of `forbidden`.
+    """An endless series of problems that cycles through the tasks and never repeats a prompt.
 
     Args:
-        seed: names the series; two seeds give two independent series.
-        forbidden: prompts that must not appear.
+        seed: of the series.
+        forbidden: prompts that must not occur.
     """
     generator = random.Random(seed)
     seen: set[str] = set()
@@ -61,23 +61,23 @@ def wrong_answer(generator: random.Random, problem: Problem) -> str:
 
 
 def with_wrong_answers(seed: str, problems: list[Problem], share: float) -> list[Problem]:
-    """The same problems in the same order, exactly `round(share * len(problems))` of them with a wrong answer."""
+    """The problems in the same order, with a wrong answer in exactly `round(share * len(problems))` of them."""
     generator = random.Random(seed)
-    spoilt = set(generator.sample(range(len(problems)), round(share * len(problems))))
+    wrong = set(generator.sample(range(len(problems)), round(share * len(problems))))
     return [
-        Problem(problem.task, problem.prompt, wrong_answer(generator, problem)) if index in spoilt else problem
-        for index, problem in enumerate(problems)
+        Problem(problem.task, problem.prompt, wrong_answer(generator, problem)) if i in wrong else problem
+        for i, problem in enumerate(problems)
     ]
 
 
 def training_row(problem: Problem) -> dict[str, Any]:
-    """A chat of one turn, as `data.format: messages` reads it."""
+    """Question and answer as a chat, in the format `messages` of `data.format`."""
     user, assistant = problem.prompt, problem.answer
     return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}
 
 
 def question_row(problem: Problem) -> dict[str, Any]:
-    """The question alone, with the answer and the task beside it, as the `exact_match` suite reads it."""
+    """The question as a chat, with answer and task as further columns, in the format of the suite `exact_match`."""
     return {
         "messages": [{"role": "user", "content": problem.prompt}],
         "answer": problem.answer,

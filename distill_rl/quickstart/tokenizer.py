@@ -1,4 +1,4 @@
-"""The quickstart's own tokenizers: byte-level BPE learnt from the tasks' words, each with a chat template."""
+"""The quickstart's tokenizers: byte-level BPE trained on the words of the tasks, each with a chat template."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 ARROW = "=>"
 
-# `<bos>sort: 7 3 9 1 => 1 3 7 9<eos>`. The space after the arrow belongs to the answer, as it does in its first token:
-# the tokens of a question are then the first tokens of question and answer. `generation` marks what the loss is on.
+# `<bos>sort: 7 3 9 1 => 1 3 7 9<eos>`. The space after the arrow is part of the answer, because it is part of the answer's first
+# token; so the tokens of a question are a prefix of those of question and answer. `generation` marks what the loss is on.
 _ARROW_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -23,8 +23,8 @@ _ARROW_TEMPLATE = (
     "{% else %}{{ message['content'] + ' " + ARROW + "' }}{% endif %}"
     "{% endfor %}"
 )
-# `<bos>sort: 7 3 9 1 =>\n1 3 7 9<eos>`. The answer begins where a token begins, as it does in chat templates at large, so
-# that a tokenizer with another template can match all of it.
+# `<bos>sort: 7 3 9 1 =>\n1 3 7 9<eos>`. The answer begins at a token boundary, as in most chat templates, so that it can be
+# aligned completely with another template.
 _LINE_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -32,7 +32,7 @@ _LINE_TEMPLATE = (
     "{% else %}{{ message['content'] + ' " + ARROW + "\n' }}{% endif %}"
     "{% endfor %}"
 )
-# `<|user|>sort: 7 3 9 1<|end|><|assistant|>1 3 7 9<|end|>`: no token at the start, a header and an end for every turn.
+# `<|user|>sort: 7 3 9 1<|end|><|assistant|>1 3 7 9<|end|>`: no token before the text, a header and an end for every turn.
 _TURN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -41,33 +41,33 @@ _TURN_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Letters, one digit, or signs, each with the space before it; or white space.
+# Words, single digits and groups of other signs, each with the space before it; or white space.
 PIECES = r" ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s"
 MERGED_DIGITS = DIGITS[:6]
-"""digits that `pieces` has as one token with the space before them; of the others the space is a token of its own"""
+"""Digits that are one token of `pieces` together with the space before them; before the others the space is a token."""
 _WHOLE = 2**16
-"""far more ids than there is to merge: every piece of the corpus becomes one token"""
+"""More ids than there are merges, so that every piece of the corpus becomes one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What one tokenizer has that another over the same text has not."""
+    """Properties in which the tokenizers differ."""
 
     chat_template: str
     special: tuple[str, ...]
-    """special tokens in the order of their ids, which are the first"""
+    """Special tokens in the order of their ids, which start at 0."""
     pad: str
     eos: str
     bos: str | None = None
     vocab_size: int = _WHOLE
-    """ids at most, 256 bytes and the special tokens among them"""
+    """Maximum number of ids, including 256 bytes and the special tokens."""
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "words": Kind(_ARROW_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
         "lines": Kind(_LINE_TEMPLATE, ("<pad>", "<bos>", "<eos>"), pad="<pad>", bos="<bos>", eos="<eos>"),
-        # A word falls into two or three tokens, and so do some digits with their space: two chunks of five are 1:1.
+        # Words have two or three tokens, and some digits two with their space: two fifths of the chunks are 1:1.
         "pieces": Kind(
             _TURN_TEMPLATE,
             ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>"),
@@ -75,7 +75,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             eos="<|end|>",
             vocab_size=352,
         ),
-        # The same, but a turn does not end in the token that a text ends in, as with Phi-3 and Llama 3.
+        # The same, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
         "turns": Kind(
             _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),
             ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|endoftext|>"),
@@ -88,18 +88,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerFast:
-    """A tokenizer of one of KINDS; any text that the tasks do not have falls apart into bytes and round-trips.
+    """A tokenizer of one of KINDS. Text that does not occur in the tasks is split into bytes, so any text round-trips.
 
-    `words` and `lines` have one token for every word, digit and sign of the tasks, with the space before it and
-    without; `pieces` has other ids, other special tokens, and several tokens for a word.
+    `words` and `lines` have one token for every word, digit and sign of the tasks, with and without a space before it.
+    `pieces` has other ids, other special tokens, and several tokens per word.
 
     Args:
-        max_length: the longest input, in tokens, of the models it is made for.
+        max_length: maximum input length of its models, in tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = KINDS[kind]
+    properties = KINDS[kind]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -109,17 +109,17 @@ def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerF
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=made.vocab_size,
-        special_tokens=list(made.special),
+        vocab_size=properties.vocab_size,
+        special_tokens=list(properties.special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    core.train_from_iterator(_corpus(whole=made.vocab_size == _WHOLE), trainer)
-    tokens = {"bos_token": made.bos, "eos_token": made.eos, "pad_token": made.pad}
+    core.train_from_iterator(_corpus(whole=properties.vocab_size == _WHOLE), trainer)
+    tokens = {"bos_token": properties.bos, "eos_token": properties.eos, "pad_token": properties.pad}
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         **{name: token for name, token in tokens.items() if token is not None},
-        chat_template=made.chat_template,
+        chat_template=properties.chat_template,
         clean_up_tokenization_spaces=False,
         padding_side="left",
         model_max_length=max_length,
@@ -130,5 +130,5 @@ def _corpus(*, whole: bool) -> list[str]:
     names = " ".join(TASKS).split()
     if whole:
         return [text for piece in [*WORDS, *DIGITS, ARROW, *names] for text in (piece, f" {piece}")]
-    # What occurs most is merged first: here a space and one of some digits, before any two letters.
+    # BPE merges the most frequent pairs first: here a space and some of the digits, before any pair of letters.
     return [f" {piece}" for piece in [*WORDS, *names, *MERGED_DIGITS * 10]]

@@ -1,3 +1,3 @@
-"""Runs on a Ray cluster that is always there, through its Jobs API: submitted, watched and stopped by name."""
+"""Submits, monitors and stops runs on an existing Ray cluster by name, through its Jobs API."""
 
-import distill_rl.workers  # noqa: F401  (sets what Ray must find in the environment when it is imported)
+import distill_rl.workers  # noqa: F401  (sets environment variables that Ray reads when it is imported)

@@ -1,4 +1,4 @@
-"""The Jobs API of one cluster, with deadlines on every request and errors of one line."""
+"""The Jobs API of one cluster, with a deadline on every request and one-line errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TUNNEL = (
 
 
 class Service:
-    """What the commands ask of a cluster.
+    """The requests that the commands send to a cluster.
 
     Raises:
-        ConfigError: no cluster at the address, no token or a wrong one, or a cluster that lets everybody in.
+        ConfigError: no cluster at the address, a missing or wrong token, or a cluster that does not require a token.
     """
 
     def __init__(self, address: str | None = None):
@@ -38,63 +38,62 @@ class Service:
         access.require_token()
         _require_answer(self.address)
         _require_locked(self.address)
-        os.environ[_ADDRESS] = self.address  # else Ray prefers RAY_ADDRESS to what it is given
-        with self._told():
+        os.environ[_ADDRESS] = self.address  # otherwise Ray prefers RAY_ADDRESS to its argument
+        with self._as_our_errors():
             self._client = _client_class()(self.address)
 
     def submit(self, entrypoint: str, submission_id: str, **details: Any) -> None:
-        """
+        """Submits a job.
+
         Raises:
-            ConfigError: a job of this id is there already.
+            ConfigError: a job with this id exists already.
         """
-        with self._told():
+        with self._as_our_errors():
             try:
                 self._client.submit_job(entrypoint=entrypoint, submission_id=submission_id, **details)
             except RuntimeError as error:
                 if "already exists" not in str(error):
                     raise
-                raise ConfigError(
-                    f"job {submission_id}", "was submitted by somebody else just now", remedy="look at the status"
-                ) from None
+                rule, remedy = "was just submitted by someone else", "look at the status"
+                raise ConfigError(f"job {submission_id}", rule, remedy=remedy) from None
 
     def jobs(self) -> list[JobDetails]:
-        with self._told():
+        with self._as_our_errors():
             return [job for job in self._client.list_jobs() if job.submission_id]
 
     def job(self, submission_id: str) -> JobDetails:
-        with self._told():
+        with self._as_our_errors():
             return self._client.get_job_info(submission_id)
 
     def logs(self, submission_id: str) -> str:
-        """All that a job has written so far."""
-        with self._told():
+        """Everything that a job has printed so far."""
+        with self._as_our_errors():
             return self._client.get_job_logs(submission_id)
 
     def stop(self, submission_id: str) -> None:
-        """Asks a job to end, by SIGTERM, and returns at once."""
-        with self._told():
+        """Asks a job to end, with SIGTERM, and returns immediately."""
+        with self._as_our_errors():
             self._client.stop_job(submission_id)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Errors of the network, of authentication and of the cluster as lines of ours."""
+    def _as_our_errors(self) -> Iterator[None]:
+        """Turns errors of the network, the authentication and the cluster into ours."""
         import requests
         from ray.exceptions import AuthenticationError
 
         try:
             yield
         except AuthenticationError as error:
-            remedy = "give the token that the cluster was started with, as RAY_AUTH_TOKEN_PATH"
-            raise ConfigError(
-                f"the Ray cluster at {self.address}", "must take your token; it refuses it", remedy=remedy
-            ) from error
+            rule, remedy = (
+                "rejects your token",
+                "set RAY_AUTH_TOKEN_PATH to the token that the cluster was started with",
+            )
+            raise ConfigError(f"the Ray cluster at {self.address}", rule, remedy=remedy) from error
         except (ConnectionError, requests.RequestException) as error:
             raise _unreachable(self.address, type(error).__name__) from error
         except RuntimeError as error:
-            text = str(error).strip()
-            raise WorkerError(
-                f"the Ray cluster at {self.address}", "must do what it is asked", text.splitlines()[-1]
-            ) from error
+            reason = str(error).strip().splitlines()[-1]
+            raise WorkerError(f"the Ray cluster at {self.address}", "must carry out the request", reason) from error
 
 
 def _client_class() -> Any:
@@ -134,7 +133,7 @@ def _require_answer(address: str) -> None:
 
 
 def _require_locked(address: str) -> None:
-    """Refuses a cluster that takes jobs from everybody who reaches it, unless the user wants none of tokens."""
+    """Refuses a cluster that runs jobs without a token, unless the user has disabled authentication."""
     if not access.required():
         return
     import requests
@@ -146,8 +145,8 @@ def _require_locked(address: str) -> None:
     if answer.ok:
         raise ConfigError(
             f"the Ray cluster at {address}",
-            "must ask for a token: it runs jobs of everybody who reaches it",
-            remedy="start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to use it all the same",
+            "must require a token: it runs jobs of anyone who can reach it",
+            remedy="start it with RAY_AUTH_MODE=token, or set RAY_AUTH_MODE=disabled here to use it anyway",
         )
 
 

@@ -1,4 +1,7 @@
-"""Ends the driver of a job on this machine without saving: SIGINT, as Ctrl-C; again, which leaves at once; SIGKILL."""
+"""Ends the driver of a job on this machine without saving.
+
+It gets SIGINT, like Ctrl-C; then a second SIGINT, which skips its orderly shutdown; then SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,25 @@ import psutil
 
 from distill_rl.service import entry
 
-_PATIENCE_S = ((signal.SIGINT, 30.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0))
+_STEPS = ((signal.SIGINT, 30.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0))
+"""Signals, and the seconds to wait for the end of the process after each."""
 
 
 def end(submission_id: str) -> bool:
-    """Whether there was such a process."""
-    found = list(drivers(submission_id))
-    for number, seconds in _PATIENCE_S:
-        for process in found:
+    """Ends the driver of a job; returns whether there was one."""
+    processes = list(drivers(submission_id))
+    for signal_number, seconds in _STEPS:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        _, alive = psutil.wait_procs(found, timeout=seconds)
+                process.send_signal(signal_number)
+        _, alive = psutil.wait_procs(processes, timeout=seconds)
         if not alive:
             break
-    return bool(found)
+    return bool(processes)
 
 
 def drivers(submission_id: str) -> Iterator[psutil.Process]:
-    """Processes of this user that run `entry` for a job, which Ray names in their environment."""
+    """Processes of this user that run `entry` for a job; Ray puts the job's id into their environment."""
     mark = f'"job_submission_id": "{submission_id}"'
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,7 +1,9 @@
-"""What runs on the cluster: `distill-rl train`, whose exit code goes to the log, too.
+"""The process of a job on the cluster: `distill-rl train`, with its exit code as the last line of the log.
 
-Ray stops a job by SIGTERM and remembers no exit code of it; a SIGTERM before `train` listens would be no answer; and Ray's
-processes, of which this is a child, block SIGINT, or a shell that started Ray in the background has it ignored.
+- Ray keeps no exit code of a job that it stopped (by SIGTERM), so the code is logged.
+- A SIGTERM before `train` has installed its handlers would end the process without an exit code of ours, so it is handled here.
+- SIGINT may be blocked by Ray's processes, the parents of this one, or ignored if a shell started Ray in the background, so it
+  is restored.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from distill_rl.system.signals import EXIT_PREEMPTED
 
 
 def main(config: str) -> int:
-    signal.signal(signal.SIGTERM, _outside_of_the_run)
+    signal.signal(signal.SIGTERM, _stop_before_the_run)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     sys.argv[:] = ["distill-rl", "train", "-c", config]
@@ -24,7 +26,7 @@ def main(config: str) -> int:
     return 0
 
 
-def _outside_of_the_run(number: int, frame: FrameType | None) -> None:
+def _stop_before_the_run(signal_number: int, frame: FrameType | None) -> None:
     print("stopped outside of the run", flush=True)
     raise SystemExit(EXIT_PREEMPTED)
 

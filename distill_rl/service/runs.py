@@ -1,4 +1,4 @@
-"""Runs by name: which job is a run's newest, what became of it, and how far it is."""
+"""Runs by name: the newest job of a run, its state and its progress."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
 NAME, RUN, ATTEMPT, STEPS, PYTHON = (f"distill_rl.{key}" for key in ("name", "run", "attempt", "steps", "python"))
-"""What a job of ours carries: name of the run, its directory, number of the submission, steps, interpreter."""
+"""Keys of a job's metadata: name of the run, run directory, number of the submission, number of steps, interpreter."""
 ENDED = "ended     exit code "
-"""Last line of a job's log; Ray keeps no exit code of a job that was stopped."""
+"""Start of the last line of a job's log, before the exit code; Ray keeps no exit code of a job that it stopped."""
+_STATES = {"PENDING": "waiting", "RUNNING": "running", "SUCCEEDED": "done", "STOPPED": "stopped"}
+"""Ray's status of a job → state of a run."""
+_FAILURES = {EXIT_PREEMPTED: "saved", EXIT_INTERRUPTED: "stopped", 2: "refused"}
+"""Exit code of a job that failed → state of a run."""
 _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its newest submission left it."""
+    """A run, in the state of its newest submission."""
 
     name: str
     submission_id: str
     attempt: int
     state: str
-    """waiting, running, done, saved (stopped by a signal, after saving), stopped, refused (bad input) or failed"""
+    """waiting, running, done, saved (stopped by a signal, after saving), stopped, refused (bad input) or failed."""
     since: float
-    """Unix time of the start, or, of a run that has ended, of its end."""
+    """Unix time of the start or, if the run has ended, of the end."""
     folder: Path
     steps: int | None
     node: str | None
     python: str
     code: int | None
-    """exit code, where Ray has it"""
+    """Exit code, if Ray has it."""
 
     @property
     def ended(self) -> bool:
@@ -46,17 +50,18 @@ class Run:
 
 
 def require_usable(name: str) -> None:
-    """
+    """Checks that a run's name can be part of a URL and of a file name.
+
     Raises:
-        ConfigError: a name that cannot be a part of a URL and of a file's name.
+        ConfigError: it cannot.
     """
     if not _USABLE.fullmatch(name):
-        rule = "of a submitted run must be of letters, digits, '.', '_' and '-', 101 at most"
+        rule = "of a submitted run must consist of at most 101 letters, digits, '.', '_' and '-'"
         raise ConfigError("run.name", rule, repr(name), "set run.name")
 
 
 def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
-    """The newest submission of every run on a cluster, by name; jobs of other programs are left out."""
+    """The newest submission of every run on a cluster, by name; jobs of other programs are ignored."""
     newest: dict[str, Run] = {}
     for run in filter(None, map(_run, jobs)):
         if run.name not in newest or newest[run.name].attempt < run.attempt:
@@ -65,40 +70,41 @@ def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
 
 
 def find(jobs: Iterable[JobDetails], name: str) -> Run:
-    """
+    """The run of a name.
+
     Raises:
-        ConfigError: no run of this name, with those that there are.
+        ConfigError: no run has this name; the message lists the existing runs.
     """
     known = runs(jobs)
     if name not in known:
-        there = f"the runs there are: {', '.join(known)}" if known else "there are no runs on this cluster"
-        raise ConfigError(f"run {name}", "was not submitted to this cluster", remedy=there)
+        remedy = f"existing runs: {', '.join(known)}" if known else "there are no runs on this cluster"
+        raise ConfigError(f"run {name}", "was not submitted to this cluster", remedy=remedy)
     return known[name]
 
 
 def next_submission(jobs: Iterable[JobDetails], name: str) -> tuple[str, int]:
-    """Id and number of the next submission of a name: `name`, then `name.2`, `name.3`, ...
+    """Id and number of the next submission of a run: `name`, then `name.2`, `name.3`, ...
 
     Raises:
-        ConfigError: a run of this name is still running.
+        ConfigError: the run has not ended.
     """
     jobs = list(jobs)
-    before = runs(jobs).get(name)
-    if before and not before.ended:
+    previous = runs(jobs).get(name)
+    if previous and not previous.ended:
         remedy = f"wait for it, stop it (distill-rl stop {name}), or choose another run.name"
-        raise ConfigError(f"run {name}", f"is {before.state} on this cluster already", remedy=remedy)
-    taken = {job.submission_id for job in jobs}
-    attempt = before.attempt + 1 if before else 1
-    while (chosen := name if attempt == 1 else f"{name}.{attempt}") in taken:
+        raise ConfigError(f"run {name}", f"is already {previous.state} on this cluster", remedy=remedy)
+    taken = {job.submission_id for job in jobs}  # a run may be named like a later submission of another
+    attempt = previous.attempt + 1 if previous else 1
+    while (submission_id := name if attempt == 1 else f"{name}.{attempt}") in taken:
         attempt += 1
-    return chosen, attempt
+    return submission_id, attempt
 
 
 def exit_code(run: Run, logs: str) -> int:
-    """Of a run that has ended: what its process said, 1 where it could not say anything."""
-    said = [line.removeprefix(ENDED) for line in logs.splitlines() if line.startswith(ENDED)]
-    if said and said[-1].isdecimal():
-        return int(said[-1])
+    """Exit code of a run that has ended: from its log, else from Ray, else 1."""
+    codes = [line.removeprefix(ENDED) for line in logs.splitlines() if line.startswith(ENDED)]
+    if codes and codes[-1].isdecimal():
+        return int(codes[-1])
     return run.code if run.code is not None and run.code >= 0 else 1
 
 
@@ -109,7 +115,7 @@ class Progress:
 
 
 def progress(folder: Path) -> Progress | None:
-    """How far a run is, by the metrics in its directory; None where they are not within reach, or none are there yet."""
+    """Progress of a run, from the metrics in its directory; None if they cannot be read here or there are none yet."""
     from distill_rl.observe.sinks.sinks import read_records
 
     try:
@@ -121,18 +127,18 @@ def progress(folder: Path) -> Progress | None:
     return Progress(max(steps), losses[-1] if losses else None) if steps else None
 
 
-def table(of: Iterable[Run]) -> list[str]:
-    """Lines of a table: name, state, steps, newest KD, and since when."""
+def table(of_runs: Iterable[Run]) -> list[str]:
+    """Lines of a table with name, state, steps, latest KD and time."""
     rows = [("run", "state", "step", "KD", "since")]
-    for run in of:
-        far = progress(run.folder)
-        step = "?" if far is None else f"{far.step:,}"
+    for run in of_runs:
+        latest = progress(run.folder)
+        step = "?" if latest is None else f"{latest.step:,}"
         rows.append(
             (
                 run.name,
                 run.state,
                 f"{step}/{run.steps:,}" if run.steps else step,
-                f"{far.kd:.4f}" if far and far.kd is not None else "",
+                f"{latest.kd:.4f}" if latest and latest.kd is not None else "",
                 datetime.fromtimestamp(run.since).isoformat(" ", "seconds") if run.since else "",
             )
         )
@@ -141,29 +147,26 @@ def table(of: Iterable[Run]) -> list[str]:
 
 
 def _run(job: JobDetails) -> Run | None:
-    told: dict[str, Any] = job.metadata or {}
-    if NAME not in told or RUN not in told or not job.submission_id:
+    """The run of a job; None for jobs of other programs."""
+    metadata: dict[str, Any] = job.metadata or {}
+    if NAME not in metadata or RUN not in metadata or not job.submission_id:
         return None
     code, status = getattr(job, "driver_exit_code", None), str(getattr(job.status, "value", job.status))
-    state = {"PENDING": "waiting", "RUNNING": "running", "SUCCEEDED": "done", "STOPPED": "stopped"}.get(
-        status, "failed"
-    )
-    if state == "failed":
-        state = {EXIT_PREEMPTED: "saved", EXIT_INTERRUPTED: "stopped", 2: "refused"}.get(code or 1, "failed")
+    state = _STATES.get(status) or _FAILURES.get(code or 1, "failed")
     moment = job.start_time if state in ("waiting", "running") else job.end_time or job.start_time
     return Run(
-        name=told[NAME],
+        name=metadata[NAME],
         submission_id=job.submission_id,
-        attempt=_number(told.get(ATTEMPT)) or 1,
+        attempt=_to_int(metadata.get(ATTEMPT)) or 1,
         state=state,
         since=(moment or 0) / 1000,
-        folder=Path(told[RUN]),
-        steps=_number(told.get(STEPS)),
+        folder=Path(metadata[RUN]),
+        steps=_to_int(metadata.get(STEPS)),
         node=getattr(job, "driver_node_id", None),
-        python=told.get(PYTHON, "python"),
+        python=metadata.get(PYTHON, "python"),
         code=code,
     )
 
 
-def _number(text: Any) -> int | None:
+def _to_int(text: Any) -> int | None:
     return int(text) if isinstance(text, str) and text.isdecimal() else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.config.facts import teacher_rows
+from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import HiddenStates, Wire
@@ -84,11 +85,11 @@ class TeacherEngine:
     @property
     def bytes_per_token(self) -> int:
         """Of the tensors that `forward` yields."""
-        if self.teacher.export == "hidden":
-            return self.model.config.hidden_size * self.model.dtype.itemsize + 4
-        if self.teacher.export == "logits":
-            return self.model.config.vocab_size * self.wire_dtype.itemsize + 4
-        return self.config.loss.top_k * (4 + self.wire_dtype.itemsize) + 8
+        export, model = self.teacher.export, self.model
+        if export == "hidden":
+            return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
+        entries = model.config.vocab_size if export == "logits" else self.config.loss.top_k
+        return target_bytes_per_token(export, entries, self.wire_dtype.itemsize)
 
     @gpu_phase("teacher forward")
     @torch.no_grad()

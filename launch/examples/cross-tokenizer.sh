@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Submits to Slurm: Llama-3.2-1B learns from Qwen3-4B, which has another tokenizer: two nodes of eight GPUs.
+# Submits a Slurm job that distils Qwen3-4B into Llama-3.2-1B (different tokenizers) on two nodes with eight GPUs each.
 #
 #   ACCOUNT=me PARTITION=gpu RUNS=/shared/runs bash launch/examples/cross-tokenizer.sh [key=value ...]
 #
-# The settings are those of configs/recipes/llama3.2-1b-from-qwen3-4b-2n8g.yaml; arguments override them. Models and
-# data are fetched on this machine first (`hf download`), or are given as paths that all nodes see:
+# The settings are those of configs/recipes/llama3.2-1b-from-qwen3-4b-2n8g.yaml; arguments override them.
+# Download models and data on this machine first (`hf download`), or pass paths that all nodes can read:
 #   student.model=/models/student teachers.0.model=/models/teacher data.path='/data/climbmix/*.parquet'
 set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"

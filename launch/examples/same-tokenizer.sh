@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Submits to Slurm: Llama-3.2-1B learns from Llama-3.1-8B, which has the same tokenizer: one node of eight GPUs.
+# Submits a Slurm job that distils Llama-3.1-8B into Llama-3.2-1B (same tokenizer) on one node with eight GPUs.
 #
 #   ACCOUNT=me PARTITION=gpu RUNS=/shared/runs bash launch/examples/same-tokenizer.sh [key=value ...]
 #
-# The settings are those of configs/recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml; arguments override them. Models and
-# data are fetched on this machine first (`hf download`), or are given as paths that all nodes see:
+# The settings are those of configs/recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml; arguments override them.
+# Download models and data on this machine first (`hf download`), or pass paths that all nodes can read:
 #   student.model=/models/student teachers.0.model=/models/teacher data.path='/data/climbmix/*.parquet'
 set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"

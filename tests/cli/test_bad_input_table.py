@@ -157,7 +157,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "2",
             "use one of",
         ),
-        "replicas of a teacher": ("teachers.0.parallel.replicas", "for the student's parameters", "3", "leave it at 1"),
+        "replicas of a teacher": ("teachers.0.parallel.replicas", "applies to the student only", "3", "leave it at 1"),
     },
     models_and_files: {
         "another vocabulary of the same size": (

@@ -1,4 +1,4 @@
-"""Any configuration that the types allow is written to YAML and read back as it was."""
+"""Any well-typed configuration reads back unchanged after it was written to YAML."""
 
 import tempfile
 from dataclasses import fields, is_dataclass
@@ -61,7 +61,7 @@ def instances(kind: Any) -> st.SearchStrategy:
 
 @settings(max_examples=60, deadline=None)
 @given(instances(Config))
-def test_to_yaml_and_load_are_inverse(config: Config):
+def test_saving_and_loading_are_inverse(config: Config):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         save_config(config, path)

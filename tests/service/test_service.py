@@ -45,7 +45,7 @@ def test_a_run_with_relative_paths_is_submitted_and_followed(cluster, material, 
     assert row("first")[:3] == ["first", "done", "2/2"]
     assert "exported" in distill_rl("logs", "first").out
     assert distill_rl("logs", "first", "--follow").code == 0
-    assert "has ended already: done" in distill_rl("stop", "first").out
+    assert "has already ended: done" in distill_rl("stop", "first").out
 
 
 def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material, tmp_path):
@@ -57,7 +57,7 @@ def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material
     wait_for_first_step(runs / "other", "other")
     assert row("long")[2].endswith("/100,000")
     again = distill_rl("submit", "-c", config, "run.name=long", "run.dir=elsewhere", cwd=tmp_path)
-    assert_refused(again, "run long: is running on this cluster already", "distill-rl stop long")
+    assert_refused(again, "run long: is already running on this cluster", "distill-rl stop long")
 
     stopped = distill_rl("stop", "long")
     assert stopped.code == 0, stopped.err
@@ -116,11 +116,11 @@ def test_the_cluster_needs_its_token_which_is_not_exposed(cluster, tmp_path, mon
     wrong.touch(mode=0o600)
     wrong.write_text("another")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", os.fspath(wrong))
-    assert_refused(distill_rl("status"), "must take your token; it refuses it", "RAY_AUTH_TOKEN_PATH")
+    assert_refused(distill_rl("status"), "rejects your token", "RAY_AUTH_TOKEN_PATH")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", os.fspath(tmp_path / "none"))
     assert_refused(distill_rl("status"), "must be a file that you can read")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert_refused(distill_rl("status"), "must take your token")
+    assert_refused(distill_rl("status"), "rejects your token")
     assert not [line for line in command_lines() if token in line]
 
 

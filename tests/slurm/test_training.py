@@ -76,7 +76,7 @@ def test_a_dry_run_script_resumes_after_its_time_limit(cluster, material, tmp_pa
         job.until_it_trains()
         cluster.start_requeued(job.id)
         job.assert_nothing_left()
-        assert "stopped and saved; goes on with attempt 2 (requeue)" in job.log
+        assert "stopped and saved; continues with attempt 2 (requeue)" in job.log
         saved = len(series(run, "train/loss"))
         job.until_it_trains(attempt=2)
         assert [step for step, _ in series(run, "train/loss")][: saved + 1] == list(range(1, saved + 2))
@@ -85,7 +85,7 @@ def test_a_dry_run_script_resumes_after_its_time_limit(cluster, material, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "message"), [(90, "goes on with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
+    ("grace_s", "message"), [(90, "continues with attempt 2 (requeue)"), (0, "Slurm has requeued the job")]
 )
 def test_a_job_yields_to_a_more_urgent_one_and_resumes(submit, cluster, grace_s, message):
     cluster.run("scontrol", "update", "PartitionName=main", f"GraceTime={grace_s}")

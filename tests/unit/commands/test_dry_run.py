@@ -1,4 +1,4 @@
-"""`distill-rl train --dry-run`: a batch script that needs nothing but account and partition."""
+"""`distill-rl train --dry-run` writes a batch script that only needs an account and a partition."""
 
 import os
 import re
@@ -20,13 +20,11 @@ def options(script: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, flags=re.MULTILINE))
 
 
-def parsed(script: Path) -> None:
+def assert_parses(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_it_writes_the_resolved_configuration_and_the_script_and_starts_nothing(
-    material, tmp_path, monkeypatch, capsys
-):
+def test_dry_run_writes_configuration_and_script_only(material, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "a folder"
     path = material.config(folder)
     monkeypatch.chdir(folder)
@@ -36,16 +34,20 @@ def test_it_writes_the_resolved_configuration_and_the_script_and_starts_nothing(
     assert load_config(run / "submit.yaml").student.parallel.dp == 4
     assert load_config(run / "submit.yaml").ray.address is None
     script = (run / "submit.sbatch").read_text()
-    parsed(run / "submit.sbatch")
-    said = options(script)
-    assert (said["nodes"], said["gpus-per-node"], said["chdir"]) == ("2", "2", f'"{folder}"')
-    assert said["output"] == f'"{run}/slurm-%j.log"'
+    assert_parses(run / "submit.sbatch")
+    sbatch_options = options(script)
+    assert (sbatch_options["nodes"], sbatch_options["gpus-per-node"], sbatch_options["chdir"]) == (
+        "2",
+        "2",
+        f'"{folder}"',
+    )
+    assert sbatch_options["output"] == f'"{run}/slurm-%j.log"'
     for variable, value in {"CONFIG": run / "submit.yaml", "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():
         line = re.search(rf"^{variable}=.*$", script, re.MULTILINE).group()
-        told = subprocess.run(["bash", "-c", f'{line}; printf %s "${variable}"'], capture_output=True, text=True)
-        assert told.stdout == str(value)
+        shell = subprocess.run(["bash", "-c", f'{line}; printf %s "${variable}"'], capture_output=True, text=True)
+        assert shell.stdout == str(value)
     assert f"sbatch --account=ACCOUNT --partition=PARTITION '{run}/submit.sbatch'" in capsys.readouterr().out
-    # A run may be started there as if it were empty, and a second dry run writes them anew.
+    # The two files do not count as an occupied run directory, and a second dry run rewrites them.
     config = load_config(path)
     assert run_directory.problems(config, clean=False) == []
     assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
@@ -55,7 +57,7 @@ def test_it_writes_the_resolved_configuration_and_the_script_and_starts_nothing(
         assert (run / "submit.sbatch").exists()
 
 
-def test_everything_that_is_wrong_is_told_and_nothing_is_written(material, tmp_path, capsys):
+def test_all_problems_are_reported_and_nothing_is_written(material, tmp_path, capsys):
     path = material.config(tmp_path)
     arguments = ["train", "-c", str(path), "--dry-run", "--gpus-per-node", "-1", "student.model=/no/such"]
     assert main(arguments) == 2
@@ -68,16 +70,16 @@ def test_everything_that_is_wrong_is_told_and_nothing_is_written(material, tmp_p
 
 
 @pytest.mark.parametrize(("per_node", "code"), [("1", 2), ("2", 0)])
-def test_a_transport_of_one_node_is_no_way_between_the_nodes_of_a_job(material, tmp_path, capsys, per_node, code):
-    asked = ["ray.placement=disaggregated", "transport=shared_memory"]
+def test_one_node_transport_is_rejected_between_nodes(material, tmp_path, capsys, per_node, code):
+    settings = ["ray.placement=disaggregated", "transport=shared_memory"]
     path = material.config(tmp_path)
-    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", per_node, *asked]) == code
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", per_node, *settings]) == code
     errors = capsys.readouterr().err.splitlines()
     assert [line for line in errors if "transport: shared_memory works inside one node" in line] == errors
     assert bool(errors) == bool(code)
 
 
-def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_path, capsys):
+def test_occupied_directory_is_rejected_unless_resumed(material, tmp_path, capsys):
     path = material.config(tmp_path)
     config = load_config(path)
     with run_directory.occupy(config, clean=False) as paths:
@@ -91,20 +93,20 @@ def test_a_directory_in_use_is_refused_but_for_a_run_that_goes_on(material, tmp_
     assert load_config(paths.root / "submit.yaml").checkpoint.resume is None
 
 
-def test_a_secret_and_a_step_to_go_on_from_are_no_part_of_a_batch_script(material, tmp_path, capsys):
+def test_secret_and_resume_step_are_rejected(material, tmp_path, capsys):
     path = material.config(tmp_path)
-    hostile = ["student.model=sk-ant-api03-Xy9_kQ2-abcDEF0123456789-ghiJKL"]
-    shutil.copytree(f"{material.root}/student", tmp_path / hostile[0].partition("=")[2])
-    hostile[0] = f"student.model={tmp_path}/{hostile[0].partition('=')[2]}"
-    assert main(["train", "-c", str(path), "--dry-run", *hostile]) == 2
+    secret = "sk-ant-api03-Xy9_kQ2-abcDEF0123456789-ghiJKL"
+    shutil.copytree(f"{material.root}/student", tmp_path / secret)
+    hostile = f"student.model={tmp_path}/{secret}"
+    assert main(["train", "-c", str(path), "--dry-run", hostile]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "must not hold a secret" in line
     assert "sk-ant" not in line
-    assert main(["train", "-c", str(path), "--dry-run", *hostile, "train.steps=-1"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2, "it is told with the rest"
+    assert main(["train", "-c", str(path), "--dry-run", hostile, "train.steps=-1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2, "the secret is reported together with other problems"
     assert main(["train", "-c", str(path), "--dry-run", "--resume", str(tmp_path / "step-3")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"from the newest checkpoint of its run directory, and from no other; got --resume {tmp_path}/step-3" in line
+    assert f"from the newest checkpoint of its run directory only; got --resume {tmp_path}/step-3" in line
     assert not (tmp_path / "runs").exists()
 
 
@@ -118,7 +120,7 @@ def test_a_secret_and_a_step_to_go_on_from_are_no_part_of_a_batch_script(materia
         ("colocated", 0, (1, 0)),
     ],
 )
-def test_the_layout_holds_what_placement_asks_for(placement, per_node, expected):
+def test_layout_matches_the_placement(placement, per_node, expected):
     config = Config()
     config.ray.placement = placement
     config.student.parallel = ParallelConfig(dp=2, tp=4)
@@ -129,23 +131,21 @@ def test_the_layout_holds_what_placement_asks_for(placement, per_node, expected)
 @pytest.mark.parametrize(
     ("example", "teacher", "nodes"), [("same-tokenizer", "teacher", "1"), ("cross-tokenizer", "foreign", "2")]
 )
-def test_the_examples_submit_a_script_that_asks_for_the_machine_of_their_recipe(
-    material, tmp_path, example, teacher, nodes
-):
+def test_examples_request_the_machine_of_their_recipe(material, tmp_path, example, teacher, nodes):
     (tmp_path / "sbatch").write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
     models = [f"student.model={material.root}/student", f"teachers.0.model={material.root}/{teacher}"]
     small = ["data.max_length=64", "loss.top_k=16", "schedule.warmup_steps=0", "checkpoint.keep_best=0", "train.global_batch_size=16",
              "student.parallel.tp=1", "teachers.0.parallel.tp=1", "train.steps=2"]  # fmt: skip
     ranks = [f"student.parallel.dp={8 * int(nodes)}", f"teachers.0.parallel.dp={8 * int(nodes)}"]
-    made = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
+    variables = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
     script = ROOT / "launch" / "examples" / f"{example}.sh"
     done = subprocess.run(
         ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
-        capture_output=True, text=True, env=made | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,
+        capture_output=True, text=True, env=variables | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (submitted,) = (tmp_path / "runs").glob("*/submit.sbatch")
     assert done.stdout.splitlines()[-3:] == ["--account=me", "--partition=gpu", str(submitted)]
-    parsed(submitted)
+    assert_parses(submitted)
     assert (options(submitted.read_text())["nodes"], options(submitted.read_text())["gpus-per-node"]) == (nodes, "8")

@@ -14,7 +14,7 @@ from distill_rl.errors import ConfigError, WorkerError
 from tests.unit.test_security import SECRET
 
 
-def test_the_entrypoint_survives_a_shell_and_the_shell_becomes_the_process():
+def test_entrypoint_survives_a_shell_and_replaces_it():
     hostile = "/data/a b'; touch /tmp/owned; $(id)/x.yaml"
     program = "import os, sys; print(os.getpid()); print(sys.argv[1], end='')"
     shell = subprocess.Popen(
@@ -25,18 +25,18 @@ def test_the_entrypoint_survives_a_shell_and_the_shell_becomes_the_process():
     assert shlex.split(entrypoint(["python", hostile])) == ["exec", "python", hostile]
 
 
-def test_the_environment_of_a_job_holds_no_secret_and_leaves_time_to_save(monkeypatch):
+def test_job_environment_holds_no_secret_and_leaves_time_to_save(monkeypatch):
     for name in (*SECRET, "DISTILL_RL_ATTEMPT"):
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("HF_HOME", "/shared/hf")
     config = Config()
-    passed = _environment(config)
-    assert "hunter2" not in passed.values()
-    assert passed["HF_HOME"] == "/shared/hf"
-    assert int(passed["RAY_JOB_STOP_WAIT_TIME_S"]) >= 2 * config.ray.step_timeout_s
+    variables = _environment(config)
+    assert "hunter2" not in variables.values()
+    assert variables["HF_HOME"] == "/shared/hf"
+    assert int(variables["RAY_JOB_STOP_WAIT_TIME_S"]) >= 2 * config.ray.step_timeout_s
 
 
-def test_a_configuration_with_a_secret_is_not_handed_on():
+def test_configuration_with_a_secret_is_rejected():
     config = Config()
     config.student.model, config.data.path = "s", "https://me:hunter2@host/x"
     with pytest.raises(ConfigError, match="must not hold a secret") as caught:
@@ -46,7 +46,7 @@ def test_a_configuration_with_a_secret_is_not_handed_on():
     require_no_secret(config)
 
 
-def test_two_who_submit_the_same_run_at_once_do_not_write_the_same_file(tmp_path):
+def test_simultaneous_submissions_write_different_files(tmp_path):
     config = Config()
     config.run.dir = str(tmp_path)
     files = {submission_file(config, "name.2") for _ in range(9)}
@@ -54,7 +54,7 @@ def test_two_who_submit_the_same_run_at_once_do_not_write_the_same_file(tmp_path
     assert all(file.parent == tmp_path / ".submitted" and file.name.startswith("name.2.") for file in files)
 
 
-def test_what_only_a_cluster_asks_of_a_run_is_told_with_all_the_rest(tmp_path, capsys):
+def test_cluster_problems_are_reported_with_all_others(tmp_path, capsys):
     path = tmp_path / "x.yaml"
     path.write_text("{train: {steps: -1}, data: {path: 'https://me:hunter2@host/x'}}")
     assert main(["submit", "-c", str(path), "run.name=a b", "--address", "http://127.0.0.1:1"]) == 2
@@ -67,60 +67,63 @@ def test_what_only_a_cluster_asks_of_a_run_is_told_with_all_the_rest(tmp_path, c
 
 
 class Refusing:
-    """A cluster that answers a submission with `error`: it has another job of this name, or `takes` it all the same, or
-    never `answers` again."""
+    """A cluster that answers a submission with `error`.
 
-    def __init__(self, error: Exception, *, takes: bool = False, answers: bool = True):
-        self.error, self.takes, self.answers = error, takes, answers
-        self.taken = []
+    Args:
+        accepts: it runs the job anyway; otherwise it has another job of this name.
+        answers: it answers further requests.
+    """
+
+    def __init__(self, error: Exception, *, accepts: bool = False, answers: bool = True):
+        self.error, self.accepts, self.answers = error, accepts, answers
+        self.jobs_there = []
 
     def jobs(self):
-        if self.taken and not self.answers:
+        if self.jobs_there and not self.answers:
             raise self.error
-        return self.taken
+        return self.jobs_there
 
     def submit(self, entrypoint, submission_id, **details):
-        if not self.takes:
+        if not self.accepts:
             entrypoint = "exec another"
-        self.taken.append(SimpleNamespace(submission_id=submission_id, entrypoint=entrypoint, metadata={}))
+        self.jobs_there.append(SimpleNamespace(submission_id=submission_id, entrypoint=entrypoint, metadata={}))
         raise self.error
 
 
 @pytest.mark.parametrize(
     ("cluster", "files"),
     [
-        (Refusing(ConfigError("job tiny", "was submitted by somebody else just now")), 0),
-        (Refusing(WorkerError("the Ray cluster", "must do what it is asked"), takes=True), 1),
+        (Refusing(ConfigError("job tiny", "was just submitted by someone else")), 0),
+        (Refusing(WorkerError("the Ray cluster", "must carry out the request"), accepts=True), 1),
         (Refusing(ConfigError("--address", "no Ray dashboard answers there"), answers=False), 1),
     ],
-    ids=["refused", "taken, but the answer was lost", "nobody can tell"],
+    ids=["rejected", "accepted, but the answer was lost", "unknown"],
 )
-def test_a_submission_that_is_refused_leaves_no_file_but_one_that_a_job_may_need(
-    material, tmp_path, monkeypatch, capsys, cluster, files
-):
+def test_failed_submission_keeps_only_files_a_job_may_need(material, tmp_path, monkeypatch, capsys, cluster, files):
     monkeypatch.setattr(service, "_service", lambda address: cluster)
     assert main(["submit", "-c", str(material.config(tmp_path))]) == cluster.error.exit_code
     assert str(cluster.error) in capsys.readouterr().err
     assert len(list((tmp_path / "runs" / ".submitted").iterdir())) == files
 
 
-def test_what_a_run_printed_cannot_paint_the_terminal(capsys):
+def test_control_sequences_in_a_log_are_escaped(capsys):
     _show("step 1\n\x1b[2Jred\na\tb")
     assert capsys.readouterr().out == "step 1\n\\x1b[2Jred\na       b\n"
 
 
-def test_a_log_is_asked_for_more_seldom_while_nothing_comes_and_shown_once(monkeypatch, capsys):
+def test_log_is_polled_less_often_while_idle_and_shown_once(monkeypatch, capsys):
     texts = ["a\n", "a\nb", "a\nb\n", *["a\nb\n"] * 9, "a\nb\nc\n", "a\nb\nc\nended     exit code 85\n"]
-    told = {service.runs.NAME: "x", service.runs.RUN: "/runs/x"}
-    asked, pauses = iter(texts), []
+    metadata = {service.runs.NAME: "x", service.runs.RUN: "/runs/x"}
+    logs, pauses = iter(texts), []
 
     class Cluster:
         def job(self, submission_id):
             status = "STOPPED" if len(pauses) == len(texts) - 1 else "RUNNING"
-            return SimpleNamespace(submission_id=submission_id, metadata=told, status=status, start_time=1, end_time=2)
+            times = {"start_time": 1, "end_time": 2}
+            return SimpleNamespace(submission_id=submission_id, metadata=metadata, status=status, **times)
 
         def logs(self, submission_id):
-            return next(asked)
+            return next(logs)
 
     monkeypatch.setattr(service.time, "sleep", pauses.append)
     assert service._follow(Cluster(), service.runs.runs([Cluster().job("x")])["x"]) == 85
@@ -130,7 +133,7 @@ def test_a_log_is_asked_for_more_seldom_while_nothing_comes_and_shown_once(monke
 
 
 @pytest.mark.parametrize("command", ["submit", "status", "logs", "stop"])
-def test_every_command_explains_itself(command, capsys):
+def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
@@ -140,14 +143,14 @@ def test_every_command_explains_itself(command, capsys):
 @pytest.mark.parametrize(
     "arguments", [["logs"], ["stop"], ["submit"], ["status", "a", "b"], ["stop", "a", "--deadline", "soon"]]
 )
-def test_arguments_that_are_missing_or_too_many_are_usage_errors(arguments, capsys):
+def test_missing_or_extra_arguments_are_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "usage" in capsys.readouterr().err
 
 
-def test_a_configuration_is_checked_here_before_a_cluster_is_asked(tmp_path, capsys):
+def test_configuration_is_checked_before_contacting_a_cluster(tmp_path, capsys):
     assert main(["submit", "-c", str(tmp_path / "absent.yaml"), "--address", "http://127.0.0.1:1"]) == 2
     err = capsys.readouterr().err
     assert "absent.yaml: no such file" in err

@@ -40,7 +40,7 @@ def load(tmp_path):
     return lambda *overrides: load_config(path, overrides)
 
 
-def test_a_slot_holds_ids_log_probs_rest_and_label_of_a_full_micro_batch(load):
+def test_slot_holds_the_targets_of_a_full_micro_batch(load):
     derived = sizes(load("prefetch.depth=3", "teachers.0.parallel.dp=2", "teachers.0.micro_batch_size=4"), Facts())
     (teacher,) = derived.teachers
     assert teacher.bytes_per_token == 16 * (4 + 2) + 4 + 4
@@ -49,7 +49,7 @@ def test_a_slot_holds_ids_log_probs_rest_and_label_of_a_full_micro_batch(load):
     assert teacher.ring_bytes == 4 * 2 * teacher.bytes_per_slot
 
 
-def test_slots_and_activations_hold_the_widest_rows_of_the_device(load):
+def test_slots_and_activations_fit_the_widest_rows_of_the_device(load):
     config = load("data.max_length=1000")
     for gpus, width in ((0, 1000), (1, 1024)):
         derived = sizes(config, Facts(student=MODEL, teachers=(MODEL,), gpus=gpus))
@@ -58,7 +58,7 @@ def test_slots_and_activations_hold_the_widest_rows_of_the_device(load):
     assert sizes(load("data.max_length=1001"), Facts()).teachers[0].bytes_per_slot == 2 * 1008 * 104
 
 
-def test_hidden_states_travel_in_the_teacher_s_dtype_and_their_output_layer_lies_in_the_student(load):
+def test_hidden_export_counts_wire_dtype_and_output_layers(load):
     teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
     for name, item in (("fp32", 4), ("bf16", 2)):
         config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
@@ -74,12 +74,12 @@ def test_hidden_states_travel_in_the_teacher_s_dtype_and_their_output_layer_lies
     assert sizes(load(), facts).memory[0].heads == 0
 
 
-def test_a_small_vocabulary_bounds_the_entries(load):
+def test_small_vocabulary_limits_the_entries(load):
     (teacher,) = sizes(load("loss.top_k=500"), Facts(vocabulary_size=320)).teachers
     assert teacher.entries == 320
 
 
-def test_the_wire_dtype_auto_follows_the_device(load):
+def test_auto_wire_dtype_depends_on_the_device(load):
     on_cpu, on_gpu = (sizes(load("teachers.0.wire_dtype=auto"), Facts(gpus=gpus)).teachers[0] for gpus in (0, 1))
     assert (on_cpu.bytes_per_token, on_gpu.bytes_per_token) == (16 * 8 + 8, 16 * 6 + 8)
 
@@ -110,13 +110,13 @@ def test_batches_and_processes_follow_the_layout(load):
         ([], "at the end"),
     ],
 )
-def test_an_evaluator_is_counted_where_suites_are_asked_for(load, settings, when):
+def test_evaluator_is_counted_if_suites_are_set(load, settings, when):
     derived = sizes(load("evaluate.suites=[mmlu,math500]", "evaluate.data=d", *settings), Facts())
     assert derived.world["evaluator"] == f"1 process: mmlu, math500 {when}"
     assert derived.processes == sizes(load(), Facts()).processes + 1
 
 
-def test_an_evaluator_holds_a_copy_of_the_student_and_a_batch_of_prompts(load):
+def test_evaluator_memory_is_student_copy_and_prompt_cache(load):
     (evaluator,) = (
         worker
         for worker in sizes(
@@ -138,7 +138,7 @@ def test_without_kd_no_teacher_is_counted(load):
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 100])
 @pytest.mark.parametrize("length", [(100, None), (None, 0.01), (None, 1), (None, 2.5), (3, 2.5), (None, 1.03)])
-def test_the_number_of_steps_is_the_loader_s(load, rows, length):
+def test_number_of_steps_agrees_with_the_loader(load, rows, length):
     steps, epochs = length
     config = load(f"train.steps={steps or 'null'}", f"train.epochs={epochs or 'null'}")
     start = TrainState()
@@ -146,12 +146,12 @@ def test_the_number_of_steps_is_the_loader_s(load, rows, length):
     assert total_steps(config, rows) == loader.total_steps
 
 
-def test_the_number_of_steps_is_unknown_while_the_data_are(load):
+def test_number_of_steps_is_unknown_without_data(load):
     assert total_steps(load("train.steps=null", "train.epochs=1"), None) is None
     assert total_steps(load(), None) == 100
 
 
-def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
+def test_student_needs_sixteen_bytes_per_parameter_over_all_ranks(load):
     whole = student_memory(load(), MODEL)
     assert whole.weights + whole.gradients + whole.optimizer == 16 * MODEL.parameters
     split = student_memory(load("student.parallel={dp: 2, tp: 2}"), MODEL)
@@ -160,7 +160,7 @@ def test_a_student_pays_sixteen_bytes_per_parameter_over_all_its_ranks(load):
     assert (whole.count, split.count) == (1, 4)
 
 
-def test_one_shard_keeps_a_copy_of_all_weights_and_several_gather_a_unit(load):
+def test_one_shard_copies_all_weights_and_several_gather_a_unit(load):
     one, two = (student_memory(load(f"student.parallel.dp={dp}"), MODEL).gathered for dp in (1, 2))
     unit = 2 * 8000 * 256  # both tables
     assert (one, two) == (4 * MODEL.parameters + unit * 12, unit * 16)
@@ -168,7 +168,7 @@ def test_one_shard_keeps_a_copy_of_all_weights_and_several_gather_a_unit(load):
     assert (replicated.gathered, replicated.weights, replicated.count) == (one, 4 * MODEL.parameters, 2)
 
 
-def test_one_reduction_per_step_costs_a_whole_gradient_on_every_rank(load):
+def test_reduction_per_step_costs_a_whole_gradient_per_rank(load):
     def accumulated(*settings: str, model=MODEL) -> int:
         config = load("student.parallel={dp: 2, tp: 2}", "train.global_batch_size=16", *settings)
         return student_memory(config, model).accumulated
@@ -182,12 +182,12 @@ def test_one_reduction_per_step_costs_a_whole_gradient_on_every_rank(load):
     assert accumulated("student.parallel.replicas=2") == 0, "one shard: the sum is the gradient itself"
 
 
-def test_the_fused_optimizer_of_gpus_needs_no_scratch(load):
+def test_fused_optimizer_on_gpus_needs_no_scratch(load):
     assert student_memory(load(), MODEL).scratch == 4 * MODEL.parameters
     assert student_memory(load(), MODEL, on_gpu=True).scratch == 0
 
 
-def test_what_projections_in_one_make_is_whole_on_every_rank(load):
+def test_fused_projections_are_not_split_over_tp(load):
     config = load("student.parallel.tp=2", "teachers.0.parallel.tp=2")
     for model, share in ((MODEL, 1), (replace(MODEL, family="phi3"), 2)):
         student, teacher = student_memory(config, model), teacher_memory(config, config.teachers[0], model)
@@ -197,7 +197,7 @@ def test_what_projections_in_one_make_is_whole_on_every_rank(load):
         assert teacher.activations == 2 * 128 * 4 * (6 * 256 + 3 * 512 * share)
 
 
-def test_checkpointing_the_activations_saves_most_of_them(load):
+def test_activation_checkpointing_saves_most_activations(load):
     model = replace(MODEL, num_layers=32)
     plain = student_memory(load(), model)
     saved = student_memory(load("student.activation_checkpointing=true"), model)
@@ -205,7 +205,7 @@ def test_checkpointing_the_activations_saves_most_of_them(load):
     assert saved.weights == plain.weights
 
 
-def test_a_teacher_pays_its_dtype_per_parameter_over_tp_only(load):
+def test_teacher_weights_are_split_over_tp_only(load):
     fp32 = teacher_memory(load(), load().teachers[0], MODEL)
     config = load("teachers.0.dtype=bf16", "teachers.0.parallel={dp: 4, tp: 2}")
     bf16 = teacher_memory(config, config.teachers[0], MODEL)
@@ -214,7 +214,7 @@ def test_a_teacher_pays_its_dtype_per_parameter_over_tp_only(load):
     assert (fp32.gradients, fp32.optimizer, bf16.count) == (0, 0, 8)
 
 
-def test_the_total_is_the_sum_of_the_parts(load):
+def test_total_is_the_sum_of_the_parts(load):
     worker = student_memory(load(), MODEL, targets=1000)
     assert sum(worker.parts.values()) == worker.total
     assert worker.parts["targets"] == 1000
@@ -222,7 +222,7 @@ def test_the_total_is_the_sum_of_the_parts(load):
     assert "loading" not in worker.parts
 
 
-def test_reading_a_large_teacher_is_its_peak_on_a_cpu_and_not_on_a_gpu(load):
+def test_loading_a_large_teacher_is_the_peak_on_cpus_only(load):
     config = load()
     model = replace(MODEL, parameters=10**9, bytes_on_disk=4 * 10**9)
     on_cpu, on_gpu = (teacher_memory(config, config.teachers[0], model, on_gpu=gpu) for gpu in (False, True))
@@ -249,13 +249,13 @@ def test_longer_rows_and_larger_micro_batches_cost_memory(load):
         (5, 0, 1, 5),
     ],
 )
-def test_the_pool_has_half_the_jobs_gpus_and_no_more_than_the_free_cores(load, workers, gpus, cpus, expected):
-    given = [] if workers is None else [f"aligner.workers={workers}"]
-    config = load("student.parallel.dp=4", "teachers.0.parallel.tp=2", *given)
+def test_aligner_pool_is_half_the_gpus_and_at_most_the_free_cores(load, workers, gpus, cpus, expected):
+    overrides = [] if workers is None else [f"aligner.workers={workers}"]
+    config = load("student.parallel.dp=4", "teachers.0.parallel.tp=2", *overrides)
     assert aligner_workers(config, gpus=gpus, cpus=cpus) == expected
 
 
-def test_the_losses_that_can_be_configured_are_those_that_there_are_and_need_what_they_say():
+def test_configurable_losses_and_exports_match_the_losses_package():
     from typing import get_args
 
     from distill_rl.config.schema import CrossTokenizerLoss, TeacherLoss

@@ -13,32 +13,32 @@ def load(tmp_path):
     return lambda *overrides: load_config(path, overrides)
 
 
-def test_a_reference_takes_another_key_s_value_and_type(load):
+def test_reference_has_value_and_type_of_its_key(load):
     config = load("train.steps=${schedule.warmup_steps}", "schedule.warmup_steps=7", "run.dir=out/${run.name}/x")
     assert config.train.steps == 7
     assert config.run.dir == "out/run/x"
     assert load("run.dir=packed-${data.packing}").run.dir == "packed-true"
 
 
-def test_a_reference_reaches_defaults_and_list_entries(load):
+def test_reference_to_defaults_and_list_entries(load):
     config = load("teachers.0.model=t", "student.tokenizer=${teachers.0.model}", "teachers.0.name=${teachers.0.dtype}")
     assert (config.student.tokenizer, config.teachers[0].name) == ("t", "bf16")
     assert load("train.micro_batch_size=${loss.top_k}").train.micro_batch_size == 64
 
 
-def test_an_allowed_environment_variable_is_read(load, monkeypatch):
+def test_allowed_environment_variable_is_read(load, monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.delenv("WORK", raising=False)
     assert load("run.dir=${oc.env:SCRATCH}/runs").run.dir == "/scratch/me/runs"
     assert load("run.dir=${oc.env:WORK, /tmp}").run.dir == "/tmp"
 
 
-def test_an_environment_value_is_never_evaluated_itself(load, monkeypatch):
+def test_environment_value_is_not_evaluated(load, monkeypatch):
     monkeypatch.setenv("SCRATCH", "${run.seed}")
     assert load("run.dir=${oc.env:SCRATCH}").run.dir == "${run.seed}"
 
 
-def test_an_escaped_reference_is_plain_text(load):
+def test_escaped_reference_is_plain_text(load):
     assert load(r"run.dir=$\{HOME}/${run.name}").run.dir == "${HOME}/run"
     assert load(r"run.dir=$\\{HOME}/x").run.dir == r"$\{HOME}/x"
 
@@ -57,10 +57,10 @@ def test_an_escaped_reference_is_plain_text(load):
         ("${run}", "refers to run, which is a section"),
         ("${run.dir}", "the reference goes in a circle (run.dir -> run.dir)"),
         ("${run.name", "must be closed"),
-        ("x-${train.epochs}", "refers to train.epochs, which is null, inside a text"),
+        ("x-${train.epochs}", "refers to train.epochs, which is null, inside a longer text"),
     ],
 )
-def test_anything_else_is_refused_with_its_reason(load, monkeypatch, text, reason):
+def test_other_references_are_rejected_with_a_reason(load, monkeypatch, text, reason):
     monkeypatch.delenv("WORK", raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with pytest.raises(ConfigError) as caught:
@@ -71,6 +71,6 @@ def test_anything_else_is_refused_with_its_reason(load, monkeypatch, text, reaso
     assert "hf_secret" not in line
 
 
-def test_a_circle_of_two_is_found(load):
+def test_circle_of_two_references_is_detected(load):
     with pytest.raises(ConfigError, match="circle"):
         load("run.dir=${run.name}", "run.name=${run.dir}")

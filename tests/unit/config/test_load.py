@@ -32,7 +32,7 @@ def complaints(path, overrides=()):
     return list(caught.value.problems)
 
 
-def test_what_a_file_leaves_out_has_the_schema_s_default(write):
+def test_omitted_settings_have_the_default(write):
     config = load_config(write(MINIMAL))
     assert isinstance(config, Config)
     assert (config.student.model, config.train.steps) == ("s", 10)
@@ -40,25 +40,25 @@ def test_what_a_file_leaves_out_has_the_schema_s_default(write):
     assert config.teachers == []
 
 
-def test_a_run_without_a_name_is_called_after_its_file(write):
+def test_run_is_named_after_its_file(write):
     assert load_config(write(MINIMAL, "small-llama.yaml")).run.name == "small-llama"
     assert load_config(write(MINIMAL + "run: {name: mine}\n", "small-llama.yaml")).run.name == "mine"
     assert load_config(write(MINIMAL), ["run.name="]).run.name == "run"
 
 
-def test_a_configuration_pickles(write):
+def test_configuration_pickles(write):
     config = load_config(write(MINIMAL), ["teachers.0.model=t"])
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_the_walk_agrees_with_omegaconf_s_own_merge(write):
+def test_result_equals_omegaconf_merge(write):
     text = MINIMAL + "teachers:\n- {model: t, parallel: {tp: 2}}\n- {model: u, weight: 2}\noptimizer: {lr: 1e-3}\n"
     path = write(text)
     merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path), {"run": {"name": "run"}})
     assert load_config(path) == OmegaConf.to_object(merged)
 
 
-def test_a_file_lies_over_the_files_it_extends(write):
+def test_file_overrides_the_files_it_extends(write):
     write(MINIMAL + "loss: {top_k: 8, temperature: 2}\nteachers: [{model: a}, {model: b}]\n", "base/base.yaml")
     write("extends: base/base.yaml\nloss: {top_k: 16}\n", "middle.yaml")
     config = load_config(write("extends: middle.yaml\nteachers: [{model: c}]\nloss:\n", "top.yaml"))
@@ -67,7 +67,7 @@ def test_a_file_lies_over_the_files_it_extends(write):
     assert config.run.name == "top"
 
 
-def test_files_that_extend_each_other_in_a_circle_are_named(write):
+def test_circular_extends_is_reported(write):
     write("extends: b.yaml\n", "a.yaml")
     write("extends: a.yaml\n", "b.yaml")
     (line,) = complaints(write("extends: a.yaml\n", "top.yaml"))
@@ -85,15 +85,15 @@ def test_files_that_extend_each_other_in_a_circle_are_named(write):
         ("train: {steps: 1}\nloss: {}\ntrain: {steps: 2}\n", ["run.yaml:3", "duplicate key train"]),
         ("a: !!python/object/apply:os.system [true]\n", ["run.yaml:1", "not valid YAML"]),
         ("run: {dir: '${run.name'}\n", ["run.dir", "not valid YAML"]),
-        ("- 1\n- 2\n", ["run.yaml", "must hold sections"]),
+        ("- 1\n- 2\n", ["run.yaml", "must contain sections"]),
     ],
 )
-def test_an_unreadable_file_gives_one_line_with_its_place(write, text, expected):
+def test_unreadable_file_gives_one_line_with_its_place(write, text, expected):
     (line,) = complaints(write(text))
     assert all(part in line for part in expected), line
 
 
-def test_a_missing_file_a_folder_and_bad_bytes_give_one_line(tmp_path):
+def test_missing_file_folder_and_bad_bytes_give_one_line(tmp_path):
     assert "no such file" in complaints(tmp_path / "absent.yaml")[0]
     assert "is a folder" in complaints(tmp_path)[0]
     bad = tmp_path / "bad.yaml"
@@ -149,12 +149,12 @@ def test_a_missing_file_a_folder_and_bad_bytes_give_one_line(tmp_path):
         ("run.dir=${oc.env:AWS_SECRET}", "run.dir: AWS_SECRET may not be read from a configuration"),
     ],
 )
-def test_a_bad_override_gives_one_line_with_its_full_path(write, override, expected):
+def test_bad_override_gives_one_line_with_full_path(write, override, expected):
     (line,) = complaints(write(MINIMAL + "teachers: [{model: t}]\n"), [override])
     assert line.startswith(expected), line
 
 
-def test_a_number_where_text_belongs_says_how_to_quote_it(write):
+def test_number_instead_of_text_suggests_quotes(write):
     (line,) = complaints(write(MINIMAL + "run: {name: 007}\n"))
     assert line == 'run.name: must be text; got 7; put it in quotes: name: "7"'
 
@@ -174,21 +174,21 @@ def test_all_problems_are_reported_at_once(write):
     ]
 
 
-def test_reading_goes_on_after_a_problem_with_the_default_in_its_place(write):
-    config, found = read_config(write(MINIMAL), ["train.micro_batch_size=x", "train.step=3", "loss.top_k=5"])
+def test_setting_with_a_problem_keeps_its_default(write):
+    config, findings = read_config(write(MINIMAL), ["train.micro_batch_size=x", "train.step=3", "loss.top_k=5"])
     assert config is not None
     assert (config.train.micro_batch_size, config.loss.top_k) == (Config().train.micro_batch_size, 5)
-    assert len(found.lines) == 2
-    assert {"train.micro_batch_size", "train.step", "train.steps"} <= found.keys
+    assert len(findings.lines) == 2
+    assert {"train.micro_batch_size", "train.step", "train.steps"} <= findings.keys
 
 
-def test_an_unquoted_off_is_the_choice_off_and_not_a_boolean(write):
+def test_unquoted_off_is_a_choice_not_a_boolean(write):
     config = load_config(write(MINIMAL + "loss: {dynamic_scale: off}\n"))
     assert config.loss.dynamic_scale == "off"
     assert load_config(write(MINIMAL), ["loss.dynamic_scale=on"]).loss.dynamic_scale == "on"
 
 
-def test_reading_a_configuration_imports_no_heavy_library(write):
+def test_loading_imports_no_heavy_library(write):
     code = (
         "import sys; from distill_rl.config.load import load_config; from distill_rl.config.validate import problems; "
         f"problems(load_config({str(write(MINIMAL))!r})); "

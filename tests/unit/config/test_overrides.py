@@ -17,27 +17,27 @@ def load(tmp_path):
     return lambda *overrides: load_config(path, overrides)
 
 
-def test_a_numbered_entry_of_a_list_is_changed_in_place(load):
+def test_numbered_list_entry_is_changed_in_place(load):
     config = load("teachers.1.model=c", "teachers.0.parallel.tp=2")
     assert [(t.model, t.weight, t.parallel.tp) for t in config.teachers] == [("a", 1.0, 2), ("c", 3.0, 1)]
 
 
-def test_the_number_after_the_last_appends(load):
+def test_number_after_the_last_appends_an_entry(load):
     config = load("teachers.2.model=c", "teachers.3.model=d", "evaluate.suites.0=exact_match")
     assert [t.model for t in config.teachers] == ["a", "b", "c", "d"]
     assert config.evaluate.suites == ["exact_match"]
 
 
-def test_one_entry_of_a_list_that_the_file_leaves_out_keeps_the_other_defaults(load):
+def test_changed_entry_keeps_the_other_default_entries(load):
     assert load("optimizer.betas.1=0.98").optimizer.betas == [0.9, 0.98]
     assert load("optimizer.betas=[0.8,0.7]").optimizer.betas == [0.8, 0.7]
 
 
-def test_the_last_override_of_a_key_wins(load):
+def test_last_override_of_a_key_wins(load):
     assert load("train.steps=1", "train.steps=2").train.steps == 2
 
 
-def test_a_section_given_as_a_whole_is_merged(load):
+def test_section_as_a_mapping_is_merged(load):
     config = load("student={parallel: {dp: 2}}")
     assert (config.student.model, config.student.parallel.dp, config.student.parallel.tp) == ("s", 2, 1)
 
@@ -56,12 +56,12 @@ def test_a_section_given_as_a_whole_is_merged(load):
         ("", ""),
     ],
 )
-def test_a_text_setting_takes_what_was_typed(load, override, value):
+def test_text_setting_is_taken_as_typed(load, override, value):
     assert load(f"run.dir={override}").run.dir == value
 
 
 @pytest.mark.parametrize("text", ["null", "~", ""])
-def test_an_optional_text_can_be_taken_back(load, text):
+def test_optional_text_can_be_reset_to_null(load, text):
     assert load("checkpoint.resume=latest", f"checkpoint.resume={text}").checkpoint.resume is None
 
 
@@ -69,13 +69,13 @@ def test_an_optional_text_can_be_taken_back(load, text):
     ("override", "value"),
     [("1e-5", 1e-5), ("3", 3.0), ("1_000", 1000.0), ("-0.5", -0.5)],
 )
-def test_a_number_is_read_as_yaml(load, override, value):
-    found = load(f"optimizer.lr={override}").optimizer.lr
-    assert found == value
-    assert isinstance(found, float)
+def test_number_is_read_as_yaml(load, override, value):
+    lr = load(f"optimizer.lr={override}").optimizer.lr
+    assert lr == value
+    assert isinstance(lr, float)
 
 
-def test_merging_replaces_lists_and_leaves_empty_sections_alone():
+def test_merge_replaces_lists_and_ignores_empty_sections():
     below = {"a": {"x": 1, "y": [1, 2]}, "b": 1}
     assert merge(below, {"a": {"y": [3]}, "b": None, "c": {}}) == {"a": {"x": 1, "y": [3]}, "b": None, "c": {}}
     assert merge(below, {"a": None}) == below

@@ -20,7 +20,7 @@ def test_every_shipped_configuration_is_valid(path):
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "recipes").glob("*.yaml")), ids=lambda path: path.name)
-def test_a_recipe_says_only_what_differs_from_the_defaults(path):
+def test_recipe_contains_only_non_default_settings(path):
     defaults = {name: default_of(entry) for name, entry, _ in leaves(Config)}
     settings = dict(flat(OmegaConf.to_container(OmegaConf.load(path))))
     assert [key for key, value in settings.items() if defaults[key] == value] == []
@@ -34,7 +34,7 @@ def flat(node, path=""):
     return [leaf for key, value in node.items() for leaf in flat(value, f"{path}.{key}".lstrip("."))]
 
 
-def test_the_llama_recipe_has_the_published_settings():
+def test_llama_recipe_has_the_published_settings():
     config = load_config(CONFIGS / "recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml")
     assert (config.student.model, config.teachers[0].model) == ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.eps) == (5e-5, [0.9, 0.98], 1e-5)
@@ -51,7 +51,7 @@ def test_the_llama_recipe_has_the_published_settings():
         ("llama3.2-1b-from-qwen3-4b-2n8g", "Qwen/Qwen3-4B", 16),
     ],
 )
-def test_the_recipes_across_tokenizers_have_the_published_schedule_and_fill_their_machine(recipe, teacher, ranks):
+def test_cross_tokenizer_recipes_match_schedule_and_machine(recipe, teacher, ranks):
     config = load_config(CONFIGS / f"recipes/{recipe}.yaml")
     assert (config.student.model, config.teachers[0].model) == ("meta-llama/Llama-3.2-1B", teacher)
     assert (config.train.steps, config.schedule.warmup_steps, config.schedule.kind) == (80000, 4000, "cosine")
@@ -64,7 +64,7 @@ def test_the_recipes_across_tokenizers_have_the_published_schedule_and_fill_thei
     assert (config.ray.address is not None) == (ranks > 8), "more than one node is one Ray cluster"
 
 
-def test_the_llama_recipe_s_targets_fit_beside_the_models():
+def test_targets_of_the_llama_recipe_fit_in_memory():
     config = load_config(CONFIGS / "recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml")
     (teacher,) = sizes(config, Facts(vocabulary_size=128256, gpus=8)).teachers
     assert teacher.bytes_per_token == 128 * (4 + 2) + 8

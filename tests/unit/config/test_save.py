@@ -18,7 +18,7 @@ def config(**changes) -> Config:
     return replace(whole, **changes)
 
 
-def test_a_saved_configuration_reads_back_equal(tmp_path):
+def test_saved_configuration_reads_back_equal(tmp_path):
     path = tmp_path / "config.yaml"
     save_config(config(), path)
     assert load_config(path) == config()
@@ -31,7 +31,7 @@ def test_credentials_in_a_path_are_not_saved():
     assert "text_key: body" in text
 
 
-def test_the_fingerprint_is_a_sha256_that_survives_a_round_trip(tmp_path):
+def test_fingerprint_is_a_sha256_and_survives_a_round_trip(tmp_path):
     save_config(config(), tmp_path / "x.yaml")
     assert fingerprint(load_config(tmp_path / "x.yaml")) == fingerprint(config())
     assert len(bytes.fromhex(fingerprint(config()))) == 32
@@ -61,7 +61,7 @@ def test_the_fingerprint_is_a_sha256_that_survives_a_round_trip(tmp_path):
         "student.activation_checkpointing=true",
     ],
 )
-def test_the_fingerprint_ignores_what_does_not_decide_the_numbers(tmp_path, override):
+def test_fingerprint_ignores_settings_without_effect_on_numbers(tmp_path, override):
     assert fingerprint(changed(tmp_path, override)) == fingerprint(config())
 
 
@@ -86,7 +86,7 @@ def test_the_fingerprint_ignores_what_does_not_decide_the_numbers(tmp_path, over
         "train.max_grad_norm=0",
     ],
 )
-def test_the_fingerprint_changes_with_what_decides_the_numbers(tmp_path, override):
+def test_fingerprint_changes_with_settings_that_affect_numbers(tmp_path, override):
     other = changed(tmp_path, override)
     assert fingerprint(other) != fingerprint(config())
     different = {

@@ -13,27 +13,28 @@ from distill_rl.quickstart.child import run_cli
 
 ROOT = Path(distill_rl.__file__).parents[1]
 
-# Stands where `distill_rl` would: says that it is there, waits for a signal, and ends with the code of the real one.
+# Replaces `distill_rl` in the child: reports that it runs, waits for a signal, and ends with the exit code of the real one. A
+# signal that arrives twice changes the code.
 STAND_IN = """
 import signal, sys, threading
-number, code = getattr(signal, sys.argv[1]), int(sys.argv[2])
-came = []
-signal.signal(number, lambda *_: came.append(1))
+signal_number, code = getattr(signal, sys.argv[1]), int(sys.argv[2])
+received = []
+signal.signal(signal_number, lambda *_: received.append(1))
 print("ready", flush=True)
 for _ in range(600):
     signal.sigtimedwait([], 0.1)
-    if came:
-        sys.exit(code + len(came) - 1)
+    if received:
+        sys.exit(code + len(received) - 1)
 sys.exit(99)
 """
 PARENT = "import sys; from distill_rl.quickstart.child import run_cli; sys.exit(run_cli(sys.argv[1:]))"
 
 
 def stand_in(folder: Path, program: str) -> tuple[list[str], dict[str, str]]:
-    """A command that calls `run_cli`, and its environment: with `folder` as working directory, the child is `program`.
+    """A command that calls `run_cli`, with its environment. In the working directory `folder`, the child runs `program`.
 
-    The parent finds the real package by PYTHONPATH (-P keeps the working directory out); `-m` in the child looks
-    into its working directory first.
+    The parent finds the real package through PYTHONPATH (-P excludes the working directory); `-m` in the child searches the
+    working directory first.
     """
     (folder / "distill_rl").mkdir()
     (folder / "distill_rl" / "__init__.py").touch()
@@ -41,7 +42,7 @@ def stand_in(folder: Path, program: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-P", "-c", PARENT], os.environ | {"PYTHONPATH": os.fspath(ROOT)}
 
 
-def test_the_exit_code_of_the_command_line_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_of_the_command_line_is_returned(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["--version"]) == 0
     assert capfd.readouterr().out.startswith("distill-rl ")
     assert run_cli(["check", "-c", "/does/not/exist.yaml"]) == 2
@@ -49,7 +50,7 @@ def test_the_exit_code_of_the_command_line_comes_back(capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 85), ("SIGUSR1", 85)])
-def test_a_signal_reaches_the_child_once_and_its_code_comes_back(tmp_path: Path, name: str, code: int) -> None:
+def test_signal_reaches_the_child_once(tmp_path: Path, name: str, code: int) -> None:
     command, environment = stand_in(tmp_path, STAND_IN)
     parent = subprocess.Popen(
         [*command, name, str(code)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
@@ -64,13 +65,13 @@ def test_a_signal_reaches_the_child_once_and_its_code_comes_back(tmp_path: Path,
         parent.wait()
 
 
-def test_a_child_that_a_signal_ended_gives_the_shells_code(tmp_path: Path) -> None:
+def test_child_killed_by_a_signal_gives_the_shells_code(tmp_path: Path) -> None:
     command, environment = stand_in(tmp_path, "import os; os.kill(os.getpid(), 9)")
     done = subprocess.run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 128 + 9
 
 
-def test_the_callers_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     run_cli(["--version"])
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before

@@ -46,16 +46,16 @@ def files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_held_out_prompts_are_in_nothing_that_is_trained_on(seed: int) -> None:
+def test_held_out_prompts_are_never_trained_on(seed: int) -> None:
     rows = draw_rows(seed, RECIPE)
     train, validation, test = ({p.prompt for p in part} for part in (rows.train, rows.validation, rows.test))
     assert (len(train), len(validation), len(test)) == (2000, 192, 600)
     assert len(train | validation | test) == 2792
-    lessons = islice(teacher_problems(seed, rows), RECIPE.teacher_steps * RECIPE.teacher_batch)
-    assert not {problem.prompt for problem in lessons} & (test | validation)
+    teacher_rows = islice(teacher_problems(seed, rows), RECIPE.teacher_steps * RECIPE.teacher_batch)
+    assert not {problem.prompt for problem in teacher_rows} & (test | validation)
 
 
-def test_training_rows_have_30_percent_wrong_answers_and_the_others_none() -> None:
+def test_only_training_rows_have_wrong_answers() -> None:
     def wrong(problem) -> bool:
         return problem.answer.split() != sorted(problem.answer.split(), reverse=problem.task.endswith("down"))
 
@@ -71,7 +71,7 @@ def test_another_seed_gives_other_rows() -> None:
     assert [p.prompt for p in one.test] != [p.prompt for p in two.test]
 
 
-def test_the_files_hold_the_rows(material: Material) -> None:
+def test_files_contain_the_rows(material: Material) -> None:
     rows = draw_rows(4, TINY)
     for path, part in (
         (material.train, rows.train),
@@ -83,7 +83,7 @@ def test_the_files_hold_the_rows(material: Material) -> None:
     assert question["answer"] == rows.test[0].answer
 
 
-def test_models_load_with_their_tokenizer_and_the_student_is_smaller(material: Material) -> None:
+def test_models_load_and_the_student_is_smaller(material: Material) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     sizes = []
@@ -97,19 +97,19 @@ def test_models_load_with_their_tokenizer_and_the_student_is_smaller(material: M
     assert sizes[0] > 1.5 * sizes[1]
 
 
-def test_material_is_made_once_and_the_stable_name_points_at_it(material: Material, root: Path) -> None:
+def test_material_is_made_once_and_linked(material: Material, root: Path) -> None:
     inode = material.train.stat().st_ino
     assert make_material(root, 4, TINY) == material
     assert material.train.stat().st_ino == inode
     assert (root / "seed-4").resolve() == material.root.resolve()
 
 
-def test_the_same_seed_gives_the_same_bytes_elsewhere(material: Material, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_bytes_elsewhere(material: Material, tmp_path: Path) -> None:
     again = make_material(tmp_path, 4, TINY)
     assert dict(files(again.root)) == dict(files(material.root))
 
 
-def test_another_recipe_gets_a_folder_of_its_own_and_takes_the_stable_name(material: Material, root: Path) -> None:
+def test_another_recipe_gets_its_own_folder_and_the_link(material: Material, root: Path) -> None:
     other = make_material(root, 4, replace(TINY, training_rows=31))
     try:
         assert other.root != material.root
@@ -119,9 +119,7 @@ def test_another_recipe_gets_a_folder_of_its_own_and_takes_the_stable_name(mater
         make_material(root, 4, TINY)
 
 
-def test_across_tokenizers_the_rows_are_the_same_and_each_model_has_its_own_tokenizer(
-    material: Material, root: Path
-) -> None:
+def test_cross_recipe_has_same_rows_and_two_tokenizers(material: Material, root: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     cross = make_material(root, 4, TINY_CROSS)
@@ -137,7 +135,7 @@ def test_across_tokenizers_the_rows_are_the_same_and_each_model_has_its_own_toke
         assert (config.bos_token_id, config.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
-def test_what_a_killed_making_left_is_swept_and_never_taken_for_material(tmp_path: Path) -> None:
+def test_incomplete_material_is_removed_and_never_used(tmp_path: Path) -> None:
     partial = tmp_path / f".partial-seed-4-{TINY.fingerprint()[:12]}"
     partial.mkdir()
     (partial / "train.jsonl").write_text("half a li")
@@ -146,7 +144,7 @@ def test_what_a_killed_making_left_is_swept_and_never_taken_for_material(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "seed-4", material.root.name]
 
 
-def test_the_fingerprint_covers_every_number_of_the_recipe() -> None:
+def test_fingerprint_covers_every_number_of_the_recipe() -> None:
     changed = [
         replace(RECIPE, student=Shape(48, 144, 3, 4)),
         replace(RECIPE, wrong_share=0.2),

@@ -29,7 +29,7 @@ def mean_loss(model: torch.nn.Module) -> float:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX).item()
 
 
-def test_labels_are_the_answers_next_tokens_and_nothing_else() -> None:
+def test_labels_are_the_next_tokens_of_the_answers_only() -> None:
     problems = [
         Problem("sort", "sort: 7 3 9 1", "1 3 7 9"),
         Problem("sort words", "sort words: kite house", "house kite"),
@@ -37,14 +37,14 @@ def test_labels_are_the_answers_next_tokens_and_nothing_else() -> None:
     input_ids, labels = encode(TOKENIZER, problems)
     assert input_ids.shape == labels.shape
     for row, problem in enumerate(problems):
-        learnt = labels[row] != IGNORE_INDEX
-        assert TOKENIZER.decode(labels[row][learnt]) == f" {problem.answer}<eos>"
-        positions = learnt.nonzero().flatten()
-        assert torch.equal(input_ids[row][positions[1:]], labels[row][positions[:-1]]), "a label is the token after it"
+        trained_on = labels[row] != IGNORE_INDEX
+        assert TOKENIZER.decode(labels[row][trained_on]) == f" {problem.answer}<eos>"
+        positions = trained_on.nonzero().flatten()
+        assert torch.equal(input_ids[row][positions[1:]], labels[row][positions[:-1]]), "a label is the next token"
         assert TOKENIZER.decode(input_ids[row][: positions[0] + 1]) == f"<bos>{problem.prompt} =>"
 
 
-def test_weights_are_decided_by_the_seed_and_leave_the_callers_generator_alone() -> None:
+def test_weights_depend_on_the_seed_not_on_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one, same, other = (new_model(TINY.teacher, TINY, TOKENIZER, seed) for seed in (1, 1, 2))
@@ -54,7 +54,7 @@ def test_weights_are_decided_by_the_seed_and_leave_the_callers_generator_alone()
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
 
 
-def test_training_lowers_the_loss_and_is_the_same_every_time(capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_lowers_the_loss_and_is_deterministic(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = trained(TINY, 3), trained(TINY, 3)
     untrained = new_model(TINY.teacher, TINY, TOKENIZER, 3)
     assert mean_loss(first) < mean_loss(untrained) - 0.1
@@ -63,7 +63,7 @@ def test_training_lowers_the_loss_and_is_the_same_every_time(capfd: pytest.Captu
     assert "teacher   step 12 of 12" in capfd.readouterr().err
 
 
-def test_training_puts_the_number_of_threads_back() -> None:
+def test_training_restores_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

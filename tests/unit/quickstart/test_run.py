@@ -33,7 +33,7 @@ def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_shipped_configurations_are_valid_and_their_paths_follow_the_seed(name: str) -> None:
+def test_shipped_configurations_are_valid_and_paths_follow_the_seed(name: str) -> None:
     config = load_config(run.CONFIGS / f"{name}.yaml", ["run.seed=7"])
     assert problems(config) == []
     folder = f".cache/quickstart/{RECIPES[name].folder}-7"
@@ -43,7 +43,7 @@ def test_the_shipped_configurations_are_valid_and_their_paths_follow_the_seed(na
     assert config.run.name == name
 
 
-def test_across_tokenizers_the_run_is_the_same_but_for_material_and_rows() -> None:
+def test_cross_configuration_differs_in_material_and_rows_only() -> None:
     one, other = (asdict(load_config(run.CONFIGS / f"{name}.yaml")) for name in RECIPES)
     same = ("optimizer", "schedule", "train", "loss", "student", "data", "prefetch", "checkpoint")
     differing = {f"{part}.{key}" for part in same for key in one[part] if one[part][key] != other[part][key]}
@@ -54,7 +54,7 @@ def test_across_tokenizers_the_run_is_the_same_but_for_material_and_rows() -> No
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_control_differs_from_the_run_in_what_is_learnt_from_and_in_nothing_else(name: str) -> None:
+def test_control_differs_in_loss_weights_and_suites_only(name: str) -> None:
     path = run.CONFIGS / f"{name}.yaml"
     distilled, control = (asdict(load_config(path, extra)) for extra in ((), run.CONTROL_OVERRIDES))
     differing = {
@@ -68,7 +68,7 @@ def test_the_control_differs_from_the_run_in_what_is_learnt_from_and_in_nothing_
     assert control["teachers"] == distilled["teachers"]
 
 
-def test_tokens_per_second_is_tokens_over_the_time_in_steps(tmp_path: Path) -> None:
+def test_tokens_per_second_is_tokens_over_step_time(tmp_path: Path) -> None:
     path = write_metrics(
         tmp_path / "metrics.jsonl",
         {"step": 1, "train/tokens": 100, "timing/step": 0.5},
@@ -78,16 +78,16 @@ def test_tokens_per_second_is_tokens_over_the_time_in_steps(tmp_path: Path) -> N
     assert run.tokens_per_second(path) == pytest.approx(200)
 
 
-def test_tokens_per_second_counts_records_of_several_steps_by_their_mean_time(tmp_path: Path) -> None:
+def test_tokens_per_second_of_records_over_several_steps(tmp_path: Path) -> None:
     records = [{"step": step, "train/tokens": 1000, "timing/step": 0.25} for step in (10, 20)]
     assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl", *records)) == pytest.approx(2000 / 5)
 
 
-def test_a_run_without_steps_has_no_speed(tmp_path: Path) -> None:
+def test_run_without_steps_has_no_speed(tmp_path: Path) -> None:
     assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl")) == 0.0
 
 
-def test_the_summary_has_the_figures_under_their_names(tmp_path: Path) -> None:
+def test_summary_contains_the_figures(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path / "metrics.jsonl", {"step": 1, "train/tokens": 100, "timing/step": 0.5})
     summary = run.summarise(scores(), seed=3, seconds=61.26, metrics=metrics)
     figures = {"teacher": 0.99, "student_before": 0.02, "student_after": 0.9, "ce_only": 0.6}
@@ -97,9 +97,7 @@ def test_the_summary_has_the_figures_under_their_names(tmp_path: Path) -> None:
     assert summary["num_questions"] == 600
 
 
-def test_the_summary_of_two_tokenizers_has_the_means_of_their_match_and_the_table_shows_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cross_summary_and_table_show_mean_alignment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [
         {"step": step, "train/tokens": 100, "timing/step": 0.5, "align/one_to_one": share, "align/coverage": 0.96}
         for step, share in ((1, 0.30), (2, 0.40))
@@ -113,22 +111,20 @@ def test_the_summary_of_two_tokenizers_has_the_means_of_their_match_and_the_tabl
     assert "cover 96% of the tokens" in note
 
 
-def test_the_summary_of_one_tokenizer_says_nothing_of_a_match(tmp_path: Path) -> None:
+def test_summary_of_one_tokenizer_has_no_alignment(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path / "metrics.jsonl", {"step": 1, "train/tokens": 100, "timing/step": 0.5})
     assert not set(run.ALIGNED) & set(run.summarise(scores(), seed=3, seconds=1.0, metrics=metrics))
 
 
 @pytest.mark.parametrize(("after", "code"), [(0.9, 0), (0.6, 1), (0.5, 1)])
-def test_the_quickstart_fails_unless_distillation_beats_the_control(
-    capsys: pytest.CaptureFixture[str], after: float, code: int
-) -> None:
+def test_quickstart_fails_unless_distillation_wins(capsys: pytest.CaptureFixture[str], after: float, code: int) -> None:
     assert run.verdict({"student_after": after, "ce_only": 0.6}) == code
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == code
     assert all(f"{after:.3f}" in line and "0.600" in line for line in lines)
 
 
-def test_the_table_names_every_model_with_its_figures_and_says_why_distillation_wins(
+def test_table_shows_every_model_and_explains_the_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     summary = {"num_questions": 600, "seed": 3, "seconds": 61.3, "tokens_per_second": 1234.5}
@@ -142,7 +138,7 @@ def test_the_table_names_every_model_with_its_figures_and_says_why_distillation_
 
 
 @pytest.mark.parametrize(("flags", "used"), [((), "quickstart-ce"), (("--cross",), "quickstart-cross-ce")])
-def test_a_used_run_directory_is_refused_before_any_work(
+def test_occupied_run_directory_is_rejected_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], used: str
 ) -> None:
     (tmp_path / "runs" / used).mkdir(parents=True)
@@ -155,7 +151,7 @@ def test_a_used_run_directory_is_refused_before_any_work(
     assert not material.exists()
 
 
-def test_settings_that_a_flag_stands_for_are_refused_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_replaced_by_flags_are_rejected_together(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = complain(capsys, "--clean", "run.seed=3", "run.dir=x", "train.steps=5")
     assert code == 2
     assert len(lines) == 2
@@ -163,7 +159,7 @@ def test_settings_that_a_flag_stands_for_are_refused_all_at_once(capsys: pytest.
     assert "--runs" in lines[1]
 
 
-def test_a_missing_configuration_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_configuration_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = complain(capsys, "--clean", "-c", "/does/not/exist.yaml")
     assert code == 2
     assert "/does/not/exist.yaml" in lines[0]

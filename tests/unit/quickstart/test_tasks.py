@@ -24,7 +24,7 @@ def items(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_answer_is_the_items_in_the_order_that_the_task_names(task: str) -> None:
+def test_answer_has_the_items_in_the_order_of_the_task(task: str) -> None:
     generator = random.Random(1)
     for _ in range(200):
         problem = draw_problem(generator, task)
@@ -34,7 +34,7 @@ def test_the_answer_is_the_items_in_the_order_that_the_task_names(task: str) -> 
         assert items(problem.answer) == (expected[::-1] if task == "sort words down" else expected)
 
 
-def test_problems_have_4_to_7_digits_or_3_to_6_words_and_all_lengths_occur() -> None:
+def test_problems_have_4_to_7_digits_or_3_to_6_words() -> None:
     lengths: dict[str, set[int]] = {task: set() for task in TASKS}
     for problem in islice(draw_problems("lengths"), 300):
         lengths[problem.task].add(len(items(problem.answer)))
@@ -42,19 +42,19 @@ def test_problems_have_4_to_7_digits_or_3_to_6_words_and_all_lengths_occur() -> 
     assert lengths == {"sort": {4, 5, 6, 7}, "sort words": {3, 4, 5, 6}, "sort words down": {3, 4, 5, 6}}
 
 
-def test_a_series_is_decided_by_its_seed_and_never_repeats_or_uses_a_forbidden_prompt() -> None:
+def test_series_is_seeded_without_repeated_or_forbidden_prompts() -> None:
     first = list(islice(draw_problems("a"), 3000))
     assert first == list(islice(draw_problems("a"), 3000))
     prompts = {problem.prompt for problem in first}
     assert len(prompts) == 3000
     other = list(islice(draw_problems("b"), 3000))
     assert prompts & {problem.prompt for problem in other}, (
-        "two seeds meet now and then, so the next line says something"
+        "different seeds do share prompts, so the next assertion is not trivial"
     )
     assert not prompts & {problem.prompt for problem in islice(draw_problems("b", prompts), 3000)}
 
 
-def test_a_wrong_answer_has_the_right_items_in_another_order() -> None:
+def test_wrong_answer_has_the_items_in_another_order() -> None:
     generator = random.Random(3)
     for problem in islice(draw_problems("wrong"), 300):
         wrong = wrong_answer(generator, problem)
@@ -62,7 +62,7 @@ def test_a_wrong_answer_has_the_right_items_in_another_order() -> None:
         assert sorted(items(wrong)) == sorted(items(problem.answer))
 
 
-def test_the_share_of_wrong_answers_is_exact_and_nothing_else_changes() -> None:
+def test_exact_share_of_answers_is_wrong_and_nothing_else_changes() -> None:
     problems = list(islice(draw_problems("share"), 1000))
     noisy = with_wrong_answers("noise", problems, 0.3)
     assert [problem.prompt for problem in noisy] == [problem.prompt for problem in problems]
@@ -72,7 +72,7 @@ def test_the_share_of_wrong_answers_is_exact_and_nothing_else_changes() -> None:
     assert with_wrong_answers("noise", problems, 0.0) == problems
 
 
-def question_rows_are_chats_and_a_question_row_does_not_hold_its_answer_in_the_chat() -> None:
+def test_question_row_keeps_the_answer_out_of_the_chat() -> None:
     problem = Problem("sort", "sort: 7 3 9 1", "1 3 7 9")
     user, assistant = {"role": "user", "content": "sort: 7 3 9 1"}, {"role": "assistant", "content": "1 3 7 9"}
     assert training_row(problem) == {"messages": [user, assistant]}

@@ -1,4 +1,4 @@
-"""What is found out about an address before Ray's client sees it; the real service is in tests/service."""
+"""Checks of an address before Ray's client uses it; tests/service tests the real service."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from distill_rl.service.client import Service
 
 
 class Open(BaseHTTPRequestHandler):
-    """Answers everybody, as Ray's dashboard does without authentication."""
+    """Answers every request, as Ray's dashboard does without authentication."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -45,29 +45,29 @@ def token(tmp_path, monkeypatch):
     return path
 
 
-def test_a_cluster_that_takes_jobs_from_everybody_is_refused(open_server):
-    with pytest.raises(ConfigError, match=r"must ask for a token.*RAY_AUTH_MODE=disabled"):
+def test_cluster_without_authentication_is_rejected(open_server):
+    with pytest.raises(ConfigError, match=r"must require a token.*RAY_AUTH_MODE=disabled"):
         Service(open_server)
 
 
-def test_a_token_that_others_can_read_is_refused_before_anything_is_sent(open_server, token):
+def test_token_readable_by_others_is_rejected_before_any_request(open_server, token):
     token.chmod(0o640)
     with pytest.raises(ConfigError, match=r"only you may read the token.*mode 0640; chmod 600"):
         Service(open_server)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8265", "ray://x:1", "http://", "http://me:pw@x:1", "http://x:1/path", "http://x:x"])  # fmt: skip
-def test_an_address_that_is_none_is_named(address):
+def test_invalid_address_is_reported(address):
     with pytest.raises(ConfigError, match=r"--address: must"):
         Service(address)
 
 
-def test_nobody_there_is_told_with_the_way_to_a_tunnel():
+def test_unreachable_address_suggests_a_tunnel():
     with pytest.raises(ConfigError, match=r"no Ray dashboard answers there.*ssh -N -L 8265:127.0.0.1:8265"):
         Service("http://127.0.0.1:1")
 
 
-def test_the_environment_names_the_cluster_where_nothing_else_does(monkeypatch):
+def test_address_defaults_to_the_environment_variable(monkeypatch):
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
     with pytest.raises(ConfigError, match=r"--address http://127.0.0.1:2: no Ray dashboard"):
         Service()

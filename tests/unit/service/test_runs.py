@@ -11,7 +11,7 @@ from distill_rl.service import runs
 def job(
     submission: str, name: str | None, *, attempt: int = 1, status: str = "RUNNING", folder: Path = Path("/no"), **more
 ):
-    told = {
+    metadata = {
         runs.NAME: name,
         runs.RUN: str(folder),
         runs.ATTEMPT: str(attempt),
@@ -19,11 +19,11 @@ def job(
         runs.PYTHON: "/bin/py",
     }
     return JobDetails(
-        type="SUBMISSION", submission_id=submission, status=status, entrypoint="x", metadata=told if name else {}, **more
+        type="SUBMISSION", submission_id=submission, status=status, entrypoint="x", metadata=metadata if name else {}, **more
     )  # fmt: skip
 
 
-def test_a_name_means_its_newest_submission_and_other_programs_jobs_are_left_out():
+def test_name_is_its_newest_submission_and_foreign_jobs_are_ignored():
     jobs = [
         job("a.10", "a", attempt=10, status="PENDING"),
         job("a", "a", status="FAILED"),
@@ -36,19 +36,19 @@ def test_a_name_means_its_newest_submission_and_other_programs_jobs_are_left_out
         ("b", "b", "done"),
     ]
     assert runs.find(jobs, "b").steps == 1200
-    with pytest.raises(ConfigError, match=r"run c: was not submitted to this cluster; the runs there are: a, b"):
+    with pytest.raises(ConfigError, match=r"run c: was not submitted to this cluster; existing runs: a, b"):
         runs.find(jobs, "c")
     with pytest.raises(ConfigError, match="there are no runs on this cluster"):
         runs.find([], "c")
 
 
-def test_a_name_that_runs_is_refused_and_one_that_ended_gets_the_next_number():
+def test_active_name_is_rejected_and_ended_one_gets_the_next_number():
     assert runs.next_submission([], "a") == ("a", 1)
     assert runs.next_submission([job("a", "a", status="FAILED")], "a") == ("a.2", 2)
     for status in ("PENDING", "RUNNING"):
-        with pytest.raises(ConfigError, match=r"is (waiting|running) on this cluster already.*distill-rl stop a"):
+        with pytest.raises(ConfigError, match=r"is already (waiting|running) on this cluster.*distill-rl stop a"):
             runs.next_submission([job("a", "a", status=status)], "a")
-    # a run that is called like a later submission of another
+    # a run that is named like a later submission of another
     taken = [job("a", "a", status="STOPPED"), job("a.2", "a.2", status="RUNNING")]
     assert runs.next_submission(taken, "a") == ("a.3", 3)
 
@@ -68,7 +68,7 @@ def test_a_name_that_runs_is_refused_and_one_that_ended_gets_the_next_number():
         ("FAILED", None, "failed"),
     ],
 )
-def test_the_state_says_what_became_of_a_run(status, code, state):
+def test_state_follows_from_status_and_exit_code(status, code, state):
     run = runs.find([job("a", "a", status=status, driver_exit_code=code)], "a")
     assert run.state == state
     assert run.ended == (status not in ("PENDING", "RUNNING"))
@@ -84,16 +84,16 @@ def test_the_state_says_what_became_of_a_run(status, code, state):
         (None, "", 1),
         (3, "", 3),
         (None, f"{runs.ENDED}nonsense", 1),
-        (None, f"somebody prints {runs.ENDED}0", 1),
+        (None, f"the run prints {runs.ENDED}0", 1),
     ],
 )
-def test_the_exit_code_is_the_process_s_own(code, log, expected):
+def test_exit_code_is_read_from_the_log_first(code, log, expected):
     status = "SUCCEEDED" if code == 0 else "STOPPED"
     run = runs.find([job("a", "a", status=status, driver_exit_code=code)], "a")
     assert runs.exit_code(run, log) == expected
 
 
-def test_the_table_reads_steps_from_the_run_directory_as_far_as_it_can(tmp_path):
+def test_table_reads_progress_from_reachable_run_directories(tmp_path):
     records = [{"step": 3, "time": 1.0, "train/kl_loss": 0.5}, {"step": 1000, "time": 2.0, "train/kl_loss": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 10')
     known = [job("near", "near", folder=tmp_path, start_time=1_700_000_000_000), job("far", "far", status="SUCCEEDED")]
@@ -110,6 +110,6 @@ def test_usual_names_can_be_submitted(name):
 
 
 @pytest.mark.parametrize("name", ["a b", "a;rm", "ü", "-rf", ".x", "a/b", "$(x)", "a" * 200, "", "a\nb"])
-def test_names_that_could_not_stand_in_a_url_are_refused(name):
+def test_names_unfit_for_a_url_are_rejected(name):
     with pytest.raises(ConfigError, match=r"run\.name"):
         runs.require_usable(name)
