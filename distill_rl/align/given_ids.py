@@ -1,4 +1,4 @@
-"""Ids as a caller gives them, read into int32 without a silent change: nothing is rounded, wrapped or parsed."""
+"""Converts a caller's ids to int32, and rejects whatever numpy would silently round, wrap or parse."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 
 _INT32 = np.iinfo(np.int32)
 _TEXT = (str, bytes, bytearray, memoryview)
-_RULE = "ids are one row of integers: a list, a numpy array, or a torch tensor in host memory"
+_RULE = "ids must be one row of integers: a list, a numpy array, or a torch tensor in host memory"
 
 
-def read_ids(name: str, given: Any, size: int) -> np.ndarray:
-    """int32 [n] of a caller's integers [n]; an int32 array is returned as it is.
+def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
+    """int32 [n] from a caller's integers [n]; an int32 array is returned as it is.
 
     Args:
         name: what to call the ids in an error.
-        size: tokens of the vocabulary, for the error's rule. Ids that int32 holds are held against it by `Side.of`,
-            where a mask may hide them.
+        size: number of tokens in the vocabulary, for the error. `Side.of` checks ids that fit int32 against the
+            vocabulary, because a mask may hide them.
 
     Raises:
-        ValueError: bools, floats, text, None or anything else that is no row of integers; an integer beyond int32.
+        ValueError: bools, floats, text, None or anything else that is not a row of integers; an integer beyond int32.
     """
-    if isinstance(given, np.ndarray) and given.dtype == np.int32 and given.ndim == 1:
-        return np.ascontiguousarray(given)
-    row = _as_array(name, given)
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1:
+        return np.ascontiguousarray(ids)
+    row = _as_array(name, ids)
     if row.ndim != 1:
-        raise ValueError(f"{name}: ids are one row, got an array of shape {row.shape}; align rows one by one")
+        raise ValueError(f"{name}: ids must be one row, got an array of shape {row.shape}; align rows one by one")
     if not len(row):
         return np.zeros(0, np.int32)
     low, high = row.min(), row.max()
@@ -36,41 +36,45 @@ def read_ids(name: str, given: Any, size: int) -> np.ndarray:
     return row.astype(np.int32)
 
 
-def _as_array(name: str, given: Any) -> np.ndarray:
-    """Integers of any width, or objects that are all Python's integers."""
-    if given is None or isinstance(given, _TEXT):
-        raise ValueError(_refusal(name, given))
+def _as_array(name: str, ids: Any) -> np.ndarray:
+    """An array of integers of any width, or of Python integers as objects."""
+    if ids is None or isinstance(ids, _TEXT):
+        raise ValueError(_not_integers(name, ids))
     try:
-        row = np.asarray(given)
+        row = np.asarray(ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        # Rows of unequal length; tensors on a GPU, of bfloat16, with a gradient.
-        raise ValueError(_refusal(name, given)) from error
+        # Rows of unequal length; tensors on a GPU, of bfloat16, or with a gradient.
+        raise ValueError(_not_integers(name, ids)) from error
     if row.ndim == 1 and not len(row) and row.dtype.kind in "iuf":
-        return np.zeros(0, np.int32)  # numpy takes an empty list for floats
-    # numpy reads [True, 7] as [1, 7], and integers that no width holds as floats or objects.
-    kinds = set(map(type, given)) if row.ndim == 1 and isinstance(given, Sequence) else {row.dtype.type}
+        return np.zeros(0, np.int32)  # numpy reads an empty list as floats
+    # numpy reads [True, 7] as [1, 7], and integers too wide for any dtype as floats or objects.
+    kinds = set(map(type, ids)) if row.ndim == 1 and isinstance(ids, Sequence) else {row.dtype.type}
     if row.dtype.kind in "iu" and kinds.isdisjoint((bool, np.bool_)):
         return row
     if kinds == {int} or (row.dtype.kind == "O" and row.ndim == 1 and set(map(type, row)) == {int}):
-        return np.array(given, object)
-    raise ValueError(_refusal(name, given))
+        return np.array(ids, object)
+    raise ValueError(_not_integers(name, ids))
 
 
-def _refusal(name: str, given: Any) -> str:
-    return f"{name}: {_RULE}, got {_described(given)}; pass the tokenizer's input_ids"
+def _not_integers(name: str, ids: Any) -> str:
+    return f"{name}: {_RULE}, got {_describe(ids)}; pass the tokenizer's input_ids"
 
 
 def _out_of_range(name: str, value: Any, size: int) -> str:
-    return f"{name}: a token's id lies in 0 … {size - 1}, the tokenizer's, got {value}; check where it comes from"
+    return f"{name}: a token id must lie in 0 … {size - 1}, the tokenizer's range, got {value}; check where it comes from"
 
 
-def _described(given: Any) -> str:
-    """The kind of a value, and as much of it as a line holds."""
-    if given is None:
+def _describe(value: Any) -> str:
+    """The type of a value, and as much of it as fits on a line."""
+    if value is None:
         return "None"
-    kind = getattr(given, "dtype", None)
-    device = str(getattr(given, "device", "cpu"))
-    shown = repr(given) if kind is None else f"{given!r}".replace("\n", " ")
-    shown = shown if len(shown) <= 60 else shown[:57] + "…"
-    what = type(given).__name__ if kind is None else f"{kind} on {device}" if device != "cpu" else str(kind)
-    return f"{what} {shown}"
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        kind, shown = type(value).__name__, repr(value)
+    else:
+        device = str(getattr(value, "device", "cpu"))
+        kind = str(dtype) if device == "cpu" else f"{dtype} on {device}"
+        shown = f"{value!r}".replace("\n", " ")
+    if len(shown) > 60:
+        shown = shown[:57] + "…"
+    return f"{kind} {shown}"

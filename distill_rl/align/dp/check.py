@@ -65,7 +65,7 @@ def _in_place(
 
     A score for equal tokens pairs those of a repeated word, or of a repeated byte of cut characters, where the two
     sides cut the text differently. If both sides spell the same bytes between two chunks (or an end of the window),
-    then that stretch of text is known, and a chunk inside of it that has more bytes before it on one side than on the
+    then that as_slice of text is known, and a chunk inside of it that has more bytes before it on one side than on the
     other is such a pair. Where a lossy side changed the text the bytes differ and nothing is disproved. Without
     `spaces` the same is found of the bytes that are no white space, which a side may write or drop where the other
     does not.

@@ -296,5 +296,5 @@ def test_bad_arguments_say_what_is_allowed():
         made.align("a\ud800")
     with pytest.raises(ValueError, match="one text"):
         made.pair(made.tokenize_student("a"), made.tokenize_teacher("bc"))
-    with pytest.raises(ValueError, match="as many spans, got 1 and None"):
+    with pytest.raises(ValueError, match="number of spans, got 1 and None"):
         made.pair(Tokenized(np.zeros(0, np.int32), "", ((0, 0),)), made.tokenize_teacher("a"))

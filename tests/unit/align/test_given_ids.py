@@ -69,7 +69,7 @@ def test_what_is_no_row_of_integers_is_refused_in_a_line(given, shown, side):
     with pytest.raises(ValueError, match="one row of integers") as caught:
         ALIGNER.align_ids(**ids)
     line = str(caught.value)
-    assert line.startswith(f"{side}: ids are one row of integers")
+    assert line.startswith(f"{side}: ids must be one row of integers")
     assert f"got {shown}" in line
     assert line.endswith("pass the tokenizer's input_ids")
     assert "\n" not in line
@@ -78,7 +78,7 @@ def test_what_is_no_row_of_integers_is_refused_in_a_line(given, shown, side):
 @pytest.mark.parametrize("value", [2**32 + 5, 2**31, -(2**31) - 1, 2**63, 2**70, -(2**70)])
 @pytest.mark.parametrize("read", [list, np.array])
 def test_integers_beyond_32_bits_are_not_wrapped(value, read):
-    with pytest.raises(ValueError, match=f"teacher_ids: a token's id lies in 0 … .*, got {value}; check"):
+    with pytest.raises(ValueError, match=f"teacher_ids: a token id must lie in 0 … .*, got {value}; check"):
         ALIGNER.align_ids([1], read([value]))
     if -(2**63) <= value < 2**63:
         with pytest.raises(ValueError, match=f"got {value}"):
@@ -88,5 +88,5 @@ def test_integers_beyond_32_bits_are_not_wrapped(value, read):
 
 
 def test_an_id_outside_of_the_vocabulary_names_its_side():
-    with pytest.raises(ValueError, match=f"teacher_ids: a token's id lies in 0 … {ALIGNER.teacher.size - 1}"):
+    with pytest.raises(ValueError, match=f"teacher_ids: a token id must lie in 0 … {ALIGNER.teacher.size - 1}"):
         ALIGNER.align_ids([1], [ALIGNER.teacher.size])

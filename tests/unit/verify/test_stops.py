@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.endings import as_in_a_run
+from distill_rl.align.endings import align_training_rows
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.verify import check_stops
 from distill_rl.verify.check import Check
@@ -29,7 +29,7 @@ def projection() -> Projection:
 
 
 def checked(aligner: TokenAligner, projection: Projection) -> list[Check]:
-    return check_stops(aligner, projection, as_in_a_run(aligner, [], [CHAT]))
+    return check_stops(aligner, projection, align_training_rows(aligner, [], [CHAT]))
 
 
 def test_what_is_built_passes(aligner: TokenAligner, projection: Projection) -> None:
