@@ -133,7 +133,7 @@ class TokenAligner:
         No result depends on it. With a CPU backend there is nothing to gain, and the call does nothing.
         """
         if self.backend == "cuda" and self.method in ("auto", "dp"):
-            self._windows.ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
+            self._windows.solve_ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
 
     def warm_up(self) -> None:
         """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for. Once per process."""
@@ -342,9 +342,7 @@ class TokenAligner:
         equal, spans = equal_spans(tokenized, texts)
         located = self._locate(tokenized, by_bytes)
         if located is None:
-            raise ValueError(
-                "ids with spans must be those of their text, got others; use the ids of tokenize_messages"
-            )
+            raise ValueError("ids with spans must be those of their text, got others; use the ids of tokenize_messages")
         exact = all(positions is not None and positions.exact for positions in by_bytes)
         exact = exact and np.array_equal(equal, spans)
         sides = zip(self._vocabularies, tokenized, located.sides, (spans[:, :2], spans[:, 2:]))

@@ -61,7 +61,9 @@ def _not_integers(name: str, ids: Any) -> str:
 
 
 def _out_of_range(name: str, value: Any, size: int) -> str:
-    return f"{name}: a token id must lie in 0 … {size - 1}, the tokenizer's range, got {value}; check where it comes from"
+    return (
+        f"{name}: a token id must lie in 0 … {size - 1}, the tokenizer's range, got {value}; check where it comes from"
+    )
 
 
 def _describe(value: Any) -> str:

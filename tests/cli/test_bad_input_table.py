@@ -305,9 +305,9 @@ def projections(place: Place) -> Path:
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("another", ("must be this pair's", "student_hash", "the file has", "give the file of this pair")),
-    ("nan", ("finite", "delete the file, it is built anew")),
-    ("away", ("600", "delete the file, it is built anew")),
+    ("another", ("must be this pair's", "student_hash", "the file has", "give this pair's file")),
+    ("nan", ("finite", "delete the file, it is then built again")),
+    ("away", ("600", "delete the file, it is then built again")),
 ])  # fmt: skip
 def test_a_projection_that_cannot_be_taken(place, refused, projections, name, words):
     teacher = {"name": "big", "model": f"{place.root}/foreign"}

@@ -9,7 +9,7 @@ import pytest
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.verify import alignment as checks
-from distill_rl.verify.check import every, within
+from distill_rl.verify.check import check_bound, check_each
 from tests.helpers.align import family
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 
@@ -95,13 +95,13 @@ def test_padding_that_is_taken_for_text_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_check_of_many_names_the_first_fault_and_counts_them() -> None:
-    check = every("holds", [None, "bad", None, "worse"], "rows")
-    assert (check.passed, check.detail) == (False, "2 of 4 rows, first number 1: bad")
-    assert every("holds", [None, None], "rows").detail == "2 rows"
+    check = check_each("holds", [None, "bad", None, "worse"], "rows")
+    assert (check.passed, check.detail) == (False, "2 of 4 rows fail, first at index 1: bad")
+    assert check_each("holds", [None, None], "rows").detail == "2 rows"
 
 
 def test_a_check_of_nothing_neither_passes_nor_fails() -> None:
-    check = every("holds", [], "rows")
+    check = check_each("holds", [], "rows")
     assert (check.passed, check.detail) == (None, "0 rows")
     found = [*checks.check_alignment(ALIGNER, STUDENT, TEACHER, []), *checks.check_chats(ALIGNER, [])]
     assert len(found) == 9
@@ -113,7 +113,7 @@ def test_rows_of_which_none_is_exact_leave_those_checks_open() -> None:
     found = checks.check_alignment(TokenAligner(STUDENT, lossy), STUDENT, lossy, ["The cat SAT", "On 12 MATS"])
     assert {check.name: check.detail for check in found if check.passed is None} == {
         "a chunk spells the same bytes of the text on both sides": "0 exact rows",
-        "no chunk could be cut into two": "0 exact rows",
+        "no chunk could be divided": "0 exact rows",
     }
     assert all(check.passed is not False for check in found)
     chats = [[{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "SAT"}]]
@@ -123,4 +123,4 @@ def test_rows_of_which_none_is_exact_leave_those_checks_open() -> None:
 
 @pytest.mark.parametrize(("value", "passed"), [(0.0, True), (1e-6, True), (2e-6, False), (float("nan"), False)])
 def test_a_bound_holds_up_to_itself_and_never_for_nan(value: float, passed: bool) -> None:
-    assert within("small", value, 1e-6, "off by").passed is passed
+    assert check_bound("small", value, 1e-6, "off by").passed is passed

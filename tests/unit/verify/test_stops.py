@@ -52,7 +52,7 @@ def test_a_stop_that_is_sent_into_text_fails(aligner: TokenAligner, projection: 
     indices[projection.indptr[stop]] = 300
     _, second, _ = checked(aligner, replace(projection, indices=indices))
     assert second.passed is False
-    assert f"the projection sends {stop} into [300], which are no stops" in second.detail
+    assert f"the projection maps {stop} to [300], which are no stops" in second.detail
 
 
 def test_token_by_token_a_sure_teacher_teaches_not_to_stop(aligner: TokenAligner, projection: Projection) -> None:

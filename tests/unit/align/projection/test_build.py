@@ -237,10 +237,10 @@ def test_the_file_gives_the_same_projection_back(small: Projection, tmp_path: Pa
         ("values", lambda v: np.where(np.arange(len(v)) == 3, np.inf, v), "finite and above 0; entry 3 is inf"),
         ("values", lambda v: np.where(np.arange(len(v)) == 3, -1, v), "finite and above 0; entry 3 is -1"),
         ("values", lambda v: v * 2, "every row must sum to 1; row 0 sums to 2"),
-        ("values", lambda v: v[:-1], "values must be as many as"),
+        ("values", lambda v: v[:-1], "there must be one value per index"),
         ("values", lambda v: v.astype(np.float64), r"values must be float32 \[n\]; it is float64"),
-        ("indices", lambda v: np.where(v == v.max(), 330, v), "indices must lie in 0 … 329; they reach from 0 to 330"),
-        ("indices", lambda v: np.where(v == v.max(), -1, v), "they reach from -1 to"),
+        ("indices", lambda v: np.where(v == v.max(), 330, v), "indices must lie in 0 … 329; they range from 0 to 330"),
+        ("indices", lambda v: np.where(v == v.max(), -1, v), "they range from -1 to"),
         ("indices", lambda v: v[::-1].copy(), "indices must ascend in every row"),
         ("indptr", lambda v: v[:-1], "indptr must rise from 0 to"),
         ("indptr", lambda v: np.where(np.arange(len(v)) == 9, v[-1], v), "indptr must rise from 0 to"),
@@ -262,7 +262,7 @@ def test_a_damaged_array_is_found(small: Projection, tmp_path: Path, name: str, 
     with pytest.raises(ValueError, match=message) as caught:
         load_projection(path)
     assert str(caught.value).startswith(str(path))
-    assert str(caught.value).endswith("delete the file, it is built anew")
+    assert str(caught.value).endswith("delete the file, it is then built again")
     assert "\n" not in str(caught.value)
 
 
@@ -291,12 +291,12 @@ def test_what_is_no_projection_is_refused(small: Projection, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="it does not exist"):
         load_projection(path)
     save_file({"weight": np.zeros(3, np.float32)}, path)
-    with pytest.raises(ValueError, match="damaged or another kind"):
+    with pytest.raises(ValueError, match="damaged or of another kind"):
         load_projection(path)
     save_projection(small, path)
     content = path.read_bytes()
     path.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match="damaged or another kind"):
+    with pytest.raises(ValueError, match="damaged or of another kind"):
         load_projection(path)
     save_file(load_file_of(content, tmp_path), path, {HEADER: json.dumps({"format": 1})})
     with pytest.raises(ValueError, match="the header must hold"):
