@@ -59,7 +59,7 @@ def test_chunks_lie_at_the_same_bytes(student: str, teacher: str) -> None:
 
 
 @pytest.mark.parametrize(("student", "teacher"), LOSSY)
-def test_a_lossy_side_finds_its_words(student: str, teacher: str) -> None:
+def test_lossy_side_matches_its_words(student: str, teacher: str) -> None:
     sides = [load(name) for name in (student, teacher)]
     tables = CanonicalTables(*(vocabulary for _, vocabulary in sides))
     text = "The Declaration was read aloud.\n\nEveryone in Genève heard it, and everyone wrote it down."

@@ -32,13 +32,13 @@ def checked(aligner: TokenAligner, projection: Projection) -> list[Check]:
     return check_stops(aligner, projection, align_training_rows(aligner, [], [CHAT]))
 
 
-def test_what_is_built_passes(aligner: TokenAligner, projection: Projection) -> None:
-    found = checked(aligner, projection)
-    assert [check.passed for check in found] == [True] * 3
-    assert found[0].detail == "2 paired stop tokens"
+def test_built_projection_passes(aligner: TokenAligner, projection: Projection) -> None:
+    results = checked(aligner, projection)
+    assert [check.passed for check in results] == [True] * 3
+    assert results[0].detail == "2 paired stop tokens"
 
 
-def test_a_projection_that_does_not_know_a_paired_stop_fails(aligner: TokenAligner, projection: Projection) -> None:
+def test_projection_without_a_paired_stop_fails(aligner: TokenAligner, projection: Projection) -> None:
     (turn,) = tiny_tokenizer(330, seed=1).convert_tokens_to_ids([TURN_END])
     eos_only = projection.teacher_stops[projection.teacher_stops != turn]
     first, *_ = checked(aligner, replace(projection, teacher_stops=eos_only))
@@ -46,7 +46,7 @@ def test_a_projection_that_does_not_know_a_paired_stop_fails(aligner: TokenAlign
     assert f"the teacher's id {turn} is paired as a stop; the projection's are {eos_only.tolist()}" in first.detail
 
 
-def test_a_stop_that_is_sent_into_text_fails(aligner: TokenAligner, projection: Projection) -> None:
+def test_stop_mapped_to_text_fails(aligner: TokenAligner, projection: Projection) -> None:
     stop = int(projection.student_stops[0])
     indices = projection.indices.copy()
     indices[projection.indptr[stop]] = 300
@@ -55,7 +55,7 @@ def test_a_stop_that_is_sent_into_text_fails(aligner: TokenAligner, projection: 
     assert f"the projection maps {stop} to [300], which are no stops" in second.detail
 
 
-def test_token_by_token_a_sure_teacher_teaches_not_to_stop(aligner: TokenAligner, projection: Projection) -> None:
+def test_certain_teacher_lowers_a_stop_without_stop_tokens(aligner: TokenAligner, projection: Projection) -> None:
     """What the third check is for: without stop tokens that the losses know, common or not decides."""
     turn = [tiny_tokenizer(*each).convert_tokens_to_ids(TURN_END) for each in ((320, 0), (330, 1))]
     apart = ~((projection.student_common == turn[0]) | (projection.teacher_common == turn[1]))
