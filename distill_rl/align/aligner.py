@@ -11,7 +11,7 @@ import numpy as np
 
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
-from distill_rl.align.dp.window import WindowSolver
+from distill_rl.align.dp.window import IdPair, WindowSolver
 from distill_rl.align.given_ids import read_ids
 from distill_rl.align.ids import IdAligner, IdAlignment
 from distill_rl.align.place import (
@@ -30,8 +30,6 @@ from distill_rl.align.tokenizer.vocabulary import compose, read_vocabulary
 
 METHODS = ("auto", "bytes", "offsets", "dp")
 _SIDES = ("student", "teacher")
-
-IdPair = tuple[np.ndarray, np.ndarray]
 
 
 class _Located(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.align.chat import CharSpan
 from distill_rl.align.spans import no_token_pairs
 
-CharSpan = tuple[int, int]
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
 

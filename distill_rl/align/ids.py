@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 
 from distill_rl.align.side import Side
-from distill_rl.align.spans import Chunks, chunks_by_ends, gather_bytes
+from distill_rl.align.spans import Chunks, chunks_by_ends, gather_bytes, keep_chunks
 from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -176,8 +176,7 @@ def same_spelling(
     sizes = np.where(keep, np.minimum(left.sizes, right.sizes), 0)
     chunk_of_byte = np.repeat(np.arange(count), sizes)
     keep[chunk_of_byte[texts[0] != texts[1]]] = False
-    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # the last entry answers for −1
-    return renumbered[chunks[0]], renumbered[chunks[1]]
+    return keep_chunks(keep, *chunks)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from distill_rl.align.alignment import Tokenized
-from distill_rl.align.spans import Chunks, TokenPositions, gather_bytes
+from distill_rl.align.spans import Chunks, TokenPositions, gather_bytes, keep_chunks
 from distill_rl.align.tokenizer.families import WHITE_SPACE
 from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
 
@@ -228,9 +228,8 @@ def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPosit
     keep = (common > 0) & (common == np.min(ends - starts, axis=0))
     if keep.all():
         return chunks
-    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # the last entry answers for −1
-    count = int(np.count_nonzero(keep))
-    return Chunks(renumbered[chunks.student], renumbered[chunks.teacher], count, chunks.lossy_ends)
+    kept = keep_chunks(keep, chunks.student, chunks.teacher)
+    return Chunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
 
 
 def byte_positions(text: str) -> np.ndarray:

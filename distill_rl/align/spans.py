@@ -115,6 +115,12 @@ def _chunk_of_token(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
     return chunk
 
 
+def keep_chunks(keep: np.ndarray, student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk indices int32 [n], int32 [m] without the chunks for which `keep`, bool [count], is False, renumbered."""
+    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # −1 reads the last entry
+    return renumbered[student], renumbered[teacher]
+
+
 def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks:
     """Chunks of two tokenizations of one text whose tokens all spell what they cover."""
     sides = student, teacher
@@ -176,12 +182,10 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
         candidates.append(candidate)
 
     count = int(np.count_nonzero(valid))
-    chunk_of = np.full(len(valid) + 1, -1, np.int32)  # the last entry answers for −1
-    chunk_of[:-1][valid] = np.arange(count, dtype=np.int32)
     rows = []
-    for (positions, tokens, _), candidate in zip(sides, candidates):
+    for (positions, tokens, _), chunk in zip(sides, keep_chunks(valid, *candidates)):
         row = np.full(len(positions.starts), -1, np.int32)
-        row[tokens] = chunk_of[candidate]
+        row[tokens] = chunk
         rows.append(row)
     return Chunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
 

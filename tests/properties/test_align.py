@@ -1,4 +1,4 @@
-"""Invariants of alignment, over every family of tokenizers and texts that tokenizers find hard."""
+"""Invariants of alignment, for every family of tokenizers and for texts that are difficult to tokenise."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tokenizer_with_itself_is_all_one_to_one(name, text):
     special = make_aligner(name, name).student.special[result.student_ids]
     assert result.counts["1:1"] == result.num_chunks
     assert np.array_equal(result.student_chunk, result.teacher_chunk)
-    # A ▁ that only stands before the text is the one token that is neither special nor in a chunk.
+    # Only a lone dummy space is neither special nor in a chunk.
     assert np.count_nonzero(result.student_chunk[~special] < 0) <= 1
 
 
@@ -201,5 +201,7 @@ def test_every_family_aligns_the_sentences(name):
     aligner = make_aligner(name, "byte_level")
     result = [aligner.align(text) for text in SENTENCES]
     assert all(row.num_chunks > 3 for row in result)
-    assert all(row.exact for row in result) == (name != "wordpiece")  # the lossy one knows every letter of these
+    assert all(row.exact for row in result) == (
+        name != "wordpiece"
+    )  # unigram, which is lossy, knows every letter of these
     assert aligner.align("\u2603 and on").exact == (name in LOSSLESS)

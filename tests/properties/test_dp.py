@@ -1,4 +1,4 @@
-"""The dynamic programme, for random windows: the best answer there is, the same from every backend and side."""
+"""The dynamic programme on random windows: optimal, and equal for every backend and with the sides swapped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_score_is_optimal_when_the_band_holds_all_cells(window) -> None:
     st.lists(st.sampled_from("aabbc "), max_size=20).map("".join), st.randoms(use_true_random=False), st.integers(1, 20)
 )
 def test_chunks_of_one_text_lie_at_the_same_bytes(text, draw, band) -> None:
-    """Both sides cut the same text: a chunk has as many bytes before it on either side, also where words repeat."""
+    """Both sides cut the same text: a chunk has the same number of bytes before it on both sides, even if words repeat."""
 
     def cut(tokens: list[str]) -> list[int]:
         ids, done = [], 0

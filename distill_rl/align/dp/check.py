@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from distill_rl.align.dp.canonical import CanonicalTokens
+from distill_rl.align.spans import keep_chunks
 
 REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
@@ -22,14 +23,15 @@ def keep_verified(
     Removes joins whose hashes are equal but whose bytes are not, and chunks that pair two different occurrences of the
     same string.
     """
-    chunks = [np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)]
+    row_chunk, column_chunk = (
+        np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)
+    )
     for check in (_equal_bytes, _in_place, partial(_in_place, spaces=False)):
-        count = int(chunks[0].max(initial=-1)) + 1
-        keep = check(rows, columns, chunks[0], chunks[1], count)
+        count = int(row_chunk.max(initial=-1)) + 1
+        keep = check(rows, columns, row_chunk, column_chunk, count)
         if not keep.all():
-            renumbered = np.append(np.where(keep, np.cumsum(keep) - 1, -1), -1).astype(np.int32)  # −1 reads the last
-            chunks = [renumbered[chunk] for chunk in chunks]
-    return chunks[0], chunks[1]
+            row_chunk, column_chunk = keep_chunks(keep, row_chunk, column_chunk)
+    return row_chunk, column_chunk
 
 
 def _equal_bytes(

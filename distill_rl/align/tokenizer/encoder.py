@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.align.chat import CharSpan
 from distill_rl.align.tokenizer.families import WHITE_SPACE, Description
-
-CharSpan = tuple[int, int]
 
 
 def backend_of(tokenizer: Any) -> Any:

@@ -32,7 +32,7 @@ def test_import_loads_only_numpy():
 
 def test_chunks_may_end_inside_a_character():
     aligner = make_aligner("byte_level", "spm_first")
-    text = "\u2603"  # three bytes, in no vocabulary
+    text = "\u2603"  # three bytes that no vocabulary has as one token
     result = aligner.align(text)
     assert result.exact
     assert [piece for piece in spelled(aligner, result, "teacher") if piece] == [b" ", b"\xe2", b"\x98", b"\x83"]
@@ -82,13 +82,13 @@ def test_lone_dummy_metaspace_is_in_no_chunk():
 def test_dummy_space_after_padding_and_specials_is_dropped():
     aligner = make_aligner("spm_prepend", "byte_level")
     marked, plain = family("spm_prepend"), family("byte_level")
-    ours = marked("<pad><pad><s>ka lo</s>mi an", add_special_tokens=False)["input_ids"]
-    theirs = plain("<s>ka lo</s>mi an", add_special_tokens=False)["input_ids"]
-    result = aligner.align_ids(ours, theirs)
+    student_ids = marked("<pad><pad><s>ka lo</s>mi an", add_special_tokens=False)["input_ids"]
+    teacher_ids = plain("<s>ka lo</s>mi an", add_special_tokens=False)["input_ids"]
+    result = aligner.align_ids(student_ids, teacher_ids)
     assert result.exact
     assert b"".join(spelled(aligner, result, "student")) == b" ka lo mi an"
     check_numbers(result)
-    eos = ours.index(marked.eos_token_id), theirs.index(plain.eos_token_id)
+    eos = student_ids.index(marked.eos_token_id), teacher_ids.index(plain.eos_token_id)
     assert result.stop_pairs == [(2, 0), eos]
 
 
@@ -196,13 +196,13 @@ def test_only_differing_middle_is_aligned_by_dp():
 
 
 def test_equal_tokens_at_different_places_are_no_chunk():
-    # One side keeps the first i (of İ, lower-cased) and the other one the last; each loses what the other one keeps.
+    # One side keeps only the first i (İ in lower case), the other one only the last.
     for student, teacher in (("unigram", "wordpiece"), ("wordpiece", "unigram")):
         aligner = make_aligner(student, teacher)
         for text, method in (("İ\n" + "\u2603" * 70 + "i", "dp"), ("İMi", "bytes")):
             result = aligner.align(text)
             by_ids = aligner.align_ids(result.student_ids, result.teacher_ids)
-            assert by_ids.num_chunks == 1  # ids alone do not tell
+            assert by_ids.num_chunks == 1  # from ids alone this is undecidable
             assert (result.method, result.num_chunks) == (method, 0)
             assert (result.student_chunk == -1).all()
             assert (result.teacher_chunk == -1).all()
@@ -229,14 +229,14 @@ def test_eos_with_the_unknown_id_ends_a_text(name):
 def test_unknown_token_with_the_eos_id_is_not_eos(name, text):
     aligner = TokenAligner(family("tiktoken"), unknown_is_eos(name))
     student, teacher = aligner.tokenize_student(text, end=True), aligner.tokenize_teacher(text, end=True)
-    assert (teacher.ids == aligner.teacher.unknown).sum() == 2  # for the snowman, and for the end
+    assert (teacher.ids == aligner.teacher.unknown).sum() == 2  # the snowman and the end
     assert teacher.ids[-1] == aligner.teacher.roles["eos"]
     result = aligner.pair(student, teacher)
     assert not result.exact
     assert result.stop_pairs == [(len(student.ids) - 1, len(teacher.ids) - 1)]
     inside = np.flatnonzero(teacher.ids == aligner.teacher.unknown)[0]
     both = TokenAligner(unknown_is_eos(name), unknown_is_eos(name)).align_ids(teacher.ids, teacher.ids)
-    assert (inside, inside) not in both.stop_pairs or text != "ka \u2603 lo"  # at the end ids alone do not tell
+    assert (inside, inside) not in both.stop_pairs or text != "ka \u2603 lo"  # at the end, ids alone cannot decide
 
 
 def test_ids_out_of_range_are_rejected_unless_masked():

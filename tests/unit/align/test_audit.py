@@ -66,7 +66,7 @@ def test_unknown_tokens_count_as_uncompared_text():
 
 
 def test_eos_with_the_unknown_id_is_not_unknown_text():
-    name = "unigram_fallback"  # writes </s> behind every text
+    name = "unigram_fallback"  # appends </s> to every text
     aligner = TokenAligner(unknown_is_eos(name), family("tiktoken"))
     assert aligner.student.unknown == aligner.align("ka lo").student_ids[-1]
     report = audit(aligner, SENTENCES)

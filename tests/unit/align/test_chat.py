@@ -41,7 +41,7 @@ def test_only_contents_are_aligned_and_turn_ends_paired(teacher):
     check_numbers(result)
     check_chunks_spell_alike(family("byte_level"), family(teacher), result)
     ends = [side.convert_tokens_to_ids("<|end|>") for side in (family("byte_level"), family(teacher))]
-    turns = [pair for pair in result.stop_pairs if pair != (0, 0)]  # bos, where both templates begin with it
+    turns = [pair for pair in result.stop_pairs if pair != (0, 0)]  # without bos, which both templates may begin with
     assert len(turns) == len(CHAT)
     assert all(result.student_ids[a] == ends[0] and result.teacher_ids[b] == ends[1] for a, b in turns)
     inside = b"".join(chunk_bytes(family("byte_level"), result.student_ids, result.student_chunk, result.num_chunks))
@@ -53,7 +53,7 @@ def test_only_contents_are_aligned_and_turn_ends_paired(teacher):
     elif teacher.startswith("byte") or teacher == "tiktoken":
         assert result.exact
         assert inside == contents
-    else:  # "]: What" is written with a space that may be the first word's own
+    else:  # the space in "]: What" may become part of the first word's token
         assert result.exact
         assert len(inside) > 0.6 * len(contents)
 
@@ -167,7 +167,7 @@ def test_content_spans_with_and_without_the_template():
     rendered = render(tokenizer, CHAT)
     spans = content_spans(rendered, CHAT, lambda chat: render(tokenizer, chat))
     assert [rendered[start:stop] for start, stop in spans] == [message["content"] for message in CHAT]
-    assert rendered[: spans[0][0]].endswith("system\n")  # not the word of the second header
+    assert rendered[: spans[0][0]].endswith("system\n")  # not the "user" of the second header
     assert content_spans(rendered, CHAT[1:]) == spans[1:]
     assert content_spans("abc", [{"role": "user", "content": "zz"}, {"role": "user", "content": " c "}]) == (
         (0, 0),

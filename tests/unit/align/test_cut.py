@@ -1,4 +1,4 @@
-"""Where rows end that are too long: exact ones as before any limit, lossy ones without losing what is still to be learnt."""
+"""Where rows that are too long are cut: exact ones at a shared boundary, lossy ones without losing most of the text."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_exact_row_ends_at_the_last_common_boundary():
 @pytest.mark.parametrize(
     ("limits", "sizes"),
     [
-        ((10, 20), (10, 20)),  # the place (3, 3) is far from both limits
-        ((5, 20), (3, 3)),  # near to the student's
-        ((40, 5), (3, 3)),  # near to the teacher's, the student's side fits
-        ((40, 10), (40, 10)),  # that the student's side fits is no reason to drop nearly all of it
+        ((10, 20), (10, 20)),  # the boundary (3, 3) is far from both limits
+        ((5, 20), (3, 3)),  # close to the student's limit
+        ((40, 5), (3, 3)),  # close to the teacher's limit; the student's side fits
+        ((40, 10), (40, 10)),  # the student's side fits, so it must not lose nearly all tokens
         ((0, 20), (0, 0)),
     ],
 )
@@ -109,7 +109,10 @@ def test_places_inside_chunks_are_removed():
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers and texts are not in ../shared/data")
-@pytest.mark.parametrize(("teacher", "language"), [("t5-small", "cmn_hans"), ("t5-small", "tha"), ("bert-uncased", "tha"), ("bert-uncased", "emoji")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("teacher", "language"),
+    [("t5-small", "cmn_hans"), ("t5-small", "tha"), ("bert-uncased", "tha"), ("bert-uncased", "emoji")],
+)
 def test_unreadable_script_does_not_shorten_the_student(teacher, language):
     rows = map(json.loads, (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines())
     texts = {row["lang"]: row["text"][:2000] for row in rows} | {"emoji": "🧑🚀👨👩👧👦🎉" * 90}

@@ -1,4 +1,4 @@
-"""What `align_ids` takes for ids, and that it refuses by name what numpy would have changed in silence."""
+"""Which values `align_ids` accepts as ids, and that it rejects what numpy would change silently."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_integers_beyond_32_bits_are_not_wrapped(value, read):
     if -(2**63) <= value < 2**63:
         with pytest.raises(ValueError, match=f"got {value}"):
             ALIGNER.align_ids([1], torch.tensor([value]))
-    with pytest.raises(ValueError, match=f"got {value}"):  # int32 cannot give it back, padding or not
+    with pytest.raises(ValueError, match=f"got {value}"):  # even as padding, since int32 cannot hold it
         ALIGNER.align_ids([1], read([value]), teacher_mask=[0])
 
 

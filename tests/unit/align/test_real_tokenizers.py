@@ -1,4 +1,4 @@
-"""Rows of many scripts through pairs of real tokenizers, every one held against a slow walk over its bytes."""
+"""Rows in many scripts with pairs of real tokenizers, each compared with a slow walk over its bytes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_no_row_is_misaligned(student: str, teacher: str) -> None:
         check_row(real(student), real(teacher), aligner.normalize(text), result)
         if not result.exact:
             inexact.append(text)
-    # Only a literal ▁, or what Unigram takes for one of its byte pieces, is beyond a tokenizer of these.
+    # These tokenizers lose only a literal ▁ and text that Unigram reads as one of its byte pieces.
     assert all("▁" in text or "<0x" in text for text in inexact), inexact
 
 
@@ -114,10 +114,10 @@ def test_lossy_rows_are_inexact_with_correct_chunks(student: str, teacher: str) 
 
 @pytest.mark.parametrize(("student", "teacher"), [("qwen3", "t5-small"), ("qwen3", "bert-uncased")])
 def test_dp_chunks_cover_the_same_place(student: str, teacher: str) -> None:
-    """Rows of which a tokenizer knows hardly a letter: its commas and full stops stand between unknown tokens."""
+    """Rows in which one tokenizer knows hardly any letter: its commas and full stops stand between unknown tokens."""
     aligner = make_aligner(student, teacher)
     rows = [json.loads(line) for line in (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines()]
-    looked_at = 0
+    checked = 0
     for text in (row["text"][start : start + 400] for row in rows for start in range(0, 1600, 400)):
         result = aligner.align(text)
         if result.method != "dp":
@@ -132,10 +132,11 @@ def test_dp_chunks_cover_the_same_place(student: str, teacher: str) -> None:
             offsets = np.array(encoded["offset_mapping"])
             tokens = [chunk == number for number in range(result.num_chunks)]
             extents.append([(offsets[held, 0].min(), offsets[held, 1].max()) for held in tokens])
-        for ours, theirs in zip(*extents):
-            looked_at += 1
-            assert max(ours[0], theirs[0]) < min(ours[1], theirs[1]), (text, ours, theirs)
-    assert looked_at
+        for student_extent, teacher_extent in zip(*extents):
+            checked += 1
+            start, stop = max(student_extent[0], teacher_extent[0]), min(student_extent[1], teacher_extent[1])
+            assert start < stop, (text, student_extent, teacher_extent)
+    assert checked
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)

@@ -1,4 +1,4 @@
-"""Which tokens end an answer, how they are paired, and what becomes of them in the projection."""
+"""Tokens that end an answer: which they are, how they are paired, and their rows in the projection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(tokenizer: Any, *tokens: str) -> list[int]:
 
 
 def written(template_end: str) -> str:
-    """A chat template that ends every turn so."""
+    """A chat template that ends every turn with this text."""
     return "{% for message in messages %}{{ message['content'] + '" + template_end + "' }}{% endfor %}"
 
 
@@ -61,10 +61,10 @@ def test_stop_of_the_generation_config_is_paired() -> None:
 def test_stop_is_not_common_with_a_lookalike_non_stop() -> None:
     student, teacher = pair()
     teacher.chat_template = written("</s>")
-    sides = [Vocabulary.from_tokenizer(each) for each in (student, teacher)]
-    ours, theirs = (ids(each, TURN_END)[0] for each in (student, teacher))
-    assert (ours in sides[0].stops, theirs in sides[1].stops) == (True, False)
-    assert (ours, theirs) not in zip(*(side.tolist() for side in common_vocabulary(*sides)))
+    sides = [Vocabulary.from_tokenizer(tokenizer) for tokenizer in (student, teacher)]
+    student_turn, teacher_turn = (ids(tokenizer, TURN_END)[0] for tokenizer in (student, teacher))
+    assert (student_turn in sides[0].stops, teacher_turn in sides[1].stops) == (True, False)
+    assert (student_turn, teacher_turn) not in zip(*(side.tolist() for side in common_vocabulary(*sides)))
 
 
 def test_projection_contains_both_sides_stops(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The checks on alignments pass on what the aligner gives, and each finds the fault that it is there for."""
+"""The checks of alignments pass for the aligner's results, and each detects the fault that it is for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_checks_pass_on_different_tokenizers() -> None:
 
 
 def moved(result: Alignment) -> Alignment:
-    """The first token of a student's chunk of several given to the chunk before it."""
+    """Moves the first token of a student's chunk with several tokens to the chunk before it."""
     sizes = np.bincount(result.student_chunk[result.student_chunk >= 0])
     number = next(number for number in range(1, len(sizes)) if sizes[number] > 1)
     chunks = result.student_chunk.copy()
@@ -41,7 +41,7 @@ def moved(result: Alignment) -> Alignment:
 
 
 def merged(result: Alignment) -> Alignment:
-    """The first two chunks taken for one."""
+    """Merges the first two chunks."""
     sides = (np.where(side > 0, side - 1, side) for side in (result.student_chunk, result.teacher_chunk))
     student, teacher = sides
     return replace(result, student_chunk=student, teacher_chunk=teacher, num_chunks=result.num_chunks - 1)
@@ -92,7 +92,9 @@ def test_different_tokenizers_are_no_identity() -> None:
 def test_ignored_padding_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.padding_problem(ALIGNER, FOUND) is None
     plain = TokenAligner.align_ids
-    monkeypatch.setattr(TokenAligner, "align_ids", lambda self, ours, theirs, **masks: plain(self, ours, theirs))
+    monkeypatch.setattr(
+        TokenAligner, "align_ids", lambda self, student_ids, teacher_ids, **masks: plain(self, student_ids, teacher_ids)
+    )
     assert checks.padding_problem(ALIGNER, FOUND) is not None
 
 

@@ -1,4 +1,4 @@
-"""The checks on losses pass on what the library gives, and find a loss that is wrong."""
+"""The checks of the losses pass for the library's losses, and fail for a wrong one."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_cut_keeps_whole_rows_and_common_pairs() -> None:
     assert len(part.student) < 320
     ends, whole_ends = part.small.indptr.tolist(), projection.indptr.tolist()
     for small, big in enumerate(part.student.tolist()):
-        ours, whole = slice(*ends[small : small + 2]), slice(*whole_ends[big : big + 2])
-        assert [part.teacher[column] for column in part.small.indices[ours]] == projection.indices[whole].tolist()
-        assert np.array_equal(part.small.values[ours].numpy(), projection.values[whole])
+        kept, whole = slice(*ends[small : small + 2]), slice(*whole_ends[big : big + 2])
+        assert [part.teacher[column] for column in part.small.indices[kept]] == projection.indices[whole].tolist()
+        assert np.array_equal(part.small.values[kept].numpy(), projection.values[whole])
     pairs = zip(part.small.student_common.tolist(), part.small.teacher_common.tolist())
     whole_pairs = set(zip(projection.student_common.tolist(), projection.teacher_common.tolist()))
     assert {(part.student[left], part.teacher[right]) for left, right in pairs} <= whole_pairs

@@ -1,4 +1,4 @@
-"""The checks of stop tokens: they pass on what is built, and fail on what a student would not learn to stop by."""
+"""The checks of stop tokens pass for a built projection, and fail if the student could not learn to stop."""
 
 from __future__ import annotations
 
@@ -56,14 +56,17 @@ def test_stop_mapped_to_text_fails(aligner: TokenAligner, projection: Projection
 
 
 def test_certain_teacher_lowers_a_stop_without_stop_tokens(aligner: TokenAligner, projection: Projection) -> None:
-    """What the third check is for: without stop tokens that the losses know, common or not decides."""
-    turn = [tiny_tokenizer(*each).convert_tokens_to_ids(TURN_END) for each in ((320, 0), (330, 1))]
+    """The third check detects this: if the losses know no stop tokens, KD lowers a stop that is not in common."""
+    turn = [tiny_tokenizer(*size_and_seed).convert_tokens_to_ids(TURN_END) for size_and_seed in ((320, 0), (330, 1))]
     apart = ~((projection.student_common == turn[0]) | (projection.teacher_common == turn[1]))
     nothing = np.zeros(0, np.int32)
     broken = replace(
-        projection, student_stops=nothing, teacher_stops=nothing,
-        student_common=projection.student_common[apart], teacher_common=projection.teacher_common[apart],
-    )  # fmt: skip
+        projection,
+        student_stops=nothing,
+        teacher_stops=nothing,
+        student_common=projection.student_common[apart],
+        teacher_common=projection.teacher_common[apart],
+    )
     *_, third = checked(aligner, broken)
     assert third.passed is False
     assert f"moves the logit of the student's id {turn[0]} by -" in third.detail

@@ -1,4 +1,4 @@
-"""What the dynamic programme calls equal, what it joins, where it searches, and what it never does."""
+"""Which strings the dynamic programme pairs and joins, where it searches, and which chunks it rejects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def aligned(
     lossy: bool = False,
     known: tuple[str, ...] = (),
 ) -> tuple[list[int], list[int]]:
-    """Chunk numbers of two lists of strings; `known` are more tokens of a lossy teacher."""
+    """Chunk indices of two lists of strings; `known` are further tokens of a lossy teacher's vocabulary."""
     sides = vocabulary(student), vocabulary([*teacher, *known], "lossy" if lossy else "none")
     ids = np.arange(len(student)), np.arange(len(teacher))
     answers = [
@@ -93,7 +93,7 @@ def test_optional_space_does_not_join_words() -> None:
 
 
 def test_hash_collision_makes_no_chunk() -> None:
-    """A Thue–Morse word and its complement have the same polynomial hash mod 2⁶⁴, whatever the odd base is."""
+    """A Thue–Morse word and its complement have the same polynomial hash mod 2⁶⁴, for any odd base."""
     word = "ab"
     while len(word) < 4096:
         word += word.translate({ord("a"): "b", ord("b"): "a"})
@@ -140,7 +140,7 @@ def test_sides_of_any_lengths_are_aligned(student: int, teacher: int, kind: str)
 
 
 def test_strip_follows_the_bytes() -> None:
-    """One side cuts the first half finely, the other the second: in the middle they are 700 tokens off the diagonal."""
+    """One side cuts the first half finely, the other one the second half: they meet 700 tokens off the diagonal."""
     student = [*"abcdefgh" * 100, "x", *["ijklmnop"] * 100, "x"]
     teacher = [*["abcdefgh"] * 100, "x", *"ijklmnop" * 100, "x"]
     result = aligned(student, teacher, band=1)
@@ -190,10 +190,10 @@ def test_bad_settings_are_rejected() -> None:
 
 
 def test_other_occurrence_of_a_word_is_not_paired() -> None:
-    """The second student token and the last teacher token are both " to", of different places in one text."""
+    """The second student token and the last teacher token are both " to", but at different places of the text."""
     student = ["We", " to", "go to", " the", " sea"]
     teacher = ["We", " ", "togo", " to", " the sea"]
     assert aligned(student, teacher) == ([0, -1, -1, 1, 1], [0, -1, -1, -1, 1])
-    # a space that only one side writes proves no less; another letter leaves it open which the pair is
+    # An added space makes no difference; with a different letter, the right pair is unknown.
     assert aligned([" We", *student[1:]], teacher)[0] == [-1, -1, -1, 0, 0]
     assert aligned(["Me", *student[1:]], teacher)[0] == [-1, 0, -1, 1, 1]

@@ -1,4 +1,4 @@
-"""The CUDA kernel without a CUDA device: in Numba's simulator, which has to be chosen before numba is imported."""
+"""The CUDA kernel without a CUDA device: in Numba's simulator, which must be selected before numba is imported."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_backend_is_rejected_without_a_cuda_target() -> None:
 
 
 def test_missing_cuda_bindings_are_reported() -> None:
-    """As numba-cuda raises on import where the CUDA bindings are missing."""
+    """numba-cuda raises ImportError if the CUDA bindings are missing."""
     program = (
         "import sys; sys.modules['numba.cuda'] = None\n"
         "from distill_rl.align.dp.device import missing_for_cuda\n"

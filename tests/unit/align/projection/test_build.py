@@ -1,4 +1,4 @@
-"""The rows of W, by hand and on real tokenizers, and the file that holds it."""
+"""The rows of W, with tokenizers made by hand and real ones, and the file of W."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Row = dict[bytes, float]
 def byte_level(
     *merges: str, specials: tuple[str, ...] = (), plain: tuple[str, ...] = (), **roles: str
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the 256 bytes and these merges, "a b" for ab; a space inside a piece is Ġ."""
+    """A byte-level BPE with the 256 bytes and these merges, such as "a b" for ab; a space in a piece is Ġ."""
     pieces = [LETTERS[byte] for byte in range(256)]
     pairs = [tuple(merge.split(" ")) for merge in merges]
     pieces += [left + right for left, right in pairs]
@@ -52,7 +52,7 @@ def byte_level(
 
 
 def sentencepiece(*merges: str) -> PreTrainedTokenizerFast:
-    """A BPE over the letters of `merges` with ▁ for a space, byte fallback, and a dummy prefix before every text."""
+    """A BPE over the letters of `merges` with ▁ for a space, byte fallback, and a dummy space before every text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for left, right in pairs:
@@ -75,7 +75,7 @@ def row_of(projection: Projection, number: int) -> dict[int, float]:
 
 
 def spelled_row(student, teacher, spelling: bytes) -> Row:
-    """The row of the student's token of these bytes, its columns by what they spell."""
+    """The row of the student's token with these bytes, with each column given as its bytes."""
     return row_of_bytes(*built(student, teacher), spelling)
 
 
@@ -108,7 +108,7 @@ def test_weights_of_a_repeated_piece_add_up() -> None:
 
 
 def test_rows_of_equal_bytes_share_a_column() -> None:
-    """`<0x61>` and `a` are both the byte a, on both sides."""
+    """Both `<0x61>` and `a` are the byte a."""
     student, teacher = sentencepiece("a b"), byte_level("a b")
     projection, left, right = built(student, teacher)
     rows = [number for number in range(left.size) if left.token_bytes(number) == b"a"]
@@ -157,7 +157,7 @@ def test_piece_inside_a_word_gets_no_dummy_space() -> None:
     teacher = sentencepiece("i n", "in g", "▁ ing", "s s")
     assert spelled_row(student, teacher, b"ing") == {b"ing": 1}
     assert spelled_row(student, teacher, b"ings") == pytest.approx(dict(zip((b"ing", b"s"), parts(0.9, 0.09))))
-    # the same behind a space: the space belongs to the token, and only one
+    # With a leading space, that one space is part of the token.
     longer = byte_level("i n", "in g", "Ġ ing", "Ġing s")
     pieces = dict(zip((b" ing", b"s"), parts(0.9, 0.09)))
     assert spelled_row(longer, teacher, b" ings") == pytest.approx(pieces)
@@ -348,8 +348,8 @@ def test_concurrent_processes_leave_one_identical_file(tmp_path: Path) -> None:
 
 
 def check_rows(projection: Projection, left: Vocabulary, right: Vocabulary) -> None:
-    """Rows of at most four columns that sum to 1; none is empty and each spells how its token begins, unless the
-    teacher is lossy."""
+    """Every row has at most four columns and sums to 1. Unless the teacher is lossy, no row is empty, and each spells
+    the beginning of its token."""
     entries = np.diff(projection.indptr)
     assert entries.max() <= 4
     sums = np.bincount(np.repeat(np.arange(left.size), entries), weights=projection.values, minlength=left.size)
@@ -363,7 +363,7 @@ def check_rows(projection: Projection, left: Vocabulary, right: Vocabulary) -> N
         row = row_of(projection, number)
         pieces = [right.token_bytes(column) for column in sorted(row, key=lambda column: -row[column])]
         token = left.token_bytes(number)
-        # A piece that comes again stands once in the row, and what follows it is out of order.
+        # A repeated piece occurs only once in the row, so the pieces after it are not in order.
         assert token.startswith(pieces[0])
         assert token.startswith(b"".join(pieces)) or all(piece in token for piece in pieces)
 

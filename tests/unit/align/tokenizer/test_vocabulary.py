@@ -137,26 +137,28 @@ def test_hash_depends_only_on_ids_and_bytes():
 )
 def test_common_vocabulary_is_one_to_one_and_complete(left, right):
     student, teacher = (Vocabulary.from_tokenizer(family(name)) for name in (left, right))
-    ours, theirs = common_vocabulary(student, teacher)
-    assert ours.dtype == theirs.dtype == np.int32
-    assert len(set(ours.tolist())) == len(set(theirs.tolist())) == len(ours)
-    spelled = [(student.token_bytes(a), teacher.token_bytes(b)) for a, b in zip(ours, theirs)]
+    student_ids, teacher_ids = common_vocabulary(student, teacher)
+    assert student_ids.dtype == teacher_ids.dtype == np.int32
+    assert len(set(student_ids.tolist())) == len(set(teacher_ids.tolist())) == len(student_ids)
+    spelled = [(student.token_bytes(a), teacher.token_bytes(b)) for a, b in zip(student_ids, teacher_ids)]
     assert all(a == b for a, b in spelled)
-    textless = [pair for pair, text in zip(zip(ours.tolist(), theirs.tolist()), spelled) if text == (b"", b"")]
-    assert textless == list(zip(ours.tolist(), theirs.tolist()))[-len(textless) :]
+    textless = [
+        pair for pair, text in zip(zip(student_ids.tolist(), teacher_ids.tolist()), spelled) if text == (b"", b"")
+    ]
+    assert textless == list(zip(student_ids.tolist(), teacher_ids.tolist()))[-len(textless) :]
     roles = [(student.roles[role], teacher.roles[role]) for role in ("eos", "end_of_turn", "bos")]
     assert textless[:3] == roles
     written = {(student.literal(a), teacher.literal(b)) for a, b in textless[3:]}
     assert written == {(b"<pad>", b"<pad>"), (b"<|turn|>", b"<|turn|>")}
     both = {student.token_bytes(a) for a in range(student.size)} & {teacher.token_bytes(b) for b in range(teacher.size)}
     assert {a for a, _ in spelled} == both
-    assert ours[: -len(textless)].tolist() == sorted(ours[: -len(textless)].tolist())
+    assert student_ids[: -len(textless)].tolist() == sorted(student_ids[: -len(textless)].tolist())
 
 
 def test_copies_of_a_tokenizer_share_every_id():
-    vocabulary = [Vocabulary.from_tokenizer(family("spm_first")) for _ in range(2)]
-    ours, theirs = common_vocabulary(*vocabulary)
-    assert ours.tolist() == theirs.tolist() == list(range(vocabulary[0].size))
+    copies = [Vocabulary.from_tokenizer(family("spm_first")) for _ in range(2)]
+    student_ids, teacher_ids = common_vocabulary(*copies)
+    assert student_ids.tolist() == teacher_ids.tolist() == list(range(copies[0].size))
 
 
 def test_plain_piece_precedes_a_fallback_piece():
@@ -164,11 +166,11 @@ def test_plain_piece_precedes_a_fallback_piece():
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
     plain, fallback = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("<0x61>")
     assert vocabulary.token_bytes(plain) == vocabulary.token_bytes(fallback) == b"a"
-    ours, theirs = common_vocabulary(vocabulary, Vocabulary.from_tokenizer(family("byte_level")))
-    assert plain in ours
-    assert fallback not in ours
+    student_ids, teacher_ids = common_vocabulary(vocabulary, Vocabulary.from_tokenizer(family("byte_level")))
+    assert plain in student_ids
+    assert fallback not in student_ids
     back = common_vocabulary(Vocabulary.from_tokenizer(family("byte_level")), vocabulary)
-    assert set(zip(*(side.tolist() for side in back))) == set(zip(theirs.tolist(), ours.tolist()))
+    assert set(zip(*(side.tolist() for side in back))) == set(zip(teacher_ids.tolist(), student_ids.tolist()))
 
 
 @needs_data
@@ -178,10 +180,12 @@ def test_plain_piece_precedes_a_fallback_piece():
 )
 def test_size_of_real_common_vocabularies(left, right, count):
     student, teacher = (Vocabulary.from_tokenizer(real(name)) for name in (left, right))
-    ours, theirs = common_vocabulary(student, teacher)
-    spelled = student.lengths[ours] > 0
+    student_ids, teacher_ids = common_vocabulary(student, teacher)
+    spelled = student.lengths[student_ids] > 0
     assert abs(int(spelled.sum()) - count) <= 20
-    assert all(student.token_bytes(a) == teacher.token_bytes(b) for a, b in zip(ours[spelled], theirs[spelled]))
+    assert all(
+        student.token_bytes(a) == teacher.token_bytes(b) for a, b in zip(student_ids[spelled], teacher_ids[spelled])
+    )
 
 
 def test_helper_specials_are_special_in_every_family():
