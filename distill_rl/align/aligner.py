@@ -12,7 +12,6 @@ import numpy as np
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.dp.window import IdPair, WindowSolver
-from distill_rl.align.given_ids import read_ids
 from distill_rl.align.ids import IdAligner, IdAlignment
 from distill_rl.align.place import (
     encode,
@@ -22,6 +21,7 @@ from distill_rl.align.place import (
     place_by_offsets,
     strips_spans,
 )
+from distill_rl.align.read_ids import read_ids
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, TokenPositions, chunks_by_spans, chunks_of_places
 from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
