@@ -51,8 +51,12 @@ def _align(  # type: ignore[no-untyped-def]
     column_marks,
     counts,
 ):
-    """Solves one window per block. All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows,
-    columns, cells and strip bounds begin. Rows `first` to `last` have a cell on the current anti-diagonal."""
+    """Solves one window per block.
+
+    All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds
+    begin. Rows `first` to `last` have a cell on the current anti-diagonal d. These are at most `width` consecutive rows,
+    so S[i, d − i] is kept at scores[window, d % DIAGONALS, i % width] without collisions.
+    """
     window = cuda.blockIdx.x
     r0, c0, m0 = row_starts[window], column_starts[window], cell_starts[window]
     n, m = row_starts[window + 1] - r0, column_starts[window + 1] - c0
