@@ -2,9 +2,9 @@
 
 W is row-stochastic (X-Token, arXiv 2605.21699). Row s is the first of these that applies:
 
-1. A single 1 at the teacher's token with the same bytes, or with the same role. Of several student ids with the same
-   bytes or role, all get the teacher's one id. The roles are bos, eos and end_of_turn; a teacher with only one of the
-   last two uses it for both.
+1. A single 1 at the teacher's token with the same bytes or role or, for special tokens, the same written form
+   (`common_vocabulary`). All student ids with the same bytes get the teacher's one id. The roles are bos, eos and
+   end_of_turn; a teacher with only one of the last two uses it for both.
 2. The first four pieces p₀ … p₃ in which the teacher's tokenizer spells the token's bytes (`Retokenizer`):
 
        W[s, pᵢ] = 0.9·0.1ⁱ / Σⱼ 0.9·0.1ʲ
