@@ -1,6 +1,6 @@
-"""Two tokenizations of one text: exact bytes of every token, and the chunks that both sides have.
+"""Aligns two tokenizations of one text: the exact bytes of every token, and the chunks that both sides contain.
 
-A library of its own: it needs numpy and nothing else of this package. See docs/alignment.md.
+A library of its own: importing it needs numpy and nothing else of this package. See docs/alignment.md.
 """
 
 from distill_rl.align.aligner import TokenAligner

@@ -1,4 +1,4 @@
-"""What an aligner takes and gives: tokens of one side, and two sides' chunks."""
+"""The aligner's input, one side's tokens, and its output, the chunks of two sides."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.spans import no_places
+from distill_rl.align.chat import CharSpan
+from distill_rl.align.spans import no_token_pairs
 
-CharSpan = tuple[int, int]
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
 
@@ -22,68 +22,72 @@ class Tokenized:
     ids: np.ndarray
     """int32 [n]"""
     text: str
-    """exactly what was tokenised; of a chat the rendered template"""
+    """The text exactly as it was tokenised; for a chat, the rendered template"""
     spans: tuple[CharSpan, ...] | None = None
-    """character spans of `text` to align, the i-th with the other side's i-th; None: all of it"""
+    """Character spans of `text` to align, the i-th with the other side's i-th; None: the whole text"""
     offsets: np.ndarray | None = None
-    """int64 [n, 2]: the characters that each token covers; None: asked for when they are needed"""
+    """int64 [n, 2]: the characters that each token covers; None: computed when they are needed"""
 
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """Two tokenizations of one text, cut into chunks that both of them have."""
+    """Two tokenizations of one text, divided into chunks that both of them contain."""
 
     student_ids: np.ndarray
     """int32 [n]"""
     teacher_ids: np.ndarray
     """int32 [m]"""
     student_chunk: np.ndarray
-    """int32 [n]: chunk number from 0; −1 for a token of none"""
+    """int32 [n]: index of the token's chunk, from 0; −1 for a token in no chunk"""
     teacher_chunk: np.ndarray
     """int32 [m]"""
     num_chunks: int
     method: str
-    """bytes | offsets | dp: which one ran"""
+    """The method that was used: bytes | offsets | dp"""
     exact: bool
-    """whether both sides' tokens spell the same bytes, those of the text that was kept"""
+    """Whether both sides' tokens spell the same bytes, namely those of the text that was kept"""
     dropped: tuple[int, int] = (0, 0)
-    """tokens cut off at the end (student, teacher)"""
+    """Number of tokens cut off at the end (student, teacher)"""
     stop_pairs: list[tuple[int, int]] = field(default_factory=list)
-    """(student position, teacher position) of bos, eos and end-of-turn tokens of the same place and role"""
+    """(student position, teacher position) of bos, eos and end-of-turn tokens with the same place and role"""
     lossy: int = 0
-    """stretches of the text with shared ends that are no chunk because a side spells something else there"""
-    lossy_ends: np.ndarray = field(default_factory=no_places)
-    """int64 [k, 2], ascending: tokens (student, teacher) up to the ends of such stretches, none of them inside a chunk;
-    none of a row that is exact"""
+    """Number of stretches between shared boundaries that are no chunk because a side spells something else there"""
+    lossy_ends: np.ndarray = field(default_factory=no_token_pairs)
+    """int64 [k, 2], ascending: number of tokens (student, teacher) up to the end of each such stretch. No end lies
+    inside a chunk. Empty for an exact row."""
 
     def chunk_sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """int [num_chunks] twice: tokens of each chunk (student, teacher)."""
+        """int [num_chunks], int [num_chunks]: number of tokens of each chunk (student, teacher)."""
         return _sizes(self.student_chunk, self.num_chunks), _sizes(self.teacher_chunk, self.num_chunks)
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """Chunks by kind, student tokens to teacher tokens: 1:1, 1:n, n:1, m:n."""
-        student, teacher = (size == 1 for size in self.chunk_sizes())
-        both, one, other = (int(np.count_nonzero(kind)) for kind in (student & teacher, student, teacher))
-        return dict(zip(COUNTS, (both, one - both, other - both, self.num_chunks - one - other + both)))
+        """Number of chunks of each kind, student tokens to teacher tokens: 1:1, 1:n, n:1, m:n."""
+        single_student, single_teacher = (size == 1 for size in self.chunk_sizes())
+        one_to_one = int(np.count_nonzero(single_student & single_teacher))
+        one_to_many = int(np.count_nonzero(single_student)) - one_to_one
+        many_to_one = int(np.count_nonzero(single_teacher)) - one_to_one
+        many_to_many = self.num_chunks - one_to_one - one_to_many - many_to_one
+        return dict(zip(COUNTS, (one_to_one, one_to_many, many_to_one, many_to_many)))
 
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
-        """The beginning of both sides, up to the last place that both reach within the limits.
+        """The beginning of both sides, up to the last common boundary within the limits.
 
-        Such places are the ends of chunks, of lossy stretches and of paired special tokens. Where a row is not exact and
-        they leave more than half of a limit unused, each side is cut at its own limit: text of which nothing is known
-        of the other side is still text to learn. A chunk that does not end on both sides by then is none.
+        Common boundaries are the ends of chunks, of lossy stretches and of paired special tokens. If a row is not exact
+        and the last such boundary leaves more than half of a limit unused, each side is cut at its own limit instead:
+        the student can still learn from text that the teacher's tokens do not match. A chunk that the cut divides
+        becomes no chunk.
 
         Raises:
             ValueError: a negative limit.
         """
         limits = num_student_tokens, len(self.teacher_ids) if num_teacher_tokens is None else num_teacher_tokens
         if min(limits) < 0:
-            raise ValueError(f"a limit of tokens is at least 0, got {min(limits)}; leave it out for no limit")
+            raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
         if len(self.student_ids) <= limits[0] and len(self.teacher_ids) <= limits[1]:
             return self
         ends = np.stack([_ends(side, self.num_chunks) for side in (self.student_chunk, self.teacher_chunk)], axis=1)
-        student, teacher = self._last_place(limits, ends)
+        student, teacher = self._where_to_cut(limits, ends)
         kept = int(np.count_nonzero(_within(ends, (student, teacher))))
         return replace(
             self,
@@ -100,20 +104,23 @@ class Alignment:
             stop_pairs=[pair for pair in self.stop_pairs if pair[0] < student and pair[1] < teacher],
         )
 
-    def _last_place(self, limits: tuple[int, int], chunk_ends: np.ndarray) -> tuple[int, int]:
-        stops = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
-        place = 0, 0
-        for places in (chunk_ends, self.lossy_ends, stops):
-            within = places[_within(places, limits)]
+    def _where_to_cut(self, limits: tuple[int, int], chunk_ends: np.ndarray) -> tuple[int, int]:
+        """Number of tokens (student, teacher) to keep."""
+        stop_ends = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
+        boundary = 0, 0
+        for ends in (chunk_ends, self.lossy_ends, stop_ends):
+            within = ends[_within(ends, limits)]
             if len(within):
-                place = max(place, (int(within[-1, 0]), int(within[-1, 1])))
+                boundary = max(boundary, (int(within[-1, 0]), int(within[-1, 1])))
         sizes = len(self.student_ids), len(self.teacher_ids)
-        # A side that fits says nothing of how much is lost.
-        near = any(size > limit <= 2 * reached for size, limit, reached in zip(sizes, limits, place))
-        return place if self.exact or near else (min(limits[0], sizes[0]), min(limits[1], sizes[1]))
+        # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
+        near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, boundary))
+        if self.exact or near:
+            return boundary
+        return min(limits[0], sizes[0]), min(limits[1], sizes[1])
 
     def swapped(self) -> Alignment:
-        """The same alignment with the sides' names exchanged."""
+        """The same alignment with student and teacher exchanged."""
         return replace(
             self,
             student_ids=self.teacher_ids,
@@ -144,31 +151,35 @@ def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
     return np.bincount(chunk + 1, minlength=count + 1)[1:]
 
 
-def _within(places: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-    """bool [k]: which of the places [k, 2] both sides reach."""
-    return (places[:, 0] <= limits[0]) & (places[:, 1] <= limits[1])
+def _within(ends: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
+    """bool [k]: which of the token counts [k, 2] lie within the limits on both sides."""
+    return (ends[:, 0] <= limits[0]) & (ends[:, 1] <= limits[1])
 
 
 def _first_chunks(chunk: np.ndarray, count: int) -> np.ndarray:
-    """int32 [n]: numbers below `count`, −1 for others."""
+    """int32 [n]: chunk indices below `count`; −1 in place of higher ones."""
     return chunk if chunk.max(initial=-1) < count else np.where(chunk < count, chunk, np.int32(-1))
 
 
 def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> np.ndarray:
-    """Those of the places int64 [k, 2] that lie inside of no chunk: what has begun on a side has ended on both."""
+    """Those of the token counts int64 [k, 2] that divide no chunk.
+
+    A place divides no chunk if all four of these counts are equal: chunks that have begun and chunks that have ended
+    before it, on either side.
+    """
     count = int(student_chunk.max(initial=-1)) + 1
     passed = []
     for chunk, place in zip((student_chunk, teacher_chunk), places.T):
-        held = np.flatnonzero(chunk >= 0)[::-1]
+        tokens = np.flatnonzero(chunk >= 0)[::-1]
         starts = np.zeros(count, np.int64)
-        starts[chunk[held]] = held  # of several assignments the last one stays
+        starts[chunk[tokens]] = tokens  # of repeated assignments the last one, to the first token, stays
         passed += [starts.searchsorted(place), _ends(chunk, count).searchsorted(place, "right")]
     return places[np.ptp(passed, axis=0) == 0]
 
 
 def _ends(chunk: np.ndarray, count: int) -> np.ndarray:
     """int64 [count]: one past the last token of each chunk."""
-    held = np.flatnonzero(chunk >= 0)
+    tokens = np.flatnonzero(chunk >= 0)
     ends = np.zeros(count, np.int64)
-    ends[chunk[held]] = held + 1  # of several assignments the last one stays
+    ends[chunk[tokens]] = tokens + 1  # of repeated assignments the last one stays
     return ends

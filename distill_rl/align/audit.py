@@ -1,4 +1,4 @@
-"""How well two tokenizers cover each other on given texts."""
+"""Measures how well two tokenizers' chunks match on a set of texts."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ CLASSES = ("letters", "digits", "punctuation", "cjk", "other scripts", "whitespa
 _MIXED, _WHITESPACE = CLASSES.index("mixed"), CLASSES.index("whitespace")
 
 FEW_SINGLES = 0.2
-"""Below this share of 1:1 chunks the common vocabulary supervises too little to be worth its payload."""
+"""Below this share of 1:1 chunks, per-token targets over the common vocabulary are not worth their size."""
 
 
 @dataclass(frozen=True)
 class ClassCoverage:
-    """Of the chunks whose text is of one class."""
+    """The chunks whose text is of one class."""
 
     chunks: int
     one_to_one_share: float
     student_tokens: float
-    """mean tokens of a chunk"""
+    """Mean number of tokens per chunk"""
     teacher_tokens: float
 
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """What an audit found; all shares are of 0 … 1."""
+    """The result of an audit. All shares lie in 0 … 1."""
 
     one_to_one_share: float
-    """of all chunks"""
+    """Share of all chunks"""
     exact_share: float
-    """of texts"""
+    """Share of texts"""
     chunk_lengths: Mapping[str, int]
-    """student tokens:teacher tokens → chunks, the commonest first"""
+    """`student tokens:teacher tokens` → number of chunks, most common first"""
     classes: Mapping[str, ClassCoverage]
     common_vocabulary: int
-    """token pairs that spell the same bytes"""
+    """Number of ids in common"""
     suggested_loss: str
     reason: str
-    """why that loss"""
+    """Why that loss is suggested"""
     texts: int
     aligned_share: float
-    """of the student's tokens that stand for text, spelled or unknown: those in a chunk"""
+    """Share of the student's tokens for text, spelled or unknown, that are in a chunk"""
     unknown_share: float
-    """of the same tokens: unknown ones, which stand for text that the student's tokenizer has no piece for"""
+    """Share of the same tokens that are unknown: text that the student's tokenizer has no piece for"""
     methods: Mapping[str, int]
-    """texts by the method that ran"""
+    """Method → number of texts aligned by it"""
     student_size: int
     teacher_size: int
     lossy: Mapping[str, str]
-    """side → why its tokens do not always spell the text"""
+    """Side → why its tokens do not always spell the text"""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -66,7 +66,7 @@ class CoverageReport:
 
 
 def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
-    """Aligns texts and reports how the two tokenizers' chunks fall.
+    """Aligns the texts and reports statistics of the chunks.
 
     Raises:
         ValueError: no texts.
@@ -76,22 +76,23 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     classify = _Classifier(aligner.student)
     sums = np.zeros((len(CLASSES), 4))
     aligned = spelled = unknown = exact = 0
-    written_around = _count_unknown(aligner.student, aligner.tokenize_student("").ids)
+    # A tokenizer whose eos has the id of the unknown token writes that id around an empty text as well.
+    unknown_around = _count_unknown(aligner.student, aligner.tokenize_student("").ids)
     for text in texts:
-        found = aligner.align(text)
-        methods[found.method] += 1
-        exact += found.exact
-        spelled += int(np.count_nonzero(~aligner.student.special[found.student_ids]))
-        unknown += _count_unknown(aligner.student, found.student_ids) - written_around
-        aligned += int(np.count_nonzero(found.student_chunk >= 0))
-        sizes = found.chunk_sizes()
-        pairs, times = np.unique(np.stack(sizes), axis=1, return_counts=True)
-        lengths.update(dict(zip(zip(*pairs.tolist()), times.tolist())))
+        row = aligner.align(text)
+        methods[row.method] += 1
+        exact += row.exact
+        spelled += int(np.count_nonzero(~aligner.student.special[row.student_ids]))
+        unknown += _count_unknown(aligner.student, row.student_ids) - unknown_around
+        aligned += int(np.count_nonzero(row.student_chunk >= 0))
+        sizes = row.chunk_sizes()
+        kinds, repeats = np.unique(np.stack(sizes), axis=1, return_counts=True)
+        lengths.update(dict(zip(zip(*kinds.tolist()), repeats.tolist())))
         single = (sizes[0] == 1) & (sizes[1] == 1)
-        np.add.at(sums, classify(found), np.stack([np.ones(len(single)), single, *sizes], axis=1))
+        np.add.at(sums, classify(row), np.stack([np.ones(len(single)), single, *sizes], axis=1))
     count = methods.total()
     if not count:
-        raise ValueError("an audit needs at least one text, got none; name data that has some")
+        raise ValueError("an audit needs at least one text, got none; give data with texts")
     chunks = lengths.total()
     share = lengths[1, 1] / chunks if chunks else 0.0
     common = len(common_vocabulary(aligner.student, aligner.teacher)[0])
@@ -100,7 +101,7 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     return CoverageReport(
         one_to_one_share=share,
         exact_share=exact / count,
-        chunk_lengths={f"{left}:{right}": times for (left, right), times in lengths.most_common()},
+        chunk_lengths={f"{left}:{right}": repeats for (left, right), repeats in lengths.most_common()},
         classes={name: _coverage(row) for name, row in zip(CLASSES, sums.tolist()) if row[0]},
         common_vocabulary=common,
         suggested_loss=loss,
@@ -116,7 +117,6 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
 
 
 def _count_unknown(vocabulary: Vocabulary, ids: np.ndarray) -> int:
-    """Tokens with the unknown token's id; a tokenizer that ends every text with that id writes it around an empty one."""
     return 0 if vocabulary.unknown is None else int(np.count_nonzero(ids == vocabulary.unknown))
 
 
@@ -133,34 +133,35 @@ def _suggest(share: float, chunks: int, common: int) -> tuple[str, str]:
     if share < FEW_SINGLES:
         return "alm", f"only {share:.1%} of the chunks are 1:1, so whole chunks carry nearly all of the signal"
     return "hybrid", (
-        f"{share:.1%} of the chunks are 1:1 and compare {common:,} common tokens; the others are supervised as whole chunks"
+        f"{share:.1%} of the chunks are 1:1 and compare {common:,} common tokens; the others are compared as whole chunks"
     )
 
 
 class _Classifier:
-    """The class of each chunk's text, by what the student's tokens spell: looked up once per id."""
+    """Classifies chunks by what the student's tokens spell. The class of each id is computed once."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._known = np.full(vocabulary.size, -1, np.int8)
+        self._class_of_id = np.full(vocabulary.size, -1, np.int8)
 
-    def __call__(self, found: Alignment) -> np.ndarray:
-        """int64 [num_chunks]: place in `CLASSES`."""
-        inside = found.student_chunk >= 0
-        ids = found.student_ids[inside]
-        for number in np.unique(ids[self._known[ids] < 0]).tolist():
-            self._known[number] = CLASSES.index(class_of(self._vocabulary.token_bytes(number)))
-        classes, chunks = self._known[ids], found.student_chunk[inside]
-        speaks = classes != _WHITESPACE  # white space beside something else does not make it another class
-        low = np.full(found.num_chunks, len(CLASSES))
-        high = np.full(found.num_chunks, -1)
-        np.minimum.at(low, chunks[speaks], classes[speaks])
-        np.maximum.at(high, chunks[speaks], classes[speaks])
+    def __call__(self, row: Alignment) -> np.ndarray:
+        """int64 [num_chunks]: index into `CLASSES`."""
+        inside = row.student_chunk >= 0
+        ids = row.student_ids[inside]
+        for token in np.unique(ids[self._class_of_id[ids] < 0]).tolist():
+            self._class_of_id[token] = CLASSES.index(class_of(self._vocabulary.token_bytes(token)))
+        classes, chunks = self._class_of_id[ids], row.student_chunk[inside]
+        # White space beside other text does not change the class. A chunk is mixed if its lowest and highest class differ.
+        visible = classes != _WHITESPACE
+        low = np.full(row.num_chunks, len(CLASSES))
+        high = np.full(row.num_chunks, -1)
+        np.minimum.at(low, chunks[visible], classes[visible])
+        np.maximum.at(high, chunks[visible], classes[visible])
         return np.where(high < 0, _WHITESPACE, np.where(low == high, low, _MIXED))
 
 
 def class_of(spelled: bytes) -> str:
-    """One of `CLASSES`, white space around it left out."""
+    """One of `CLASSES`, ignoring white space around the text."""
     try:
         text = spelled.decode()
     except UnicodeDecodeError:
@@ -180,4 +181,6 @@ def _class_of_letter(letter: str) -> str:
     name = unicodedata.name(letter, "")
     if name.startswith(("CJK", "HIRAGANA", "KATAKANA", "HANGUL")):
         return "cjk"
-    return "letters" if name.startswith("LATIN") else "whitespace" if category[0] == "Z" else "other scripts"
+    if name.startswith("LATIN"):
+        return "letters"
+    return "whitespace" if category[0] == "Z" else "other scripts"

@@ -1,4 +1,4 @@
-"""Chats: each side's own template, and where the messages stand in what it writes."""
+"""Chats: rendering with a side's own template, and finding the messages' contents in the result."""
 
 from __future__ import annotations
 
@@ -12,86 +12,97 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
-    """The chat template's text; templates that print today's date get a fixed one, so that no answer depends on the day.
+    """The chat template's text. Templates that print today's date get a fixed one, so that results do not depend on it.
 
     Args:
-        options: of the tokenizer's `apply_chat_template`.
+        options: for the tokenizer's `apply_chat_template`.
 
     Raises:
         ValueError: a tokenizer without a chat template.
-        jinja2.TemplateError: a chat that the template refuses.
+        jinja2.TemplateError: a chat that the template rejects.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
         )
-    today = datetime(2024, 7, 26).strftime
+    fixed_date = datetime(2024, 7, 26).strftime
     chat = [dict(message) for message in messages]
-    return tokenizer.apply_chat_template(chat, **{"strftime_now": today, "tokenize": False, **options})
+    return tokenizer.apply_chat_template(chat, **{"strftime_now": fixed_date, "tokenize": False, **options})
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:
     """Where each message's content stands in a rendered chat, as it is or stripped.
 
+    With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
+    what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
+    is not mistaken for a header. Without `render`, or if that fails, each content is searched for from the end of the
+    content before it.
+
     Args:
-        render: messages → text by the same template. With it the template's own words are told from the messages'
-            (a content of "user" is not looked for in a header); without it each content is taken where it is first
-            found behind the one before.
+        render: messages → text with the same template.
     Returns:
         Character spans in order; an empty one for a content that is empty or that the template does not write.
     """
     contents = [message.get("content") or "" for message in messages]
     contents = [content if isinstance(content, str) else "" for content in contents]
-    spans = _by_skeleton(rendered, messages, contents, render) if render else None
-    return spans if spans is not None else _by_search(rendered, contents)
+    spans = _spans_by_markers(rendered, messages, contents, render) if render else None
+    return spans if spans is not None else _spans_by_search(rendered, contents)
 
 
 def _forms(content: str) -> list[str]:
+    """The content in the forms in which a template may write it."""
     return list(dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())))
 
 
-def _by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]:
+def _spans_by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]:
     spans, cursor = [], 0
     for content in contents:
-        found = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
-        start = rendered.find(found, cursor) if found else cursor
-        cursor = start + len(found)
+        written = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
+        start = rendered.find(written, cursor) if written else cursor
+        cursor = start + len(written)
         spans.append((start, cursor))
     return tuple(spans)
 
 
-def _by_skeleton(
+def _spans_by_markers(
     rendered: str, messages: Sequence[Message], contents: list[str], render: Render
 ) -> tuple[CharSpan, ...] | None:
-    """The spans between what the template writes around contents that appear in no text; None if that is not it."""
-    marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
+    """The spans between the template's own text; None if the rendered chat does not have that text around them."""
+    markers = [f"\ue000{i}\ue001" for i in range(len(messages))]
     try:
-        skeleton = render([{**message, "content": mark} for message, mark in zip(messages, marks)])
-    except Exception:  # some templates refuse what they do not know; the search by content remains
+        rest = render([{**message, "content": marker} for message, marker in zip(messages, markers)])
+    except Exception:  # some templates reject unknown contents; the search remains
         return None
-    pieces, found = [], []
-    for number, mark in enumerate(marks):
-        before, hit, rest = skeleton.partition(mark)
+    written, template_parts = [], []
+    for i, marker in enumerate(markers):
+        before, hit, after = rest.partition(marker)
         if hit:
-            pieces.append(before)
-            found.append(number)
-            skeleton = rest
-    pieces.append(skeleton)
+            template_parts.append(before)
+            written.append(i)
+            rest = after
+    template_parts.append(rest)
+
     spans: dict[int, CharSpan] = {}
     cursor = 0
-    for number, before, after in zip(found, pieces, pieces[1:]):
+    for i, before, after in zip(written, template_parts, template_parts[1:]):
         if not rendered.startswith(before, cursor):
             return None
         cursor += len(before)
-        last = number == found[-1]
-        forms = (form for form in _forms(contents[number]) if rendered.startswith(form + after, cursor))
-        form = next((form for form in forms if not last or cursor + len(form + after) == len(rendered)), None)
+        is_last = i == written[-1]
+        form = None
+        for candidate in _forms(contents[i]):
+            followed = rendered.startswith(candidate + after, cursor)
+            if followed and (not is_last or cursor + len(candidate + after) == len(rendered)):
+                form = candidate
+                break
         if form is None:
             return None
-        spans[number] = (cursor, cursor + len(form))
+        spans[i] = (cursor, cursor + len(form))
         cursor += len(form)
-    place, whole = 0, []
-    for number in range(len(messages)):
-        start, place = spans.get(number, (place, place))
-        whole.append((start, place))
-    return tuple(whole)
+
+    # A content that the template leaves out gets an empty span behind the content before it.
+    end, all_spans = 0, []
+    for i in range(len(messages)):
+        start, end = spans.get(i, (end, end))
+        all_spans.append((start, end))
+    return tuple(all_spans)

@@ -1,6 +1,6 @@
-"""Whether two sides' tokens spell the same bytes: a compiled comparison, which needs no copy of either text.
+"""Compares what two sides' tokens spell, in compiled code and without a copy of either text.
 
-Numba is imported with this module, which is imported when the first row is compared.
+Importing this module imports Numba, so it is imported when the first row is compared.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from distill_rl.align.side import Side
 
 
 def same_bytes(left: Side, right: Side) -> bool:
-    """Of two sides of as many bytes."""
+    """Whether two sides with equal numbers of bytes spell the same bytes."""
     return _same(
-        left.vocabulary.flat, left.vocabulary.starts, left.ids, left.lengths,
-        right.vocabulary.flat, right.vocabulary.starts, right.ids, right.lengths,
-    )  # fmt: skip
+        left.vocabulary.flat,
+        left.vocabulary.starts,
+        left.ids,
+        left.lengths,
+        right.vocabulary.flat,
+        right.vocabulary.starts,
+        right.ids,
+        right.lengths,
+    )
 
 
 @njit(cache=True, nogil=True)
@@ -30,7 +36,7 @@ def _same(
     right_ids: np.ndarray,
     right_lengths: np.ndarray,
 ) -> bool:
-    """A length below that of its token's bytes says that the first of them are not in the text."""
+    """Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space."""
     other, place, stop = -1, 0, 0
     for token in range(len(left_ids)):
         end = left_starts[left_ids[token] + 1]

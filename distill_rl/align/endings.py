@@ -1,4 +1,4 @@
-"""How answers end on either side: which tokens are stops, and how many rows end in a pair of them."""
+"""How answers end: the stop tokens of both sides, and the number of rows that end in a pair of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distill_rl.align.tokenizer.vocabulary import Vocabulary
 @dataclass(frozen=True)
 class Endings:
     student_stops: list[str]
-    """as they are written"""
+    """The stop tokens' text"""
     teacher_stops: list[str]
     rows: int
     ending: int
-    """rows whose last token in common is a stop on both sides: only of these a student learns to stop"""
+    """Rows in which a pair of stop tokens follows the last chunk; only these teach a student to stop"""
 
 
 def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()) -> Endings:
@@ -27,15 +27,19 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
     Raises:
         ValueError: chats, and a tokenizer without a chat template.
     """
-    found = as_in_a_run(aligner, texts, chats)
-    ours, theirs = ([_written(side, number) for number in side.stops] for side in (aligner.student, aligner.teacher))
-    return Endings(ours, theirs, len(found), sum(ends_in_stop(aligner, each) for each in found))
+    rows = align_training_rows(aligner, texts, chats)
+    return Endings(
+        student_stops=[_literal(aligner.student, token) for token in aligner.student.stops],
+        teacher_stops=[_literal(aligner.teacher, token) for token in aligner.teacher.stops],
+        rows=len(rows),
+        ending=sum(ends_in_stop(aligner, row) for row in rows),
+    )
 
 
-def as_in_a_run(
+def align_training_rows(
     aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()
 ) -> list[Alignment]:
-    """Rows as a run reads them: chats by either side's template; where there are none, texts with eos behind them."""
+    """Rows as a run reads them: chats with each side's template or, if there are none, texts followed by eos."""
     if chats:
         return [aligner.align_messages(chat) for chat in chats]
     return [
@@ -44,13 +48,13 @@ def as_in_a_run(
     ]
 
 
-def ends_in_stop(aligner: TokenAligner, found: Alignment) -> bool:
-    """Whether a pair of stop tokens stands behind the last chunk."""
-    last = int(np.flatnonzero(found.student_chunk >= 0).max(initial=-1))
+def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
+    """Whether a pair of stop tokens follows the last chunk."""
+    last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
     return any(
-        student > last and int(found.student_ids[student]) in aligner.student.stops for student, _ in found.stop_pairs
+        student > last and int(row.student_ids[student]) in aligner.student.stops for student, _ in row.stop_pairs
     )
 
 
-def _written(vocabulary: Vocabulary, number: int) -> str:
-    return vocabulary.literal(number).decode(errors="replace") or f"id {number}"
+def _literal(vocabulary: Vocabulary, token: int) -> str:
+    return vocabulary.literal(token).decode(errors="replace") or f"id {token}"

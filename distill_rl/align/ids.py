@@ -1,4 +1,12 @@
-"""Chunks from ids alone: what each token spells is known, the text is not, so each side proves the other."""
+"""Chunks from ids alone. The text is unknown, but the bytes of every token are, so the two sides check each other.
+
+If both sides spell the same bytes, those bytes are the text, and chunks end where both sides end a token. If they do
+not, the equal bytes at the beginning and at the end are aligned in the same way, and the tokens in between, the window,
+go to the dynamic programme:
+
+    student   | equal bytes |  window  | equal bytes |
+    teacher   | equal bytes |    window    | equal bytes |
+"""
 
 from __future__ import annotations
 
@@ -9,21 +17,21 @@ from itertools import product
 import numpy as np
 
 from distill_rl.align.side import Side
-from distill_rl.align.spans import Chunks, chunks_by_ends, gather
+from distill_rl.align.spans import Chunks, chunks_by_ends, gather_bytes, keep_chunks
 from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""(student ids, teacher ids) → chunk numbers of both, −1 for none"""
+"""(student ids, teacher ids) → chunk indices of both, −1 for none"""
 Pair = tuple[Side, Side]
 
 
 @dataclass(frozen=True)
-class Found:
+class IdAlignment:
     chunks: Chunks
     sides: Pair
-    """as they were read, with the spaces taken off that are not in the text"""
-    same: bool
-    """whether both sides spell the same bytes"""
+    """The sides without the dummy spaces that were taken off to match them"""
+    same_bytes: bool
+    """Whether both sides spell the same bytes"""
     method: str = "bytes"
 
 
@@ -31,25 +39,26 @@ class IdAligner:
     """Aligns two sides' ids.
 
     Args:
-        compiled: compare the sides' bytes in compiled code; False spells both of them first. The answers are the same.
-        window: aligns what bytes leave open, or None.
+        compiled: compare the sides' bytes in compiled code; with False both sides are spelled first. The results are
+            the same.
+        window: aligns the tokens between the equal bytes, or None.
     """
 
     def __init__(self, compiled: bool, window: Window | None) -> None:
         self._compiled, self._window = compiled, window
 
     def _equal(self, student: Side, teacher: Side) -> bool:
-        """Whether two sides of as many bytes spell the same ones."""
+        """Whether two sides with equal numbers of bytes spell the same bytes."""
         if not self._compiled:
             return student.spell().tobytes() == teacher.spell().tobytes()
         from distill_rl.align.compare import same_bytes
 
         return same_bytes(student, teacher)
 
-    def agreeing(self, student: Side, teacher: Side) -> Found | None:
-        """Chunks of two sides that spell the same bytes; None of others.
+    def align_same_bytes(self, student: Side, teacher: Side) -> IdAlignment | None:
+        """Chunks of two sides that spell the same bytes; None if they do not.
 
-        Spaces that may not be in the text are taken off in all ways, the likeliest first.
+        Spaces that may be dummies are taken off in every combination, the likeliest first.
         """
         for sides in _readings(student, teacher):
             ends = sides[0].ends, sides[1].ends
@@ -57,65 +66,72 @@ class IdAligner:
                 continue
             chunks, _, _ = chunks_by_ends(*ends)
             if self._equal(*sides):
-                full = [side.full(numbers) for side, numbers in zip(sides, (chunks.student, chunks.teacher))]
-                return Found(Chunks(full[0], full[1], chunks.count), sides, True)
+                full = [side.full(chunk) for side, chunk in zip(sides, (chunks.student, chunks.teacher))]
+                return IdAlignment(Chunks(full[0], full[1], chunks.count), sides, True)
         return None
 
-    def align(self, student: Side, teacher: Side, *, whole: bool = False) -> Found:
-        """Chunks by bytes, and by the window where the bytes differ; `whole` gives all tokens to the window."""
-        found = self.agreeing(student, teacher)
-        if whole and self._window is not None:
-            numbers = self._window(student.ids, teacher.ids)
-            full = [side.full(part) for side, part in zip((student, teacher), numbers)]
-            return Found(_numbered(full), (student, teacher), found is not None, "dp")
-        return found or self._mismatched(student, teacher)
+    def align(self, student: Side, teacher: Side, *, everything_by_dp: bool = False) -> IdAlignment:
+        """Chunks by bytes, and by the window's solver where the bytes differ, or for all tokens if asked."""
+        same = self.align_same_bytes(student, teacher)
+        if everything_by_dp and self._window is not None:
+            solved = self._window(student.ids, teacher.ids)
+            full = [side.full(chunk) for side, chunk in zip((student, teacher), solved)]
+            return IdAlignment(_as_chunks(full), (student, teacher), same is not None, "dp")
+        return same or self._align_different_bytes(student, teacher)
 
-    def _mismatched(self, student: Side, teacher: Side) -> Found:
-        """Chunks of the equal bytes at both ends; what lies between goes to the window."""
+    def _align_different_bytes(self, student: Side, teacher: Side) -> IdAlignment:
+        """Chunks of the equal bytes at both ends, and of the window in between."""
         readings = [(sides, [side.spell() for side in sides]) for sides in _readings(student, teacher)]
-        sides, spelled = max(readings, key=lambda reading: _common(*reading[1]))
-        common = _common(*spelled)
+        sides, spelled = max(readings, key=lambda reading: _common_prefix(*reading[1]))
+        common = _common_prefix(*spelled)
         ends = [side.ends for side in sides]
+
+        # The beginning: chunks up to the last shared boundary within the common bytes.
         head, *last = chunks_by_ends(*(side[side <= common] for side in ends))
-        starts = [int(closing[-1]) + 1 if len(closing) else 0 for closing in last]
-        numbers = [np.full(len(side), -1, np.int32) for side in ends]
-        for whole, part, start in zip(numbers, (head.student, head.teacher), starts):
-            whole[:start] = part[:start]
+        starts = [int(tokens[-1]) + 1 if len(tokens) else 0 for tokens in last]
+        rows = [np.full(len(side), -1, np.int32) for side in ends]
+        for row, part, start in zip(rows, (head.student, head.teacher), starts):
+            row[:start] = part[:start]
+
         method = "bytes"
-        one_ends_early = common == min(map(len, spelled))
-        if self._window is not None and not one_ends_early:
+        one_side_ends_early = common == min(map(len, spelled))
+        if self._window is not None and not one_side_ends_early:
             method = "dp"
-            stops = _tail(spelled, ends, starts)
+            stops = _window_stops(spelled, ends, starts)
             window = self._window(*(side.ids[start:stop] for side, start, stop in zip(sides, starts, stops)))
-            count = _append(numbers, window, starts, head.count)
+            count = _write_chunks(rows, window, starts, head.count)
             tail, _, _ = chunks_by_ends(
                 *(side[stop:] - (side[stop - 1] if stop else 0) for side, stop in zip(ends, stops))
             )
-            _append(numbers, (tail.student, tail.teacher), stops, count)
-        return Found(_numbered([side.full(part) for side, part in zip(sides, numbers)]), sides, False, method)
+            _write_chunks(rows, (tail.student, tail.teacher), stops, count)
+        full = [side.full(row) for side, row in zip(sides, rows)]
+        return IdAlignment(_as_chunks(full), sides, False, method)
 
 
 def _readings(student: Side, teacher: Side) -> Iterator[Pair]:
     yield from product(student.readings(), teacher.readings())
 
 
-def _append(numbers: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
-    """Writes parts numbered from 0 behind `count` chunks; how many there are then."""
-    for whole, part, start in zip(numbers, parts, starts):
-        whole[start : start + len(part)] = np.where(part >= 0, part + count, -1)
-    return count + _numbered(parts).count
+def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
+    """Writes chunks counted from 0 into the rows at `starts`, after `count` chunks; returns the new count."""
+    for row, part, start in zip(rows, parts, starts):
+        row[start : start + len(part)] = np.where(part >= 0, part + count, -1)
+    return count + _as_chunks(parts).count
 
 
-def _numbered(sides: Sequence[np.ndarray]) -> Chunks:
+def _as_chunks(sides: Sequence[np.ndarray]) -> Chunks:
     return Chunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
 
 
-def _tail(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], heads: Sequence[int]) -> tuple[int, int]:
-    """How many tokens of each side lie before the equal bytes at the end, cut at a boundary that both have."""
+def _window_stops(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[int, int]:
+    """Where the window ends on both sides: at the first shared boundary within the equal bytes at the end.
+
+    Boundaries are counted in bytes from the end of the text, so that shared ones have equal numbers. Bytes that the
+    head has already used are not used again.
+    """
     sizes = [len(part) for part in spelled]
-    free = (size - (int(end[head - 1]) if head else 0) for size, end, head in zip(sizes, ends, heads))
-    common = min(_common(spelled[0][::-1], spelled[1][::-1]), *free)
-    # Boundaries counted from the end of the text, so that both sides have the same numbers.
+    unused = (size - (int(end[start - 1]) if start else 0) for size, end, start in zip(sizes, ends, starts))
+    common = min(_common_prefix(spelled[0][::-1], spelled[1][::-1]), *unused)
     left, right = (size - end for size, end in zip(sizes, ends))
     shared = np.intersect1d(left[left <= common], right[right <= common])
     if not len(shared) or shared[-1] == 0:
@@ -123,8 +139,8 @@ def _tail(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], heads: Sequ
     return int(np.flatnonzero(left == shared[-1])[0]) + 1, int(np.flatnonzero(right == shared[-1])[0]) + 1
 
 
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """How many bytes are equal at the start."""
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of equal bytes at the start."""
     size = min(len(left), len(right))
     differ = (left[:size] != right[:size]).nonzero()[0]
     return int(differ[0]) if len(differ) else size
@@ -139,31 +155,33 @@ def same_spelling(
     ids: tuple[np.ndarray, np.ndarray],
     chunks: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chunks without those whose two sides spell different bytes, numbered anew.
+    """Removes chunks whose two sides spell different bytes, and renumbers the others.
 
-    At the start of a chunk one space may be missing on the side of a tokenizer that spells none between words, or be
-    there that another one puts before a text.
+    One space at the start of a chunk may be missing on the side of a tokenizer that drops the space between words, or
+    be present on the side of one that puts a dummy space before a text.
     """
-    count = _numbered(chunks).count
-    sides = [_Spelled.of(*side, count) for side in zip(vocabularies, ids, chunks)]
+    count = _as_chunks(chunks).count
+    sides = [_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks)]
     left, right = sides
-    left_may = vocabularies[0].drops_spaces or vocabularies[1].dummy
-    right_may = vocabularies[1].drops_spaces or vocabularies[0].dummy
+    left_may_lack = vocabularies[0].drops_spaces or vocabularies[1].dummy
+    right_may_lack = vocabularies[1].drops_spaces or vocabularies[0].dummy
     surplus = left.sizes - right.sizes
-    # The space that one side has beyond the other is left out; then equal chunks have equal bytes, one after another.
-    extra = (surplus == 1) & right_may & left.opens_with_space, (surplus == -1) & left_may & right.opens_with_space
-    keep = (surplus == 0) | extra[0] | extra[1]
-    texts = [side.of_chunks(keep, without) for side, without in zip(sides, extra)]
+    extra_space = (
+        (surplus == 1) & right_may_lack & left.opens_with_space,
+        (surplus == -1) & left_may_lack & right.opens_with_space,
+    )
+    keep = (surplus == 0) | extra_space[0] | extra_space[1]
+    # Without that space both sides of a remaining chunk have equally many bytes, so all chunks can be compared at once.
+    texts = [side.of_chunks(keep, without) for side, without in zip(sides, extra_space)]
     sizes = np.where(keep, np.minimum(left.sizes, right.sizes), 0)
     chunk_of_byte = np.repeat(np.arange(count), sizes)
     keep[chunk_of_byte[texts[0] != texts[1]]] = False
-    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # the last is what −1 reads
-    return renumbered[chunks[0]], renumbered[chunks[1]]
+    return keep_chunks(keep, *chunks)
 
 
 @dataclass(frozen=True)
-class _Spelled:
-    """What one side's chunks spell, one directly after another."""
+class _ChunkBytes:
+    """The bytes of one side's chunks, one chunk after another."""
 
     text: np.ndarray
     """uint8"""
@@ -173,19 +191,19 @@ class _Spelled:
     """int64 [count]: bytes of each chunk"""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int) -> _Spelled:
-        """Of chunk numbers that never fall from token to token, −1 aside."""
-        held = np.flatnonzero(chunks >= 0)
-        tokens = ids[held].astype(np.intp)
-        lengths = vocabulary.lengths.take(tokens).astype(np.int64)
-        text = gather(vocabulary, vocabulary.starts.take(tokens), lengths, lengths.cumsum())
-        sizes = np.bincount(chunks[held], lengths, count).astype(np.int64)
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int) -> _ChunkBytes:
+        """`chunks` must not decrease from token to token, apart from −1."""
+        tokens = np.flatnonzero(chunks >= 0)
+        token_ids = ids[tokens].astype(np.intp)
+        lengths = vocabulary.lengths.take(token_ids).astype(np.int64)
+        text = gather_bytes(vocabulary, vocabulary.starts.take(token_ids), lengths, lengths.cumsum())
+        sizes = np.bincount(chunks[tokens], lengths, count).astype(np.int64)
         return cls(text, sizes.cumsum() - sizes, sizes)
 
     @property
     def opens_with_space(self) -> np.ndarray:
         """bool [count]"""
-        padded = np.append(self.text, np.uint8(0))  # an empty chunk at the end begins behind the text
+        padded = np.append(self.text, np.uint8(0))  # an empty last chunk begins past the end of the text
         return (self.sizes > 0) & (padded[self.begins] == SPACE)
 
     def of_chunks(self, chosen: np.ndarray, without_first: np.ndarray) -> np.ndarray:

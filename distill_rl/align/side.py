@@ -1,4 +1,4 @@
-"""One side's ids: which tokens spell something, how many bytes, and what the others mean."""
+"""One side's ids: which tokens spell text, how many bytes, and where the others stand."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from functools import cached_property
 
 import numpy as np
 
-from distill_rl.align.spans import gather, stretch
+from distill_rl.align.spans import as_slice, gather_bytes
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
-Places = slice | np.ndarray
+Indices = slice | np.ndarray
 
 
 @dataclass(frozen=True)
 class Side:
-    """The tokens of one side that spell something."""
+    """The tokens of one side that spell text."""
 
     vocabulary: Vocabulary
     size: int
-    """tokens, those that spell nothing and padding included"""
-    tokens: Places
-    """where they stand"""
+    """Number of all tokens, including padding and tokens that spell nothing"""
+    tokens: Indices
+    """Positions of the tokens that spell text, among all tokens"""
     ids: np.ndarray
-    """intp, of those tokens"""
+    """intp: ids of those tokens"""
     lengths: np.ndarray
-    """int32, of those tokens, without dropped bytes"""
-    silent: np.ndarray
-    """intp: where tokens stand that spell nothing, but for padding and the unknown token. One whose id is also that of a
-    stop token is unknown before the last token that spells something, and a stop token behind it."""
-    dropped: tuple[int, ...] = ()
-    """places in `ids` whose leading space is not in the text"""
+    """int32: bytes of those tokens, not counting dummy spaces taken off"""
+    textless: np.ndarray
+    """intp: positions of tokens that spell nothing, without padding and unknown tokens. If the unknown token shares its
+    id with a stop token, it counts as unknown before the last token that spells text, and as a stop token after it."""
+    without_space: tuple[int, ...] = ()
+    """Indices into `ids` of tokens whose leading space was taken off as a dummy"""
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
-        """Of int32 ids [n], those left out whose mask is 0.
+        """From int32 ids [n], leaving out those whose mask is 0.
 
         Args:
             name: what to call the ids in an error.
@@ -43,86 +43,91 @@ class Side:
         Raises:
             ValueError: an id outside of the vocabulary.
         """
-        real = stretch(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
-        wide = ids[real].view(np.uint32).astype(np.intp)  # a negative id is out of range, not counted from the end
+        real = as_slice(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
+        wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
         try:
             lengths = vocabulary.lengths.take(wide)
         except IndexError as error:
             wrong = ids[real][wide >= vocabulary.size][0]
-            rule = f"a token's id lies in 0 … {vocabulary.size - 1}, the tokenizer's"
+            rule = f"a token id must lie in 0 … {vocabulary.size - 1}, the tokenizer's range"
             raise ValueError(f"{name}: {rule}, got {wrong}; give a mask with 0 at padding") from error
         if lengths.all():
             return cls(vocabulary, len(ids), real, wide, lengths, wide[:0])
-        spelling = stretch(lengths.nonzero()[0])
-        silent = (lengths == 0).nonzero()[0]
+        spelling = as_slice(lengths.nonzero()[0])
+        textless = (lengths == 0).nonzero()[0]
         if vocabulary.unknown is not None:
-            known = wide[silent] != vocabulary.unknown
+            known = wide[textless] != vocabulary.unknown
             if vocabulary.unknown in vocabulary.stops:
-                known |= silent > lengths.nonzero()[0].max(initial=-1)
-            silent = silent[known]
-        silent = silent + real.start if isinstance(real, slice) else real[silent]
-        return cls(vocabulary, len(ids), _at(real, spelling), wide[spelling], lengths[spelling], silent)
+                known |= textless > lengths.nonzero()[0].max(initial=-1)
+            textless = textless[known]
+        textless = textless + real.start if isinstance(real, slice) else real[textless]
+        return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
 
     def readings(self) -> Iterator[Side]:
-        """This side without spaces that its tokenizer may have put before the text and behind specials.
+        """Variants of this side without spaces that may be dummies: before the text, and behind special tokens.
 
-        First without all of them, which is the likeliest, last as it is.
+        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged.
         """
-        first, later = self._droppable()
+        first, later = self._possible_dummies()
         seen: list[tuple[int, ...]] = []
         for places in (first + later, later, first, ()):
             if places not in seen:
                 seen.append(places)
-                yield self._without(places)
+                yield self._without_spaces(places)
 
-    def _droppable(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _possible_dummies(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Indices into `ids` of tokens that may begin with a dummy space: the first token, and later ones."""
         vocabulary = self.vocabulary
         first: tuple[int, ...] = ()
         later: tuple[int, ...] = ()
         if len(self.ids) and vocabulary.dummy and vocabulary.opens_with_space(self.ids[0]):
             first = (0,)
         if vocabulary.dummy_after_special and not isinstance(self.tokens, slice):
-            behind = np.unique(self.tokens.searchsorted(self.silent))
+            behind = np.unique(self.tokens.searchsorted(self.textless))
             behind = behind[(behind > 0) & (behind < len(self.ids))].tolist()
             later = tuple(place for place in behind if vocabulary.opens_with_space(self.ids[place]))
         return first, later
 
-    def _without(self, places: tuple[int, ...]) -> Side:
+    def _without_spaces(self, places: tuple[int, ...]) -> Side:
         if not places:
             return self
         lengths = self.lengths.copy()
         lengths[list(places)] -= 1
         if lengths.all():
-            return replace(self, lengths=lengths, dropped=places)
-        # A piece that was only that space spells nothing: it leaves this side's tokens, silent as it is.
-        left = lengths.nonzero()[0]
-        kept = left.searchsorted([place for place in places if lengths[place]]).tolist()
-        chosen = stretch(left)
+            return replace(self, lengths=lengths, without_space=places)
+        # A token that was nothing but the space no longer spells text and leaves this side's tokens.
+        remaining = lengths.nonzero()[0]
+        kept = remaining.searchsorted([place for place in places if lengths[place]]).tolist()
+        chosen = as_slice(remaining)
         return replace(
-            self, tokens=_at(self.tokens, chosen), ids=self.ids[chosen], lengths=lengths[chosen], dropped=tuple(kept)
+            self,
+            tokens=_select(self.tokens, chosen),
+            ids=self.ids[chosen],
+            lengths=lengths[chosen],
+            without_space=tuple(kept),
         )
 
     def spell(self) -> np.ndarray:
-        """uint8: the bytes of all, without the dropped ones."""
+        """uint8: the bytes of all tokens, without dummy spaces taken off."""
         starts = self.vocabulary.starts.take(self.ids)
-        starts[list(self.dropped)] += 1
-        return gather(self.vocabulary, starts, self.lengths, self.ends)
+        starts[list(self.without_space)] += 1
+        return gather_bytes(self.vocabulary, starts, self.lengths, self.ends)
 
     @cached_property
     def ends(self) -> np.ndarray:
         """int64: the byte position at which each token ends."""
         return self.lengths.cumsum(dtype=np.int64)
 
-    def full(self, numbers: np.ndarray) -> np.ndarray:
-        """int32 [size]: chunk numbers of `ids`, −1 at other tokens."""
-        if len(numbers) == self.size:
-            return numbers
-        whole = np.full(self.size, -1, np.int32)
-        whole[self.tokens] = numbers
-        return whole
+    def full(self, chunk: np.ndarray) -> np.ndarray:
+        """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
+        if len(chunk) == self.size:
+            return chunk
+        row = np.full(self.size, -1, np.int32)
+        row[self.tokens] = chunk
+        return row
 
-    def positions(self, tokens: np.ndarray) -> np.ndarray:
-        """int64: how many bytes stand before each of these silent tokens."""
+    def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
+        """int64: number of bytes before each of these textless tokens."""
         if isinstance(self.tokens, slice):
             before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
         else:
@@ -130,10 +135,10 @@ class Side:
         return np.where(before > 0, self.ends.take(before - 1, mode="clip"), 0) if len(self.ids) else before
 
 
-def _at(places: Places, chosen: Places) -> Places:
-    """places[chosen], a slice of a slice being a slice."""
-    if not isinstance(places, slice):
-        return places[chosen]
+def _select(positions: Indices, chosen: Indices) -> Indices:
+    """positions[chosen]; the result is a slice if both are slices."""
+    if not isinstance(positions, slice):
+        return positions[chosen]
     if isinstance(chosen, slice):
-        return slice(places.start + chosen.start, places.start + chosen.stop)
-    return chosen + places.start
+        return slice(positions.start + chosen.start, positions.start + chosen.stop)
+    return chosen + positions.start

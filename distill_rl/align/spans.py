@@ -1,6 +1,14 @@
-"""Boundaries of two tokenizations as sorted byte positions, and the chunks between those that they share.
+"""Chunks from token boundaries: two sorted arrays of byte positions, cut where both have one.
 
-All of it is linear: the sides meet in a bit map over the bytes, so nothing is sorted and no token is visited in Python.
+A chunk ends wherever a token of each side ends at the same byte. So the chunks of a text are the intervals between
+neighbouring *shared* ends, and a token's chunk index is the number of shared ends before it:
+
+    student ends   3  9 12    13 14 15
+    teacher ends   3  9 12          15
+    shared         3  9 12          15      → chunks 0, 1, 2 and, with three student tokens, 3
+
+Everything here is linear in bytes plus tokens: the two sides are compared by marking positions in a boolean array over
+the bytes, without sorting and without a Python loop over tokens.
 """
 
 from __future__ import annotations
@@ -12,66 +20,72 @@ import numpy as np
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 
-def no_places() -> np.ndarray:
+def no_token_pairs() -> np.ndarray:
     """int64 [0, 2]"""
     return np.zeros((0, 2), np.int64)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunk numbers of two sides' tokens."""
+    """Chunk indices of two sides' tokens."""
 
     student: np.ndarray
-    """int32 [n]: −1 where a token is in no chunk"""
+    """int32 [n]: −1 for a token in no chunk"""
     teacher: np.ndarray
     """int32 [m]"""
     count: int
-    lossy_ends: np.ndarray = field(default_factory=no_places)
-    """int64 [k, 2], ascending: tokens (student, teacher) up to the end of each stretch between two shared boundaries
-    that is no chunk, since a side spells something else there"""
+    lossy_ends: np.ndarray = field(default_factory=no_token_pairs)
+    """int64 [k, 2], ascending: number of tokens (student, teacher) up to the end of each stretch between two shared
+    boundaries that is no chunk because a side spells something else there"""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where one side's tokens lie in its text, in bytes."""
+class TokenPositions:
+    """Positions of one side's tokens in its text, in bytes."""
 
     starts: np.ndarray
-    """int64 [n]: each token starts where the one before it ended"""
+    """int64 [n]: each token starts where the token before it ends"""
     ends: np.ndarray
-    """int64 [n]: equal to the start for a token that spells nothing there"""
+    """int64 [n]: equal to the start for a token that covers no text"""
     faithful: np.ndarray | None
-    """bool [n]: whether the token spells what it covers; None: all do"""
+    """bool [n]: whether the token spells what it covers; None: all tokens do"""
     exact: bool
-    """whether the tokens together spell the text, byte for byte"""
-    covers: np.ndarray | None = None
-    """int64 [n, 2]: the bytes that the tokenizer itself says each token covers, which may begin behind its start; None:
-    those from its start to its end"""
+    """Whether the tokens together spell the text, byte for byte"""
+    reported: np.ndarray | None = None
+    """int64 [n, 2]: the bytes that each token covers according to the tokenizer, which may begin after its start; None:
+    from its start to its end"""
 
 
-def gather(vocabulary: Vocabulary, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """uint8 [ends[-1]]: `lengths[i]` bytes from `starts[i]` of the vocabulary's table, up to `ends[i]` of the result."""
+def gather_bytes(vocabulary: Vocabulary, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """uint8 [ends[-1]]: bytes of tokens, one token after another.
+
+    Args:
+        starts: int64 [n]: where each token's bytes begin in `vocabulary.flat`.
+        lengths: int [n]: how many bytes to take.
+        ends: int64 [n]: cumulative sum of `lengths`.
+    """
     index = np.repeat(starts - ends + lengths, lengths)
     index += np.arange(len(index))
     return vocabulary.flat.take(index)
 
 
-def stretch(places: np.ndarray) -> slice | np.ndarray:
-    """Ascending places as a slice if they are one stretch: views of arrays are cheaper than copies."""
-    if not len(places):
+def as_slice(positions: np.ndarray) -> slice | np.ndarray:
+    """Ascending positions as a slice if they are contiguous: slicing an array makes a view, indexing makes a copy."""
+    if not len(positions):
         return slice(0, 0)
-    first, stop = int(places[0]), int(places[-1]) + 1
-    return slice(first, stop) if stop - first == len(places) else places
+    first, stop = int(positions[0]), int(positions[-1]) + 1
+    return slice(first, stop) if stop - first == len(positions) else positions
 
 
 def shared_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """bool [n], bool [m]: which of two strictly increasing arrays of byte positions ≥ 1 are in the other one, too."""
+    """bool [n], bool [m]: which elements of two strictly increasing arrays of byte positions ≥ 1 are in both."""
     if not len(student_ends) or not len(teacher_ends):
         return np.zeros(len(student_ends), bool), np.zeros(len(teacher_ends), bool)
-    span = int(max(student_ends[-1], teacher_ends[-1])) + 1
-    marked = np.zeros(span, bool)
+    size = int(max(student_ends[-1], teacher_ends[-1])) + 1
+    marked = np.zeros(size, bool)
     marked[student_ends] = True
     in_teacher = marked.take(teacher_ends)
-    marked = np.zeros(span, bool)
+    marked = np.zeros(size, bool)
     marked[teacher_ends] = True
     return marked.take(student_ends), in_teacher
 
@@ -80,97 +94,116 @@ def chunks_by_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[
     """Chunks of two tokenizations that begin at the same byte and have no token without bytes.
 
     Args:
-        student_ends, teacher_ends: int64, strictly increasing: where each token ends. Past the last position that
-            both have, tokens are in no chunk.
+        student_ends, teacher_ends: int64, strictly increasing: where each token ends. Tokens past the last shared
+            position are in no chunk.
     Returns:
-        the chunks; int64 [count] twice: each chunk's last token (student, teacher).
+        the chunks; int64 [count], int64 [count]: the last token of each chunk (student, teacher).
     """
     closes = shared_ends(student_ends, teacher_ends)
     last = [side.nonzero()[0] for side in closes]
-    numbers = [_numbers(side, tokens) for side, tokens in zip(closes, last)]
-    return Chunks(numbers[0], numbers[1], len(last[0])), last[0], last[1]
+    chunk = [_chunk_of_token(*side) for side in zip(closes, last)]
+    return Chunks(chunk[0], chunk[1], len(last[0])), last[0], last[1]
 
 
-def _numbers(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """int32 [n]: how many chunks have closed before each token; −1 behind the last of them."""
+def _chunk_of_token(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """int32 [n]: number of chunks that have closed before each token; −1 after the last chunk."""
     if len(last) == len(closes):
         return np.arange(len(closes), dtype=np.int32)
-    numbers = np.zeros(len(closes), np.int32)
-    np.cumsum(closes[:-1], dtype=np.int32, out=numbers[1:])
-    numbers[last[-1] + 1 if len(last) else 0 :] = -1
-    return numbers
+    chunk = np.zeros(len(closes), np.int32)
+    np.cumsum(closes[:-1], dtype=np.int32, out=chunk[1:])
+    chunk[last[-1] + 1 if len(last) else 0 :] = -1
+    return chunk
 
 
-def chunks_of_places(student: Placed, teacher: Placed) -> Chunks:
+def keep_chunks(keep: np.ndarray, student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chunk indices int32 [n], int32 [m] without the chunks for which `keep`, bool [count], is False, renumbered."""
+    renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # −1 reads the last entry
+    return renumbered[student], renumbered[teacher]
+
+
+def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks:
     """Chunks of two tokenizations of one text whose tokens all spell what they cover."""
-    held = [stretch((side.ends > side.starts).nonzero()[0]) for side in (student, teacher)]
-    found, _, _ = chunks_by_ends(student.ends[held[0]], teacher.ends[held[1]])
-    numbers = []
-    for side, tokens, part in zip((student, teacher), held, (found.student, found.teacher)):
-        whole = part
+    sides = student, teacher
+    tokens = [as_slice((side.ends > side.starts).nonzero()[0]) for side in sides]
+    chunks, _, _ = chunks_by_ends(student.ends[tokens[0]], teacher.ends[tokens[1]])
+    full = []
+    for side, covering, part in zip(sides, tokens, (chunks.student, chunks.teacher)):
+        row = part
         if len(part) < len(side.ends):
-            whole = np.full(len(side.ends), -1, np.int32)
-            whole[tokens] = part
-        numbers.append(whole)
-    return Chunks(numbers[0], numbers[1], found.count)
+            row = np.full(len(side.ends), -1, np.int32)
+            row[covering] = part
+        full.append(row)
+    return Chunks(full[0], full[1], chunks.count)
 
 
-def chunks_by_spans(student: Placed, teacher: Placed, spans: np.ndarray) -> Chunks:
-    """Chunks inside of spans of two texts that read the same.
+def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> Chunks:
+    """Chunks inside spans of two texts that read the same.
+
+    Steps:
+
+    1. Lay the spans out one after another on a common axis, with one position between them so that no boundary belongs
+       to two spans, and move both sides' tokens there. Tokens that extend beyond their span are left out.
+    2. A position is shared if a token of each side starts or ends there. Between two neighbouring shared positions of
+       the same span lies one candidate.
+    3. A candidate is a chunk if all of its tokens are faithful. Otherwise it is a lossy stretch.
 
     Args:
         spans: int64 [k, 4], ascending: student start and stop, teacher start and stop in bytes; stop − start is the
-            same on both sides. A token that reaches out of its span is in no chunk.
+            same on both sides.
     """
-    # Both sides' spans are laid one after another, with a position between them, so that no boundary is in two spans.
     lengths = spans[:, 1] - spans[:, 0] + 1
     bases = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
     sides = []
-    both = np.ones(total, bool)
-    for placed, column in ((student, 0), (teacher, 2)):
-        tokens, starts, ends = _inside(placed, spans[:, column], spans[:, column + 1], bases)
+    in_both = np.ones(total, bool)
+    for positions, column in ((student, 0), (teacher, 2)):
+        tokens, starts, ends = _inside(positions, spans[:, column], spans[:, column + 1], bases)
         marked = np.zeros(total, bool)
         marked[starts] = True
         marked[ends] = True
-        both &= marked
-        sides.append((placed, tokens, starts))
-    shared = both.nonzero()[0]
+        in_both &= marked
+        sides.append((positions, tokens, starts))
+
+    shared = in_both.nonzero()[0]
     span_of = bases.searchsorted(shared, "right")
-    within = span_of[1:] == span_of[:-1]
-    valid = within.copy()
-    rank = both.cumsum(dtype=np.int32)
-    raw, lasts = [], []
-    for placed, tokens, starts in sides:
-        numbers = rank[starts] - 1
-        numbers[numbers == len(valid)] = -1
-        last = np.zeros(len(valid) + 1, np.int64)  # the last entry is what −1 writes
-        last[numbers] = tokens + 1  # of several assignments the last one stays
-        lasts.append(last[:-1])
-        if placed.faithful is not None:
-            false = numbers[~placed.faithful[tokens]]
-            valid[false[false >= 0]] = False
-        raw.append(numbers)
+    in_one_span = span_of[1:] == span_of[:-1]
+    valid = in_one_span.copy()
+    num_shared = in_both.cumsum(dtype=np.int32)
+    candidates, stops = [], []
+    for positions, tokens, starts in sides:
+        candidate = num_shared[starts] - 1
+        candidate[candidate == len(valid)] = -1
+        stop = np.zeros(len(valid) + 1, np.int64)  # the last entry collects the writes of −1
+        stop[candidate] = tokens + 1  # of repeated assignments the last one stays
+        stops.append(stop[:-1])
+        if positions.faithful is not None:
+            unfaithful = candidate[~positions.faithful[tokens]]
+            valid[unfaithful[unfaithful >= 0]] = False
+        candidates.append(candidate)
+
     count = int(np.count_nonzero(valid))
-    renumbered = np.full(len(valid) + 1, -1, np.int32)  # the last entry is what −1 reads
-    renumbered[:-1][valid] = np.arange(count, dtype=np.int32)
-    found = []
-    for (placed, tokens, _), numbers in zip(sides, raw):
-        whole = np.full(len(placed.starts), -1, np.int32)
-        whole[tokens] = renumbered[numbers]
-        found.append(whole)
-    return Chunks(found[0], found[1], count, np.stack(lasts, axis=1)[within & ~valid])
+    rows = []
+    for (positions, tokens, _), chunk in zip(sides, keep_chunks(valid, *candidates)):
+        row = np.full(len(positions.starts), -1, np.int32)
+        row[tokens] = chunk
+        rows.append(row)
+    return Chunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
 
 
 def _inside(
-    placed: Placed, first: np.ndarray, last: np.ndarray, bases: np.ndarray
+    positions: TokenPositions, first: np.ndarray, last: np.ndarray, bases: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens with bytes that lie in one of the spans, and their starts and ends when the spans are laid together."""
-    tokens = (placed.ends > placed.starts).nonzero()[0]
+    """The tokens that lie in one of the spans, and their starts and ends on the common axis.
+
+    Args:
+        first, last: int64 [k]: where each span begins and ends in the side's text.
+        bases: int64 [k]: where each span begins on the common axis.
+    """
+    tokens = (positions.ends > positions.starts).nonzero()[0]
     if not len(first):
         return tokens[:0], tokens[:0], tokens[:0]
-    span = first.searchsorted(placed.starts[tokens], "right") - 1
-    held = (span >= 0) & (placed.ends[tokens] <= last[span])
-    tokens, span = tokens[held], span[held]
+    span = first.searchsorted(positions.starts[tokens], "right") - 1
+    inside = (span >= 0) & (positions.ends[tokens] <= last[span])
+    tokens, span = tokens[inside], span[inside]
     shift = bases[span] - first[span]
-    return tokens, placed.starts[tokens] + shift, placed.ends[tokens] + shift
+    return tokens, positions.starts[tokens] + shift, positions.ends[tokens] + shift

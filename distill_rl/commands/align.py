@@ -167,7 +167,7 @@ def _reasons(report: CoverageReport) -> str:
 
 def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
     """All checks, on evenly spaced rows. Checks of chats have no rows to look at if a tokenizer has no chat template."""
-    from distill_rl.align.endings import as_in_a_run
+    from distill_rl.align.endings import align_training_rows
     from distill_rl.align.projection import build_projection
     from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
 
@@ -180,7 +180,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     checks = check_alignment(aligner, student, teacher, texts)
     if rows.chats:
         checks += check_chats(aligner, chats)
-    checks += check_stops(aligner, projection, as_in_a_run(aligner, [] if rows.chats else texts, chats))
+    checks += check_stops(aligner, projection, align_training_rows(aligner, [] if rows.chats else texts, chats))
     return checks + check_losses(aligner, student, teacher, texts, projection=projection)
 
 

@@ -1,4 +1,4 @@
-"""Sanity checks that a user can run on tokenizers and rows of their own: `distill-rl align --verify`."""
+"""Sanity checks for a user's own tokenizers and rows: `distill-rl align --verify`."""
 
 from distill_rl.verify.alignment import check_alignment, check_chats
 from distill_rl.verify.check import Check

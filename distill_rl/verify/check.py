@@ -9,23 +9,28 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Check:
     name: str
-    """what must hold"""
+    """What must hold"""
     passed: bool | None
-    """None: there was nothing to look at, so it says nothing"""
+    """None: there was nothing to check"""
     detail: str
-    """how it was found: how many were looked at, the worst value beside its bound, the first that breaks it"""
+    """How many items were checked, the first one that failed, or the worst value and its bound"""
 
 
-def every(name: str, outcomes: Iterable[str | None], what: str) -> Check:
-    """A check of many things: an outcome is None, or says what is wrong. It neither passes nor fails where there are none."""
-    listed = list(outcomes)
-    wrong = [(number, outcome) for number, outcome in enumerate(listed) if outcome is not None]
-    if wrong:
-        number, outcome = wrong[0]
-        return Check(name, False, f"{len(wrong)} of {len(listed)} {what}, first number {number}: {outcome}")
-    return Check(name, True if listed else None, f"{len(listed)} {what}")
+def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
+    """A check of many items, which passes if none has a problem. Without items it neither passes nor fails.
+
+    Args:
+        problems: for each item, what is wrong with it, or None.
+        items: what to call the items in `detail`.
+    """
+    results = list(problems)
+    failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
+    if failed:
+        i, problem = failed[0]
+        return Check(name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}")
+    return Check(name, True if results else None, f"{len(results)} {items}")
 
 
-def within(name: str, value: float, bound: float, what: str) -> Check:
-    """A check that a measured number is at most `bound`; NaN is not."""
+def check_bound(name: str, value: float, bound: float, what: str) -> Check:
+    """A check that a measured number is at most `bound`. NaN fails."""
     return Check(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")

@@ -1,8 +1,8 @@
-"""Are the losses across two tokenizers what they say, on chunks of these texts and at the size of these vocabularies?
+"""Checks the cross-tokenizer losses on chunks of the user's texts, at the size of the user's vocabularies.
 
-Random logits take the place of models. The plain reference cannot hold a matrix of two real vocabularies, so it is given
-the ids that the sampled chunks need and some hundred others; the fast losses get all columns, those of the other ids
-with a logit that makes their probability exactly 0.
+Random logits take the place of models. The plain reference would need a dense matrix of both vocabularies, which is too
+large for real ones. So the reference gets only the ids that the sampled chunks need and a few hundred others, while the
+fast losses get all columns, with a logit for the remaining ids that makes their probability exactly 0.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from distill_rl.losses import (
     reference_chunks,
     vocab_parallel_topk,
 )
-from distill_rl.verify.check import Check, within
+from distill_rl.verify.check import Check, check_bound
 from distill_rl.verify.sample import IGNORED, Sample, cut, take_chunks
 
 BOUND = 1e-6
 ROWS_OF_ITSELF = 12
-"""rows beside a teacher that is the student"""
+"""Number of rows for the check against a teacher that equals the student"""
 TOP_K = 32
 ABSENT = -1e4
-"""a logit whose probability is 0, also in fp64"""
+"""A logit whose probability is 0, even in fp64"""
 AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "hkl": ("mean", "chain"), "uld": ("mean", "chain")}
-"""methods that `chunk_average` makes a difference to"""
+"""Methods that depend on `chunk_average`, and its values"""
 
 
 def check_losses(
@@ -52,12 +52,12 @@ def check_losses(
     projection: Projection | None = None,
     seed: int = 0,
 ) -> list[Check]:
-    """Every method beside the plain reference on the user's own chunks, and beside a teacher that equals the student.
+    """Compares every method with the plain reference, and checks that KD is 0 for a teacher that equals the student.
 
     Args:
-        aligner: of the two tokenizers, in this order.
-        texts: where the chunks are taken from; at least one must give a chunk.
-        projection: of the same tokenizers, with a column for every id; None: built here.
+        aligner: for these two tokenizers, in this order.
+        texts: where the chunks are taken from; at least one must have a chunk.
+        projection: for the same tokenizers, with a column for every id; None: built here.
 
     Raises:
         ValueError: no chunk in any of the texts.
@@ -77,13 +77,11 @@ def check_losses(
 
 def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
     part = cut(projection, sample)
-    student, teacher = (_Side.random(*side, draw) for side in (
-        (part.student, part.small.num_student, part.full.num_student, sample.student_labels),
-        (part.teacher, part.small.num_teacher, part.full.num_teacher, sample.teacher_labels),
-    ))  # fmt: skip
+    student = _Side.random(part.student, part.small.num_student, part.full.num_student, sample.student_labels, draw)
+    teacher = _Side.random(part.teacher, part.small.num_teacher, part.full.num_teacher, sample.teacher_labels, draw)
     counts = ", ".join(f"{sample.kinds.count(kind)} {kind}" for kind in COUNTS if kind in sample.kinds)
     for method, exports in METHODS.items():
-        apart: list[float] = []
+        errors: list[float] = []
         for export, average in product(exports, AVERAGES.get(method, ("mean",))):
             settings = {"method": method, "chunk_average": average, "top_k": TOP_K}
             fast = _run(chunk_kd_loss, student.full, teacher.full, export, sample.chunks, part.full, **settings)
@@ -96,30 +94,33 @@ def _against_reference(projection: Projection, sample: Sample, draw: torch.Gener
                 part.small,
                 **settings,
             )
-            apart += [_apart(fast.kd, slow.kd), _apart(fast.ce, slow.ce)]
-            apart.append(_apart(fast.gradient[:, part.student], slow.gradient[:, : len(part.student)]))
+            errors += [_error(fast.kd, slow.kd), _error(fast.ce, slow.ce)]
+            errors.append(_error(fast.gradient[:, part.student], slow.gradient[:, : len(part.student)]))
         name = f"{method} equals the plain reference, value and gradient"
-        yield within(name, _worst(apart), BOUND, f"{counts}: off by")
+        yield check_bound(name, _largest(errors), BOUND, f"{counts}: off by")
 
 
 def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
-    """A teacher that is the student: one tokenization, every token a chunk, the same logits."""
+    """A teacher that equals the student: one tokenization, every token a chunk, the same logits."""
     part = cut(identity, replace(sample, teacher_labels=sample.student_labels))
-    # Of two ids with the same bytes one is matched; the other would be sent into it, as it should between two tokenizers.
+    # Of two ids with the same bytes, only one is matched with itself; the projection maps the other one to it.
     matched = identity.student_common[identity.student_common == identity.teacher_common]
     kept = np.intersect1d(part.student, matched)
     labels = sample.student_labels[:-1][:ROWS_OF_ITSELF]
     side = _Side.random(kept, len(kept), identity.num_student, labels, draw)
     count = len(labels)
-    numbers = torch.arange(count)
+    chunk_of_row = torch.arange(count)
     for method, exports in METHODS.items():
-        apart: list[float] = []
+        values: list[float] = []
         for export in exports:
-            shared = Chunks(numbers, numbers, count)
+            shared = Chunks(chunk_of_row, chunk_of_row, count)
             output = _run(chunk_kd_loss, side.full, side.full, export, shared, part.full, method=method, top_k=TOP_K)
-            apart.append(float(output.kd.abs().max()))
-        yield within(
-            f"{method} of a teacher that is the student is 0", _worst(apart), BOUND, f"{count} chunks: |KD| up to"
+            values.append(float(output.kd.abs().max()))
+        yield check_bound(
+            f"{method} of a teacher that equals the student is 0",
+            _largest(values),
+            BOUND,
+            f"{count} chunks: |KD| up to",
         )
 
 
@@ -128,25 +129,25 @@ class _Rows:
     logits: Tensor
     """fp64 [N, V]"""
     labels: Tensor
-    """int64 [N], IGNORED where there is none"""
+    """int64 [N]: IGNORED for a row without a label"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The same random rows over the kept ids and over all."""
+    """The same random rows over the kept ids and over all ids."""
 
     small: _Rows
     full: _Rows
 
     @classmethod
     def random(cls, ids: np.ndarray, width: int, columns: int, labels: Tensor, draw: torch.Generator) -> _Side:
-        """`width` and `columns` are how many there are in all; what is none of the ids has no probability."""
+        """Rows with `width` and with `columns` columns, in which only `ids` have a probability above 0."""
         kept = torch.from_numpy(ids)
-        logits, whole = (torch.full((len(labels), size), ABSENT, dtype=torch.float64) for size in (width, columns))
-        logits[:, : len(ids)] = 3 * torch.randn(len(labels), len(ids), dtype=torch.float64, generator=draw)
-        whole[:, kept] = logits[:, : len(ids)]
+        small, full = (torch.full((len(labels), size), ABSENT, dtype=torch.float64) for size in (width, columns))
+        small[:, : len(ids)] = 3 * torch.randn(len(labels), len(ids), dtype=torch.float64, generator=draw)
+        full[:, kept] = small[:, : len(ids)]
         renumbered = torch.where(labels == IGNORED, IGNORED, torch.searchsorted(kept, labels.clamp_min(0)))
-        return cls(_Rows(logits, renumbered), _Rows(whole, labels))
+        return cls(_Rows(small, renumbered), _Rows(full, labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class _Result:
     ce: Tensor
     """[N_s]"""
     gradient: Tensor
-    """[N_s, V], of their sum"""
+    """[N_s, V]: gradient of the sum of both"""
 
 
 def _run(
@@ -165,31 +166,31 @@ def _run(
     teacher: _Rows,
     export: str,
     chunks: Chunks,
-    bridge: VocabularyProjection,
+    projection: VocabularyProjection,
     **settings: Any,
 ) -> _Result:
     logits = student.logits.clone().requires_grad_()
     output = loss(
-        logits, _exported(teacher, export), chunks, bridge, labels=student.labels, reduction="none", **settings
+        logits, _export(teacher, export), chunks, projection, labels=student.labels, reduction="none", **settings
     )
     (gradient,) = torch.autograd.grad(output.kd.sum() + output.ce.sum(), logits)
     return _Result(output.kd.detach(), output.ce.detach(), gradient)
 
 
-def _exported(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
-    """What a teacher would hand over."""
+def _export(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
+    """The targets that a teacher with these logits exports."""
     if export == "topk":
         k = min(TOP_K, rows.logits.shape[1])
         return vocab_parallel_topk(rows.logits, k, labels=rows.labels.clamp_min(0))
-    picked = rows.logits.log_softmax(1).gather(1, rows.labels.clamp_min(0)[:, None])[:, 0]
-    return DenseLogits(rows.logits, label_logprob=picked)
+    label_logprob = rows.logits.log_softmax(1).gather(1, rows.labels.clamp_min(0)[:, None])[:, 0]
+    return DenseLogits(rows.logits, label_logprob=label_logprob)
 
 
-def _apart(fast: Tensor, slow: Tensor) -> float:
-    """The largest difference, relative where the value is above 1."""
+def _error(fast: Tensor, slow: Tensor) -> float:
+    """The largest difference, relative where the reference is above 1."""
     return float(((fast - slow).abs() / slow.abs().clamp_min(1)).max())
 
 
-def _worst(values: list[float]) -> float:
-    """The largest, NaN if one is."""
+def _largest(values: list[float]) -> float:
+    """The largest value; NaN if any value is NaN."""
     return float(np.max(values))

@@ -1,4 +1,4 @@
-"""Chunks of a user's own text as rows of logits, and as much of two vocabularies as they need."""
+"""Chunks of the user's texts laid out as rows of logits, and the part of two vocabularies that they need."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from distill_rl.losses import Chunks, VocabularyProjection
 
 CHUNKS_OF_A_KIND = 4
 OTHER_IDS = 200
-"""ids of either side, and pairs of both, besides those of the chunks"""
+"""Ids per side, and pairs in common, in addition to those of the chunks"""
 IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some chunks, laid out as rows of logits: each chunk's rows, then a row that only has a label and one that has none."""
+    """Some chunks, laid out as rows of logits: each chunk's rows, then a row with only a label and a row without one."""
 
     chunks: Chunks
     student_labels: Tensor
@@ -30,65 +30,72 @@ class Sample:
     teacher_labels: Tensor
     """int64 [N_t]"""
     kinds: tuple[str, ...]
-    """of each chunk: 1:1, 1:n, n:1 or m:n"""
+    """Kind of each chunk: 1:1, 1:n, n:1 or m:n"""
 
 
-def take_chunks(found: Sequence[Alignment]) -> Sample:
-    """Up to CHUNKS_OF_A_KIND of each kind, in the order in which they are met."""
-    wanted = dict.fromkeys(COUNTS, CHUNKS_OF_A_KIND)
+def take_chunks(alignments: Sequence[Alignment]) -> Sample:
+    """The first CHUNKS_OF_A_KIND chunks of each kind.
+
+    Raises:
+        ValueError: no chunk in any of the alignments.
+    """
+    missing = dict.fromkeys(COUNTS, CHUNKS_OF_A_KIND)
     kinds: list[str] = []
-    ours: list[np.ndarray] = []
-    theirs: list[np.ndarray] = []
-    for alignment in found:
+    student_chunks: list[np.ndarray] = []
+    teacher_chunks: list[np.ndarray] = []
+    for alignment in alignments:
         for kind, student, teacher in _chunks_of(alignment):
-            if wanted[kind]:
-                wanted[kind] -= 1
+            if missing[kind]:
+                missing[kind] -= 1
                 kinds.append(kind)
-                ours.append(student)
-                theirs.append(teacher)
-        if not any(wanted.values()):
+                student_chunks.append(student)
+                teacher_chunks.append(teacher)
+        if not any(missing.values()):
             break
     if not kinds:
-        raise ValueError("the texts must have a chunk that both tokenizers share; none was found; give other texts")
+        raise ValueError("the texts must have a chunk that both tokenizers share; there is none; give other texts")
     sides = []
-    for tokens in (ours, theirs):
-        numbers = [number for number, chunk in enumerate(tokens) for _ in chunk]
-        sides.append((torch.tensor([*numbers, -1, -1]), torch.tensor([*np.concatenate(tokens), tokens[0][0], IGNORED])))
-    (student_numbers, student_labels), (teacher_numbers, teacher_labels) = sides
-    return Sample(
-        Chunks(student_numbers, teacher_numbers, len(kinds)), student_labels.long(), teacher_labels.long(), tuple(kinds)
-    )
+    for chunks in (student_chunks, teacher_chunks):
+        chunk_of_row = [i for i, tokens in enumerate(chunks) for _ in tokens]
+        labels = [*np.concatenate(chunks), chunks[0][0], IGNORED]
+        sides.append((torch.tensor([*chunk_of_row, -1, -1]), torch.tensor(labels).long()))
+    (student_rows, student_labels), (teacher_rows, teacher_labels) = sides
+    return Sample(Chunks(student_rows, teacher_rows, len(kinds)), student_labels, teacher_labels, tuple(kinds))
 
 
 def _chunks_of(alignment: Alignment) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """(kind, student ids, teacher ids) of every chunk."""
-    for number in range(alignment.num_chunks):
-        student = alignment.student_ids[alignment.student_chunk == number]
-        teacher = alignment.teacher_ids[alignment.teacher_chunk == number]
-        one, other = len(student) == 1, len(teacher) == 1
-        kind = "1:1" if one and other else "1:n" if one else "n:1" if other else "m:n"
+    for i in range(alignment.num_chunks):
+        student = alignment.student_ids[alignment.student_chunk == i]
+        teacher = alignment.teacher_ids[alignment.teacher_chunk == i]
+        if len(student) == len(teacher) == 1:
+            kind = "1:1"
+        elif len(student) == 1:
+            kind = "1:n"
+        else:
+            kind = "n:1" if len(teacher) == 1 else "m:n"
         yield kind, student, teacher
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of two vocabularies, large enough for some chunks: as the reference sees it, and at full size."""
+    """A part of two vocabularies and their projection: renumbered for the reference, and at full size."""
 
     student: np.ndarray
-    """int64, ids kept, ascending"""
+    """int64: ids kept, ascending"""
     teacher: np.ndarray
     small: VocabularyProjection
-    """over the kept ids, renumbered, and as many empty ones as make both sides equal where that is possible: `gold` sorts
-    no further than the shorter side goes"""
+    """Over the kept ids, renumbered. The smaller side is filled with empty ids up to the size of the other, if its
+    vocabulary is large enough: `gold` sorts only as many logits as the smaller side has"""
     full: VocabularyProjection
-    """the same entries among all ids"""
+    """The same entries among all ids"""
 
 
 def cut(projection: Projection, sample: Sample) -> Cut:
-    """The ids of the sample, some others, and all that the projection makes of them; rows keep summing to 1."""
+    """Keeps the ids of the sample, some others, and every teacher id in their rows, so that rows still sum to 1."""
     labels = [side[side >= 0].numpy() for side in (sample.student_labels, sample.teacher_labels)]
-    some = _spread(len(projection.student_common))
-    common = projection.student_common[some], projection.teacher_common[some]
+    spread = _spread(len(projection.student_common))
+    common = projection.student_common[spread], projection.teacher_common[spread]
     student = np.unique(np.concatenate([labels[0], common[0], _spread(projection.num_student)])).astype(np.int64)
     lengths = np.diff(projection.indptr)[student]
     entries = np.concatenate(
@@ -103,7 +110,7 @@ def cut(projection: Projection, sample: Sample) -> Cut:
     values = projection.values[entries]
     width = max(len(student), len(teacher))
     small = VocabularyProjection.from_arrays(
-        _ends(lengths, np.arange(len(student)), min(width, projection.num_student)),
+        _indptr(lengths, np.arange(len(student)), min(width, projection.num_student)),
         np.searchsorted(teacher, columns),
         values,
         num_teacher=min(width, projection.num_teacher),
@@ -111,7 +118,7 @@ def cut(projection: Projection, sample: Sample) -> Cut:
         teacher_common=np.searchsorted(teacher, pairs[1]),
     )
     full = VocabularyProjection.from_arrays(
-        _ends(lengths, student, projection.num_student),
+        _indptr(lengths, student, projection.num_student),
         columns,
         values,
         num_teacher=projection.num_teacher,
@@ -121,13 +128,13 @@ def cut(projection: Projection, sample: Sample) -> Cut:
     return Cut(student, teacher, small, full)
 
 
-def _ends(lengths: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count + 1]: indptr of `count` rows, those named by `rows` with these lengths, the others empty."""
-    whole = np.zeros(count + 1, dtype=np.int64)
-    whole[rows + 1] = lengths
-    return whole.cumsum()
+def _indptr(lengths: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count + 1]: for `count` rows, of which `rows` have these lengths and the others are empty."""
+    all_lengths = np.zeros(count + 1, dtype=np.int64)
+    all_lengths[rows + 1] = lengths
+    return all_lengths.cumsum()
 
 
 def _spread(count: int) -> np.ndarray:
-    """OTHER_IDS numbers below `count`, evenly spaced; all if there are no more."""
+    """OTHER_IDS evenly spaced integers below `count`, or all of them if there are fewer."""
     return np.unique(np.linspace(0, count - 1, min(count, OTHER_IDS)).astype(np.int64))

@@ -306,9 +306,9 @@ def projections(place: Place) -> Path:
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("another", ("must be this pair's", "student_hash", "the file has", "give the file of this pair")),
-    ("nan", ("finite", "delete the file, it is built anew")),
-    ("out-of-range", ("600", "delete the file, it is built anew")),
+    ("another", ("must be this pair's", "student_hash", "the file has", "give this pair's file")),
+    ("nan", ("finite", "delete the file, it is then built again")),
+    ("out-of-range", ("600", "delete the file, it is then built again")),
 ])  # fmt: skip
 def test_an_unusable_projection_is_refused(place, refused, projections, name, words):
     teacher = {"name": "big", "model": f"{place.root}/foreign"}

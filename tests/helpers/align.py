@@ -1,4 +1,4 @@
-"""Small tokenizers of every family, trained on the spot, and a slow aligner that shares no code with the real one."""
+"""Small tokenizers of every family, trained when needed, and a slow aligner that shares no code with the real one."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def _sentencepiece(seed: int, scheme: str) -> Tokenizer:
             vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
         described["model"]["byte_fallback"] = True
 
-    made = _edited(tokenizer, add_bytes)
-    made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", made.token_to_id("<s>"))])
-    return made
+    edited = _edited(tokenizer, add_bytes)
+    edited.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", edited.token_to_id("<s>"))])
+    return edited
 
 
 def _unigram(seed: int, *, fallback: bool) -> Tokenizer:
@@ -101,9 +101,9 @@ def _unigram(seed: int, *, fallback: bool) -> Tokenizer:
         described["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
         described["model"]["byte_fallback"] = True
 
-    made = _edited(tokenizer, add_bytes) if fallback else tokenizer
-    made.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", made.token_to_id("</s>"))])
-    return made
+    edited = _edited(tokenizer, add_bytes) if fallback else tokenizer
+    edited.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", edited.token_to_id("</s>"))])
+    return edited
 
 
 def _wordpiece(seed: int) -> Tokenizer:
@@ -135,7 +135,7 @@ LOSSLESS = tuple(name for name in FAMILIES if name not in ("unigram", "wordpiece
 
 @cache
 def family(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of that family, with bos, eos, pad, unk and a chat template."""
+    """A tokenizer of this family, with bos, eos, pad, unk and a chat template."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_FAMILIES[name](),
         bos_token="<s>",
@@ -151,15 +151,15 @@ def family(name: str) -> PreTrainedTokenizerFast:
 def _rebuilt(name: str, edit: Callable[[dict], None], **tokens: str) -> PreTrainedTokenizerFast:
     """A family's tokenizer with an edited description."""
     core = _edited(family(name).backend_tokenizer, edit)
-    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"} | tokens
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **named)
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"} | tokens
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **roles)
     fast.chat_template = family(name).chat_template
     return fast
 
 
 @cache
 def stripping(name: str) -> PreTrainedTokenizerFast:
-    """Like Phi-3: the tokens that open and end a turn swallow the white space behind them, which the template writes."""
+    """Like Phi-3: the tokens that open and end a turn strip the white space that the template writes behind them."""
 
     def edit(described: dict) -> None:
         for token in described["added_tokens"]:
@@ -174,7 +174,7 @@ def stripping(name: str) -> PreTrainedTokenizerFast:
 
 @cache
 def unknown_is_eos(name: str) -> PreTrainedTokenizerFast:
-    """Like CLIP: what the model has no piece for becomes the token that also ends a text."""
+    """Like CLIP: the unknown token is also the token that ends a text."""
 
     def edit(described: dict) -> None:
         model = described["model"]
@@ -192,40 +192,40 @@ def unknown_is_eos(name: str) -> PreTrainedTokenizerFast:
 
 @cache
 def real(name: str) -> PreTrainedTokenizerFast:
-    """One of the tokenizers of the shared data; the caller has found that they are there."""
+    """One of the tokenizers of the shared data; callers skip their test if it is missing."""
     return AutoTokenizer.from_pretrained(DATA / "tokenizers" / name)
 
 
 @cache
 def slow_table(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
-    """id → bytes, by rules written down a second time: specials have none, other added tokens are literal."""
+    """Id → bytes, by an independent implementation: special tokens have none, other added tokens are literal."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["normalizer"]])
     printable = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)]
     rest = [byte for byte in range(256) if byte not in printable]
-    letter = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+    letter = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
     table = {}
-    for piece, number in tokenizer.get_vocab().items():
+    for piece, token_id in tokenizer.get_vocab().items():
         if byte_level:
-            table[number] = bytes(letter[char] for char in piece) if set(piece) <= letter.keys() else piece.encode()
+            table[token_id] = bytes(letter[char] for char in piece) if set(piece) <= letter.keys() else piece.encode()
         elif described["model"].get("byte_fallback") and len(piece) == 6 and piece.startswith("<0x"):
-            table[number] = bytes.fromhex(piece[3:5])
+            table[token_id] = bytes.fromhex(piece[3:5])
         elif described["model"].get("type") == "WordPiece":
-            table[number] = piece.removeprefix("##").encode()
+            table[token_id] = piece.removeprefix("##").encode()
         else:
-            table[number] = piece.replace("▁", " ").encode()
+            table[token_id] = piece.replace("▁", " ").encode()
     for token in described["added_tokens"]:
         table[token["id"]] = b"" if token["special"] else token["content"].encode()
     return table
 
 
 def slow_walk(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, text: bytes) -> list[tuple[int, int]] | None:
-    """(start, end) in bytes of every token, one by one; None if their bytes are not the text's.
+    """(start, end) in bytes of every token, token by token; None if the tokens do not spell the text.
 
-    If the tokens spell the text behind one space more, that space belongs to no text and is left out.
+    If the tokens spell the text behind one additional space, that is a dummy space and is left out.
     """
     table = slow_table(tokenizer)
-    pieces = [table[number] for number in ids.tolist()]
+    pieces = [table[token] for token in ids.tolist()]
     spelled = b"".join(pieces)
     if spelled == text:
         surplus = 0
@@ -244,66 +244,69 @@ def slow_walk(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, text: bytes) 
 
 
 def slow_chunks(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Chunk numbers of two walks over one text, by sets of ends and a loop over tokens."""
-    common = sorted({end for start, end in left if end > start} & {end for start, end in right if end > start})
-    number_of = {end: number for number, end in enumerate(common)}
+    """Chunk indices of two walks over one text, by sets of ends and a loop over tokens."""
+    common = {end for start, end in left if end > start} & {end for start, end in right if end > start}
 
-    def numbers(places: list[tuple[int, int]]) -> list[int]:
-        found, number = [], 0
+    def chunk_of_token(places: list[tuple[int, int]]) -> list[int]:
+        chunks, current = [], 0
         for start, end in places:
-            if start == end or number == len(common):
-                found.append(-1)
+            if start == end or current == len(common):
+                chunks.append(-1)
                 continue
-            found.append(number)
-            if end in number_of:
-                number += 1
-        return found
+            chunks.append(current)
+            if end in common:
+                current += 1
+        return chunks
 
-    return numbers(left), numbers(right)
+    return chunk_of_token(left), chunk_of_token(right)
 
 
-def check_row(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, text: str, found: Alignment) -> None:
-    """Holds a whole row against the slow walk: exact rows chunk by chunk, others flagged and never wrong in a chunk."""
+def check_row(
+    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, text: str, alignment: Alignment
+) -> None:
+    """Compares a row with the slow walk: an exact row chunk by chunk; another one must be flagged, with correct chunks."""
     raw = text.encode()
-    walks = [slow_walk(side, ids, raw) for side, ids in ((student, found.student_ids), (teacher, found.teacher_ids))]
+    walks = [
+        slow_walk(side, ids, raw) for side, ids in ((student, alignment.student_ids), (teacher, alignment.teacher_ids))
+    ]
     left, right = walks
-    assert found.exact == (left is not None and right is not None), text
+    assert alignment.exact == (left is not None and right is not None), text
     if left is not None and right is not None:
-        assert (found.student_chunk.tolist(), found.teacher_chunk.tolist()) == slow_chunks(left, right), text
-        assert found.method == "bytes"
+        assert (alignment.student_chunk.tolist(), alignment.teacher_chunk.tolist()) == slow_chunks(left, right), text
+        assert alignment.method == "bytes"
         return
-    check_chunks_spell_alike(student, teacher, found)
+    check_chunks_spell_alike(student, teacher, alignment)
 
 
 def chunk_bytes(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, chunk: np.ndarray, count: int) -> list[bytes]:
-    """What the tokens of each chunk spell."""
+    """The bytes of each chunk on one side."""
     table, pieces = slow_table(tokenizer), [b""] * count
-    for number, token in zip(chunk.tolist(), ids.tolist()):
-        if number >= 0:
-            pieces[number] += table[token]
+    for i, token in zip(chunk.tolist(), ids.tolist()):
+        if i >= 0:
+            pieces[i] += table[token]
     return pieces
 
 
 def check_chunks_spell_alike(
-    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, found: Alignment
+    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, alignment: Alignment
 ) -> None:
-    """Every chunk's bytes are equal, but for one space at its front, or those that a WordPiece drops between words."""
+    """Both sides of every chunk spell the same, up to one space at the front or spaces that WordPiece drops."""
     drops = any(isinstance(side.backend_tokenizer.model, models.WordPiece) for side in (student, teacher))
-    left = chunk_bytes(student, found.student_ids, found.student_chunk, found.num_chunks)
-    right = chunk_bytes(teacher, found.teacher_ids, found.teacher_chunk, found.num_chunks)
-    for ours, theirs in zip(left, right):
+    left = chunk_bytes(student, alignment.student_ids, alignment.student_chunk, alignment.num_chunks)
+    right = chunk_bytes(teacher, alignment.teacher_ids, alignment.teacher_chunk, alignment.num_chunks)
+    for student_bytes, teacher_bytes in zip(left, right):
         if drops:
-            assert ours.replace(b" ", b"") == theirs.replace(b" ", b"")
+            assert student_bytes.replace(b" ", b"") == teacher_bytes.replace(b" ", b"")
         else:
-            assert ours.removeprefix(b" ") == theirs.removeprefix(b" ")
+            assert student_bytes.removeprefix(b" ") == teacher_bytes.removeprefix(b" ")
 
 
-def check_numbers(found: Alignment) -> None:
-    """Chunk numbers run from 0 without holes or steps back, each has tokens on both sides, and kinds add up."""
-    for chunk in (found.student_chunk, found.teacher_chunk):
+def check_numbers(alignment: Alignment) -> None:
+    """Chunk indices run from 0 in order and without gaps on both sides, and the counts by kind add up."""
+    for chunk in (alignment.student_chunk, alignment.teacher_chunk):
         used = chunk[chunk >= 0]
         assert chunk.dtype == np.int32
-        assert np.array_equal(np.unique(used), np.arange(found.num_chunks))
+        assert np.array_equal(np.unique(used), np.arange(alignment.num_chunks))
         assert (np.diff(used) >= 0).all()
-    assert list(found.counts) == ["1:1", "1:n", "n:1", "m:n"]
-    assert sum(found.counts.values()) == found.num_chunks
+    assert list(alignment.counts) == ["1:1", "1:n", "n:1", "m:n"]
+    assert sum(alignment.counts.values()) == alignment.num_chunks

@@ -1,4 +1,4 @@
-"""Tiny byte-level BPE tokenizers, trained on the spot from seeded text."""
+"""Tiny byte-level BPE tokenizers, trained on seeded text when needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD, TURN_START, TURN_END = "<s>", "</s>", "<pad>", "<|turn|>", "<|end|>"
-# transformers gives every tokenizer next to a Qwen2 model the token <|endoftext|>; here it has its place already.
+# transformers adds <|endoftext|> to every tokenizer next to a Qwen2 model, unless the tokenizer already has it.
 SPECIAL_TOKENS = (BOS, EOS, PAD, TURN_START, TURN_END, "<|endoftext|>")
 
 CHAT_TEMPLATE = (
@@ -50,7 +50,7 @@ def tiny_tokenizer(vocab_size: int = 320, seed: int = 0) -> PreTrainedTokenizerF
     """A byte-level BPE of exactly `vocab_size` ids (262 to about 800).
 
     The first ids are the special tokens `<s>`, `</s>`, `<pad>`, `<|turn|>`, `<|end|>`; none is added to a text
-    by itself. The chat template writes a turn as `<|turn|>role\\ncontent<|end|>\\n`. Another seed gives other merges.
+    automatically. The chat template writes a turn as `<|turn|>role\\ncontent<|end|>\\n`. Another seed gives other merges.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,5 +68,5 @@ def tiny_tokenizer(vocab_size: int = 320, seed: int = 0) -> PreTrainedTokenizerF
     )
     fast.chat_template = CHAT_TEMPLATE
     if len(fast) != vocab_size:
-        raise ValueError(f"{vocab_size} ids were asked for, the seeded text and the 256 bytes give {len(fast)}")
+        raise ValueError(f"cannot train {vocab_size} ids: the seeded text and the 256 bytes give {len(fast)}")
     return fast

@@ -1,4 +1,4 @@
-"""Vocabularies from lists of strings, windows of them, and the dynamic programme written plainly."""
+"""Vocabularies from lists of strings, random windows, and a plain implementation of the dynamic programme."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from distill_rl.gpu_check.checks import dp
 
 Window = tuple[np.ndarray, np.ndarray]
 
-# Short strings over few letters: many equal tokens, many joins, and joins that overlap.
+# Short strings over few letters, for many equal tokens, many joins, and overlapping joins.
 STUDENT = ["", "a", "b", "c", "ab", "bc", "abc", " a", "aa", "aaa", "é", "cab"]
 TEACHER = ["b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ", "é"]
 
 
 def vocabulary(tokens: Sequence[str | bytes], normalization: str = "none") -> Vocabulary:
-    """Token i spells the i-th string; "" is a special."""
-    lossy = "made so" if normalization == "lossy" else None
+    """Token i spells the i-th string; "" is a special token."""
+    lossy = "made lossy" if normalization == "lossy" else None
     return replace(dp.vocabulary(tokens), normalization=normalization, lossy=lossy)
 
 
 def random_windows(seed: int, count: int, longest: int) -> list[Window]:
-    """Tokens of STUDENT and TEACHER, 0 to `longest` on each side: in turns of one text that both cut at random, with a
-    few tokens put in, and of no text."""
+    """Windows of 0 to `longest` tokens of STUDENT and TEACHER on each side, alternately from one text that both sides cut
+    at random, with a few tokens inserted, and of random tokens."""
     draw = random.Random(seed)
 
     def cut(text: str, tokens: Sequence[str]) -> np.ndarray:
@@ -44,14 +44,14 @@ def random_windows(seed: int, count: int, longest: int) -> list[Window]:
         return np.array(draw.choices(range(len(tokens)), k=draw.randint(0, longest)), np.int32)
 
     windows = []
-    for number in range(count):
+    for i in range(count):
         text = "".join(draw.choices("aaabc", k=draw.randint(0, longest)))
-        windows.append(tuple(noise(side) if number % 2 else cut(text, side) for side in (STUDENT, TEACHER)))
+        windows.append(tuple(noise(side) if i % 2 else cut(text, side) for side in (STUDENT, TEACHER)))
     return [(student, teacher) for student, teacher in windows]
 
 
 def best_score(student: Sequence[bytes], teacher: Sequence[bytes]) -> float:
-    """The highest score of any alignment, by the published scores and on the strings themselves."""
+    """The highest score of any alignment, with the published scores and on the strings themselves."""
 
     def equal(rows: Sequence[bytes], columns: Sequence[bytes]) -> bool:
         return all(rows) and all(columns) and b"".join(rows) == b"".join(columns)
@@ -60,22 +60,22 @@ def best_score(student: Sequence[bytes], teacher: Sequence[bytes]) -> float:
     def best(i: int, j: int) -> float:
         if i == 0 or j == 0:
             return -1.5 * (i + j)
-        found = [best(i - 1, j) - 1.5, best(i, j - 1) - 1.5]
-        found.append(best(i - 1, j - 1) + (3 if equal(student[i - 1 : i], teacher[j - 1 : j]) else -3))
+        scores = [best(i - 1, j) - 1.5, best(i, j - 1) - 1.5]
+        scores.append(best(i - 1, j - 1) + (3 if equal(student[i - 1 : i], teacher[j - 1 : j]) else -3))
         for n in (2, 3, 4):
             if i >= n and equal(student[i - n : i], teacher[j - 1 : j]):
-                found.append(best(i - n, j - 1) + 1.5 * n)
+                scores.append(best(i - n, j - 1) + 1.5 * n)
             if j >= n and equal(student[i - 1 : i], teacher[j - n : j]):
-                found.append(best(i - 1, j - n) + 1.5 * n)
-        return max(found)
+                scores.append(best(i - 1, j - n) + 1.5 * n)
+        return max(scores)
 
-    for i in range(len(student)):  # so that no call goes deep
+    for i in range(len(student)):  # fills the cache row by row, which limits the recursion depth
         best(i, len(teacher))
     return best(len(student), len(teacher))
 
 
 def score(student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> float:
-    """Of an answer: +3 for 1:1, +1.5·n for a join, −1.5 for a token without a chunk (−3 for an unequal pair)."""
+    """The score of a result: +3 for 1:1, +1.5·n for a join, −1.5 for a token in no chunk (so −3 for an unequal pair)."""
     total = -1.5 * float((student_chunk < 0).sum() + (teacher_chunk < 0).sum())
     for chunk in range(int(student_chunk.max(initial=-1)) + 1):
         sizes = int((student_chunk == chunk).sum()), int((teacher_chunk == chunk).sum())
@@ -84,14 +84,14 @@ def score(student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> float:
 
 
 def check_chunks(student: Sequence[bytes], teacher: Sequence[bytes], chunks: Window) -> None:
-    """Every chunk: consecutive tokens, one on one side and at most four on the other, of the same non-empty bytes."""
+    """Every chunk is one token on one side and one to four consecutive ones on the other, with the same bytes."""
     count = int(chunks[0].max(initial=-1)) + 1
     assert int(chunks[1].max(initial=-1)) + 1 == count
-    for numbers in chunks:
-        assert numbers.dtype == np.int32
-        assert (np.diff(numbers[numbers >= 0]) >= 0).all()
+    for side in chunks:
+        assert side.dtype == np.int32
+        assert (np.diff(side[side >= 0]) >= 0).all()
     for chunk in range(count):
-        places = [np.flatnonzero(numbers == chunk) for numbers in chunks]
+        places = [np.flatnonzero(side == chunk) for side in chunks]
         assert all(np.array_equal(place, np.arange(place[0], place[0] + len(place))) for place in places)
         assert sorted(len(place) for place in places)[0] == 1
         assert max(len(place) for place in places) <= 4

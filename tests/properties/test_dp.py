@@ -1,4 +1,4 @@
-"""The dynamic programme, for random windows: the best answer there is, the same from every backend and side."""
+"""The dynamic programme on random windows: optimal, and equal for every backend and with the sides swapped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ windows = st.tuples(ids(len(STUDENT)), ids(len(TEACHER)))
 
 @settings(max_examples=300, deadline=None)
 @given(windows)
-def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> None:
+def test_score_is_optimal_when_the_band_holds_all_cells(window) -> None:
     student, teacher = ([side[i].encode() for i in part] for side, part in zip((STUDENT, TEACHER), window))
     if not (student and teacher):
         return
@@ -44,8 +44,8 @@ def test_no_alignment_scores_higher_when_the_band_holds_all_cells(window) -> Non
 @given(
     st.lists(st.sampled_from("aabbc "), max_size=20).map("".join), st.randoms(use_true_random=False), st.integers(1, 20)
 )
-def test_chunks_of_one_text_lie_where_the_text_has_them(text, draw, band) -> None:
-    """Both sides cut the same text: a chunk has as many bytes before it on either side, also where words repeat."""
+def test_chunks_of_one_text_lie_at_the_same_bytes(text, draw, band) -> None:
+    """Both sides cut the same text: a chunk has the same number of bytes before it on both sides, even if words repeat."""
 
     def cut(tokens: list[str]) -> list[int]:
         ids, done = [], 0
@@ -66,7 +66,7 @@ def test_chunks_of_one_text_lie_where_the_text_has_them(text, draw, band) -> Non
 
 @settings(max_examples=300, deadline=None)
 @given(windows, st.integers(1, LONGEST))
-def test_every_backend_and_both_kinds_of_tables_give_the_same_answer(window, band) -> None:
+def test_backends_and_tables_give_the_same_result(window, band) -> None:
     answer = align_windows([window], TABLES, band=band)
     assert same(align_windows([window], TABLES, backend="numpy", band=band), answer)
     assert same(align_windows([window], SLOW, band=band), answer)
@@ -75,20 +75,20 @@ def test_every_backend_and_both_kinds_of_tables_give_the_same_answer(window, ban
 
 @settings(max_examples=300, deadline=None)
 @given(windows, st.integers(1, LONGEST))
-def test_swapping_the_sides_swaps_the_answer(window, band) -> None:
+def test_swapping_the_sides_swaps_the_result(window, band) -> None:
     student, teacher = align_window(*window, TABLES, band=band)
     assert same([align_window(*window[::-1], SWAPPED, band=band)], [(teacher, student)])
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(windows, max_size=6))
-def test_a_batch_is_its_windows_one_by_one(batch) -> None:
+def test_batch_equals_its_windows_one_by_one(batch) -> None:
     assert same(align_windows(batch, TABLES), [align_window(*window, TABLES) for window in batch])
 
 
 @settings(max_examples=100, deadline=None)
 @given(ids(len(STUDENT)), st.integers(1, LONGEST))
-def test_a_window_with_itself_is_all_equal_pairs(side, band) -> None:
+def test_window_with_itself_is_all_equal_pairs(side, band) -> None:
     chunks = align_window(side, side, CanonicalTables(LEFT, LEFT), band=band)
     spelled = np.array([STUDENT[i] != "" for i in side], bool)
     expected = np.where(spelled, np.cumsum(spelled) - 1, -1)

@@ -1,1 +1,1 @@
-"""Alignment by dynamic programming, for the stretches where bytes and offsets give no exact answer."""
+"""Alignment by dynamic programming, for windows in which bytes and offsets give no exact answer."""

@@ -1,8 +1,30 @@
-"""Needleman–Wunsch on canonical strings, for the windows in which bytes and offsets give no exact answer.
+"""Needleman–Wunsch alignment on canonical strings, for windows in which bytes and offsets give no exact answer.
 
-Scores (X-Token, arXiv 2605.21699, as NeMo-RL #2245 sets them): equal strings +3, unequal −3, a gap −1.5, and n ≤ 4
-consecutive tokens of one side that together spell one token of the other +1.5·n. They are kept doubled, as integers,
-so that every backend finds the same alignment and not merely one as good.
+An alignment of n row tokens with m column tokens is built from these moves, with the scores of X-Token (arXiv 2605.21699,
+as in NeMo-RL #2245):
+
+    equal      one row with one column of the same canonical string          +3
+    unequal    one row with one column of different strings                  −3
+    gap        a row or a column on its own                                  −1.5
+    join       k = 2 … 4 consecutive tokens of one side that together        +1.5·k
+               spell one token of the other
+
+Let S[i, j] be the best score for the first i rows and the first j columns. Then S[0, 0] = 0 and
+
+    S[i, j] = max( S[i−1, j−1] ± 3,  S[i−1, j] − 1.5,  S[i, j−1] − 1.5,
+                   S[i−k, j−1] + 1.5·k  if rows i−k+1 … i spell column j,
+                   S[i−1, j−k] + 1.5·k  if columns j−k+1 … j spell row i )
+
+Steps:
+
+1. `canonical`: each token's canonical string, as an id and as a polynomial hash. The hash of a join follows from those of
+   its tokens, so joins are compared without building strings.
+2. `problem`: the strip of cells to search around the expected path, linear in n + m.
+3. A backend fills the strip, storing one move per cell, and traces the moves back from (n, m).
+4. `check`: chunks whose bytes differ (equal hashes), or that lie at two places of the text, are removed.
+
+Scores are doubled to be integers, and ties are resolved in a fixed order, so all backends find the same alignment and not
+merely an equally good one.
 """
 
 from __future__ import annotations
@@ -12,8 +34,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distill_rl.align.dp.canonical import Spelled
-from distill_rl.align.dp.check import settle
+from distill_rl.align.dp.canonical import CanonicalTokens
+from distill_rl.align.dp.check import keep_verified
 from distill_rl.align.dp.problem import Problem, make_problems, score_of
 
 if TYPE_CHECKING:
@@ -30,18 +52,18 @@ def align_window(
     backend: str = "numba",
     band: int = 64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk numbers of one window's tokens.
+    """Chunk indices of one window's tokens.
 
     Args:
-        student, teacher: int [n], [m]: the window's token ids of the two vocabularies; either may be empty.
-        tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, made once per pair.
-        backend: numba | numpy | cuda; all give the same answer.
-        band: half-width in tokens of the strip that is searched, which follows the bytes that both sides spell.
+        student, teacher: int [n], [m]: the window's token ids in the two vocabularies; either may be empty.
+        tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, built once per pair.
+        backend: numba | numpy | cuda; the results are the same.
+        band: half-width, in tokens, of the strip that is searched around the path expected from the bytes.
     Returns:
-        int32 [n], int32 [m]: chunks 0, 1, … in the order of the text, each on both sides: one token on one side and
-        one to four on the other that spell the same canonical string; −1 for a token of a gap, of an unequal pair,
-        that spells nothing, or whose pair is disproved by the bytes around it (see `settle`). Swapping the sides
-        swaps the answer.
+        int32 [n], int32 [m]: chunks 0, 1, … in the order of the text. A chunk is one token on one side and one to four
+        on the other that spell the same canonical string. −1 for a token in a gap or in an unequal pair, for one that
+        spells nothing, and for one whose chunk failed verification (`keep_verified`). Swapping the sides swaps the
+        result.
     Raises:
         ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
     """
@@ -55,21 +77,21 @@ def align_windows(
     backend: str = "numba",
     band: int = 64,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`align_window` for many (student ids, teacher ids), in order; "cuda" runs them side by side on the device."""
+    """`align_window` for many (student ids, teacher ids), in order; "cuda" solves them in parallel on the device."""
     solve = load_backend(backend)
     if band < 1:
         raise ValueError(f"band must be at least 1 token; it is {band}; set aligner.dp.band: 64")
-    sides = [_oriented(*tables.look_up(student, teacher)) for student, teacher in windows]
+    sides = [_orient(*tables.look_up(student, teacher)) for student, teacher in windows]
     problems = [make_problems(rows, columns, band) if len(rows) and len(columns) else [] for rows, columns, _ in sides]
-    solved = iter(solve([problem for strips in problems for problem in strips]))
+    solutions = iter(solve([problem for strips in problems for problem in strips]))
     results = []
     for (rows, columns, swapped), strips in zip(sides, problems):
-        # The first of equally good ones, so that every backend takes the same.
-        found = max((next(solved) for _ in strips), key=lambda marks: score_of(*marks), default=None)
-        if found is None:
+        # A window may have two strips. On equal scores the first one wins, whatever the backend.
+        best = max((next(solutions) for _ in strips), key=lambda solution: score_of(*solution), default=None)
+        if best is None:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
         else:
-            chunks = settle(rows, columns, *found)
+            chunks = keep_verified(rows, columns, *best)
         results.append(chunks[::-1] if swapped else chunks)
     return results
 
@@ -78,7 +100,11 @@ Solver = Callable[[list[Problem]], list[tuple[np.ndarray, np.ndarray, int]]]
 
 
 def load_backend(name: str) -> Solver:
-    """The solver of a backend, imported now; for "cuda", ValueError where it cannot run (`dp_device`)."""
+    """The solver of a backend, imported on this call.
+
+    Raises:
+        ValueError: an unknown name; "cuda" where it cannot run (`device.require_cuda`).
+    """
     if name == "numpy":
         from distill_rl.align.dp.plain import solve
     elif name == "numba":
@@ -93,10 +119,11 @@ def load_backend(name: str) -> Solver:
     return solve
 
 
-def _oriented(student: Spelled, teacher: Spelled) -> tuple[Spelled, Spelled, bool]:
-    """(rows, columns, whether the teacher is the rows), decided by what the sides spell and not by their names.
+def _orient(student: CanonicalTokens, teacher: CanonicalTokens) -> tuple[CanonicalTokens, CanonicalTokens, bool]:
+    """(rows, columns, whether the teacher is the rows).
 
-    Ties between alignments are settled by rows and columns, so the answer for swapped sides is the swapped answer.
+    Rows and columns are not treated alike when scores tie. The choice depends only on the tokens and not on which side
+    is called student, so swapping the sides swaps the result.
     """
     swapped = len(student) > len(teacher)
     if len(student) == len(teacher):

@@ -1,4 +1,4 @@
-"""What a token spells, in the form in which the tokens of two vocabularies are compared by the dynamic programme."""
+"""Canonical strings: the form in which the dynamic programme compares the tokens of two vocabularies."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ if TYPE_CHECKING:
     from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 NONE = -1
-"""the canonical id of a token that spells nothing: it equals no token, itself included"""
+"""The canonical id of a token that spells nothing. Such a token equals no token, not even itself."""
 
-# An odd multiplier of a polynomial hash mod 2⁶⁴ (the golden ratio's bits): concatenation is h(a)·B^|b| + h(b).
+# The base B of a polynomial hash mod 2⁶⁴, odd (the golden ratio's bits): h(a followed by b) = h(a)·B^|b| + h(b).
 _BASE = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Strings:
-    """Byte strings one after another, and whether each may follow another one inside a join."""
+class ByteStrings:
+    """Byte strings, and whether each may follow another string inside a join."""
 
     flat: np.ndarray
-    """uint8: all bytes"""
+    """uint8: the bytes of all strings"""
     starts: np.ndarray
     """int64 [n]: where the i-th string begins in `flat`"""
     lengths: np.ndarray
     """int32 [n]"""
     inner: np.ndarray
-    """bool [n]: False for an empty string and for one whose leading space was taken off"""
+    """bool [n]: False for an empty string, and for one whose leading space was removed"""
     widths: np.ndarray
-    """int32 [n]: the bytes that both sides are expected to keep: all, or without white space where a side is lossy"""
+    """int32 [n]: number of bytes that both sides are expected to spell: all, or without white space if a side is lossy"""
 
-    def take(self, chosen: np.ndarray) -> Strings:
-        return Strings(self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen], self.widths[chosen])
+    def take(self, chosen: np.ndarray) -> ByteStrings:
+        return ByteStrings(
+            self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen], self.widths[chosen]
+        )
 
     def joined(self) -> np.ndarray:
-        """uint8: all strings, one directly after another."""
+        """uint8: all strings, one after another."""
         lengths = self.lengths.astype(np.int64)
         ends = np.cumsum(lengths)
         order = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
@@ -46,106 +48,111 @@ class Strings:
 
 
 @dataclass(frozen=True)
-class Spelled:
-    """One side of a window: every token's canonical string, its id among the pair's strings, and its hash."""
+class CanonicalTokens:
+    """One side of a window: each token's canonical string, the string's id, and its hash."""
 
-    strings: Strings
+    strings: ByteStrings
     ids: np.ndarray
-    """int32 [n]: equal ids ⇔ equal canonical strings, on either side; `NONE` for an empty one"""
+    """int32 [n]: equal if and only if the canonical strings are equal, across both sides; `NONE` for an empty string"""
     hashes: np.ndarray
     """uint64 [n]: polynomial hash of the string, mod 2⁶⁴"""
     powers: np.ndarray
-    """uint64 [n]: B to the string's length"""
+    """uint64 [n]: B to the power of the string's length"""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, chosen: np.ndarray) -> Spelled:
-        return Spelled(self.strings.take(chosen), self.ids[chosen], self.hashes[chosen], self.powers[chosen])
+    def take(self, chosen: np.ndarray) -> CanonicalTokens:
+        return CanonicalTokens(self.strings.take(chosen), self.ids[chosen], self.hashes[chosen], self.powers[chosen])
 
 
 class CanonicalTables:
     """The canonical strings of two vocabularies' tokens.
 
-    A token's canonical string is the bytes that it stands for (byte map, metaspace, `##` and byte fallback are
-    resolved in `Vocabulary`), nothing else: `_` is not ▁, a tab is not a newline, " ," is not ",". Only where a
-    vocabulary's normaliser is lossy are both sides folded, by those of NFKC, accent stripping and lower-casing that
-    leave every token of the lossy vocabulary as it is (so a tokenizer that keeps capitals is never compared without
-    them); one space before a letter or digit then counts as optional, since such a tokenizer may drop or invent it.
-    A token whose bytes are not UTF-8 by themselves is never folded. Specials spell nothing.
+    Normally a token's canonical string is exactly the bytes that it stands for (`Vocabulary` has resolved byte map,
+    metaspace, `##` and byte fallback): `_` is not ▁, a tab is not a newline, " ," is not ",".
+
+    If either vocabulary is lossy, both sides are folded:
+
+    - By those of NFKC, accent stripping and lower-casing that leave every token of the lossy vocabulary unchanged. So
+      a tokenizer that keeps capitals is never compared without them.
+    - One space before a letter or digit is removed, since such a tokenizer may drop or add it.
+    - A token whose bytes alone are not UTF-8 is not folded.
+
+    Special tokens spell nothing.
 
     Args:
         student, teacher: the two vocabularies; only `flat`, `starts`, `lengths`, `size`, `normalization` are read.
-        fast_ids: canonical ids and hashes of both vocabularies are made here, once (about 0.5 s and 30 bytes per
-            token at 150,000 tokens); False makes them for each window's tokens when it comes. The answers are the
-            same.
+        fast_ids: compute the canonical ids and hashes of both vocabularies once, here (about 0.5 s and 30 bytes per
+            token at 150,000 tokens). With False they are computed for each window's tokens. The results are the same.
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool = True) -> None:
         self.student, self.teacher, self.fast_ids = student, teacher, fast_ids
         lossy = [side for side in (student, teacher) if side.normalization == "lossy"]
         self.fold = fold_of(lossy) if lossy else None
-        self._made: tuple[Spelled, Spelled] | None = None
+        self._tables: tuple[CanonicalTokens, CanonicalTokens] | None = None
         if fast_ids:
-            self._made = _spell(
+            self._tables = _intern(
                 *(_canonical(side, np.arange(side.size, dtype=np.int64), self.fold) for side in (student, teacher))
             )
 
-    def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[Spelled, Spelled]:
-        """The two sides of a window. Ids outside a vocabulary (a model's padded ids) spell nothing."""
+    def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
+        """Both sides of a window. Ids outside the vocabulary (padding of a model's embedding) spell nothing."""
         student_ids, teacher_ids = np.asarray(student_ids, np.int64), np.asarray(teacher_ids, np.int64)
-        if self._made is not None:
-            made = self._made
-            return _inside(made[0], student_ids), _inside(made[1], teacher_ids)
-        unique_s, back_s = np.unique(student_ids, return_inverse=True)
-        unique_t, back_t = np.unique(teacher_ids, return_inverse=True)
-        spelled_s, spelled_t = _spell(
-            _canonical(self.student, unique_s, self.fold), _canonical(self.teacher, unique_t, self.fold)
+        if self._tables is not None:
+            return _take(self._tables[0], student_ids), _take(self._tables[1], teacher_ids)
+        student_unique, student_inverse = np.unique(student_ids, return_inverse=True)
+        teacher_unique, teacher_inverse = np.unique(teacher_ids, return_inverse=True)
+        student, teacher = _intern(
+            _canonical(self.student, student_unique, self.fold), _canonical(self.teacher, teacher_unique, self.fold)
         )
-        return spelled_s.take(back_s), spelled_t.take(back_t)
+        return student.take(student_inverse), teacher.take(teacher_inverse)
 
 
-def _inside(table: Spelled, ids: np.ndarray) -> Spelled:
+def _take(table: CanonicalTokens, ids: np.ndarray) -> CanonicalTokens:
+    """The table's entries for these ids; an id outside the table spells nothing."""
     valid = (ids >= 0) & (ids < len(table))
     if valid.all():
         return table.take(ids)
     if len(table) == 0:
         raise ValueError(
-            "a vocabulary of no tokens: nothing can be aligned with it; pass the tokenizer's own vocabulary"
+            "a vocabulary must have tokens to be aligned, got an empty one; pass the tokenizer's own vocabulary"
         )
     taken = table.take(np.where(valid, ids, 0))
     strings = taken.strings
-    strings = Strings(
+    strings = ByteStrings(
         strings.flat,
         strings.starts,
         np.where(valid, strings.lengths, 0),
         strings.inner & valid,
         np.where(valid, strings.widths, 0),
     )
-    return Spelled(strings, np.where(valid, taken.ids, NONE).astype(np.int32), taken.hashes, taken.powers)
+    return CanonicalTokens(strings, np.where(valid, taken.ids, NONE).astype(np.int32), taken.hashes, taken.powers)
 
 
-def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> Strings:
-    """The canonical strings of these ids (which may lie outside the vocabulary: empty)."""
+def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> ByteStrings:
+    """The canonical strings of these ids; empty for an id outside the vocabulary."""
     valid = (ids >= 0) & (ids < vocabulary.size)
     inside = np.where(valid, ids, 0)
     starts = vocabulary.starts[inside] if vocabulary.size else np.zeros(len(ids), np.int64)
     lengths = np.where(valid, vocabulary.lengths[inside] if vocabulary.size else 0, 0).astype(np.int32)
     if fold is None:
-        return Strings(vocabulary.flat, starts, lengths, lengths > 0, lengths)
+        return ByteStrings(vocabulary.flat, starts, lengths, lengths > 0, lengths)
     flat = vocabulary.flat.tobytes()
-    folded = [_folded(flat[start : start + n], fold) for start, n in zip(starts.tolist(), lengths.tolist())]
+    folded = [_fold_bytes(flat[start : start + n], fold) for start, n in zip(starts.tolist(), lengths.tolist())]
     new_lengths = np.fromiter((len(text) for text, _ in folded), np.int32, len(folded))
     new_starts = np.zeros(len(folded), np.int64)
     np.cumsum(new_lengths[:-1], out=new_starts[1:])
     new_flat = np.frombuffer(b"".join(text for text, _ in folded), np.uint8)
-    glued = np.fromiter((inner for _, inner in folded), bool, len(folded))
+    joinable = np.fromiter((inner for _, inner in folded), bool, len(folded))
     widths = np.fromiter((sum(map(len, text.split())) for text, _ in folded), np.int32, len(folded))
-    return Strings(new_flat, new_starts, new_lengths, glued & (new_lengths > 0), widths)
+    return ByteStrings(new_flat, new_starts, new_lengths, joinable & (new_lengths > 0), widths)
 
 
-def _folded(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
-    """The folded bytes, and whether they may stand inside a join: not if a space was taken off their front."""
+def _fold_bytes(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
+    """(the folded bytes, whether they may follow another token in a join). False if a leading space was removed,
+    because then they begin a new word."""
     try:
         text = fold(spelling.decode())
     except UnicodeDecodeError:
@@ -156,7 +163,7 @@ def _folded(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
 
 
 def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
-    """The composition of those folds under which a lossy vocabulary's own tokens do not change."""
+    """The composition of those folds that leave a lossy vocabulary's own tokens unchanged."""
     steps: list[Callable[[str], str]] = []
     for vocabulary in lossy:
         flat = vocabulary.flat.tobytes()
@@ -166,12 +173,12 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
                 texts.append(flat[start : start + length].decode())
             except UnicodeDecodeError:
                 continue
-        # Accents before case: İ lower-cased first leaves a dot above behind.
-        for step, plain in ((_nfkc, str), (_strip_accents, _nfd), (str.lower, str)):
+        for step, unfolded in ((_nfkc, str), (_strip_accents, _nfd), (str.lower, str)):
             if step not in steps and all(
-                step(text) == plain(text) for text in texts if not text.isascii() or step is str.lower
+                step(text) == unfolded(text) for text in texts if not text.isascii() or step is str.lower
             ):
                 steps.append(step)
+    # Accents before case: İ lower-cased first would leave a combining dot behind.
     steps.sort(key=(_nfkc, _strip_accents, str.lower).index)
 
     def fold(text: str) -> str:
@@ -194,10 +201,10 @@ def _strip_accents(text: str) -> str:
     return "".join(letter for letter in _nfd(text) if unicodedata.category(letter) != "Mn")
 
 
-def _spell(*sides: Strings) -> tuple[Spelled, Spelled]:
-    """Interns the strings of two sides together and hashes them."""
+def _intern(*sides: ByteStrings) -> tuple[CanonicalTokens, CanonicalTokens]:
+    """Gives the strings of both sides common ids, and hashes them."""
     index: dict[bytes, int] = {b"": NONE}
-    spelled = []
+    tokens = []
     for strings in sides:
         flat = strings.flat.tobytes()
         ids = np.fromiter(
@@ -208,12 +215,12 @@ def _spell(*sides: Strings) -> tuple[Spelled, Spelled]:
             np.int32,
             len(strings.starts),
         )
-        spelled.append(Spelled(strings, ids, *_hashes(strings)))
-    return spelled[0], spelled[1]
+        tokens.append(CanonicalTokens(strings, ids, *_hashes(strings)))
+    return tokens[0], tokens[1]
 
 
-def _hashes(strings: Strings) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, B^length) of every string: Σ (byte + 1)·B^(length − 1 − k), mod 2⁶⁴."""
+def _hashes(strings: ByteStrings) -> tuple[np.ndarray, np.ndarray]:
+    """(hash, B^length) of every string. The hash is Σₖ (byteₖ + 1)·B^(length − 1 − k), mod 2⁶⁴."""
     lengths = strings.lengths.astype(np.int64)
     powers = np.full(int(lengths.max(initial=0)) + 1, _BASE, np.uint64)
     powers[0] = 1

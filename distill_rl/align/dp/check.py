@@ -1,4 +1,4 @@
-"""What is believed of an alignment: chunks whose bytes are equal and that do not lie at two places of one text."""
+"""Verifies the chunks of an alignment: both sides must spell the same bytes at the same place of the text."""
 
 from __future__ import annotations
 
@@ -6,105 +6,116 @@ from functools import partial
 
 import numpy as np
 
-from distill_rl.align.dp.canonical import Spelled
+from distill_rl.align.dp.canonical import CanonicalTokens
+from distill_rl.align.spans import keep_chunks
 
-# How many chunks in a row may be out of place between two that agree.
 REACH = 16
+"""At most this many consecutive chunks are recognised as out of place"""
 
 _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
-def settle(
-    rows: Spelled, columns: Spelled, row_marks: np.ndarray, column_marks: np.ndarray, count: int
+def keep_verified(
+    rows: CanonicalTokens, columns: CanonicalTokens, row_marks: np.ndarray, column_marks: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk numbers int32 [n], int32 [m] in the order of the text from the marks of `trace_back`.
+    """Chunk indices int32 [n], int32 [m], in the order of the text, from the marks of `trace_back`.
 
-    Left out are joins whose hashes are equal and whose bytes are not, and chunks that the bytes around them disprove.
+    Removes joins whose hashes are equal but whose bytes are not, and chunks that pair two different occurrences of the
+    same string.
     """
-    chunks = [np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)]
-    for proof in (_equal_bytes, _in_place, partial(_in_place, spaces=False)):
-        count = int(chunks[0].max(initial=-1)) + 1
-        true = proof(rows, columns, chunks[0], chunks[1], count)
-        if not true.all():
-            # The last entry is what a −1 reads.
-            numbers = np.append(np.where(true, np.cumsum(true) - 1, -1), -1).astype(np.int32)
-            chunks = [numbers[chunk] for chunk in chunks]
-    return chunks[0], chunks[1]
+    row_chunk, column_chunk = (
+        np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)
+    )
+    for check in (_equal_bytes, _in_place, partial(_in_place, spaces=False)):
+        count = int(row_chunk.max(initial=-1)) + 1
+        keep = check(rows, columns, row_chunk, column_chunk, count)
+        if not keep.all():
+            row_chunk, column_chunk = keep_chunks(keep, row_chunk, column_chunk)
+    return row_chunk, column_chunk
 
 
 def _equal_bytes(
-    rows: Spelled, columns: Spelled, row_chunk: np.ndarray, column_chunk: np.ndarray, count: int
+    rows: CanonicalTokens, columns: CanonicalTokens, row_chunk: np.ndarray, column_chunk: np.ndarray, count: int
 ) -> np.ndarray:
-    """bool [count]"""
+    """bool [count]: whether both sides of the chunk spell the same bytes."""
     in_rows, in_columns = row_chunk >= 0, column_chunk >= 0
     left = rows.strings.take(np.flatnonzero(in_rows))
     right = columns.strings.take(np.flatnonzero(in_columns))
     left_sizes = np.bincount(row_chunk[in_rows], weights=left.lengths, minlength=count)
     right_sizes = np.bincount(column_chunk[in_columns], weights=right.lengths, minlength=count)
-    # All chunks at once: equal lengths chunk by chunk and equal bytes in a row mean equal bytes chunk by chunk.
+    # Usually all chunks are equal, which one comparison proves: equal lengths of each chunk and equal bytes overall.
+    equal = np.ones(count, bool)
     if np.array_equal(left_sizes, right_sizes) and np.array_equal(left.joined(), right.joined()):
-        return np.ones(count, bool)
-    true = np.ones(count, bool)
+        return equal
     for chunk in range(count):
-        one = rows.strings.take(np.flatnonzero(row_chunk == chunk)).joined()
-        other = columns.strings.take(np.flatnonzero(column_chunk == chunk)).joined()
-        true[chunk] = np.array_equal(one, other)
-    return true
+        row_bytes = rows.strings.take(np.flatnonzero(row_chunk == chunk)).joined()
+        column_bytes = columns.strings.take(np.flatnonzero(column_chunk == chunk)).joined()
+        equal[chunk] = np.array_equal(row_bytes, column_bytes)
+    return equal
 
 
 def _in_place(
-    rows: Spelled,
-    columns: Spelled,
+    rows: CanonicalTokens,
+    columns: CanonicalTokens,
     row_chunk: np.ndarray,
     column_chunk: np.ndarray,
     count: int,
     *,
     spaces: bool = True,
 ) -> np.ndarray:
-    """bool [count]: False where two tokens spell the same and are not the same piece of the text.
+    """bool [count]: False for a chunk that pairs two different occurrences of the same string.
 
-    A score for equal tokens pairs those of a repeated word, or of a repeated byte of cut characters, where the two
-    sides cut the text differently. If both sides spell the same bytes between two chunks (or an end of the window),
-    then that stretch of text is known, and a chunk inside of it that has more bytes before it on one side than on the
-    other is such a pair. Where a lossy side changed the text the bytes differ and nothing is disproved. Without
-    `spaces` the same is found of the bytes that are no white space, which a side may write or drop where the other
-    does not.
+    The score rewards any pair of equal tokens, so a repeated word, or a repeated byte of divided characters, may be
+    paired with the wrong occurrence where the two sides cut the text differently. Detection:
+
+    1. A chunk's drift is the number of row bytes before it minus the number of column bytes. While both sides spell the
+       same text, the drift is constant; the window's beginning and end count as chunks.
+    2. Where the drift changes and returns to its old value within `REACH` chunks, compare the bytes that both sides spell
+       between the two chunks where it is equal.
+    3. If these bytes are equal, that piece of the text is known, and the chunks in between lie at two places of it.
+       If they differ (a lossy side changed the text), nothing is concluded.
+
+    With `spaces=False` the same is done on the bytes without white space, which one side may add or drop.
     """
-    true = np.ones(count, bool)
+    in_place = np.ones(count, bool)
     texts, begins, ends = zip(
-        *(_places(side, chunk, count, spaces) for side, chunk in ((rows, row_chunk), (columns, column_chunk)))
+        *(_extents(side, chunk, count, spaces) for side, chunk in ((rows, row_chunk), (columns, column_chunk)))
     )
     drift = begins[0] - begins[1]
     changes = np.flatnonzero(np.diff(drift))
     if len(changes) < 2:
-        return true
-    shifts, done = drift.tolist(), 0
+        return in_place
+    drifts, done = drift.tolist(), 0
     for before in changes.tolist():
         if before < done:
             continue
-        reach = shifts[before + 1 : before + 2 + REACH]
-        if shifts[before] not in reach:
+        nearby = drifts[before + 1 : before + 2 + REACH]
+        if drifts[before] not in nearby:
             continue
-        after = before + 1 + reach.index(shifts[before])
+        after = before + 1 + nearby.index(drifts[before])
         left, right = (text[end[before] : begin[after]] for text, begin, end in zip(texts, begins, ends))
         if np.array_equal(left, right):
-            true[before : after - 1] = False  # the entry before the first chunk is the window's beginning
+            in_place[before : after - 1] = False  # entry 0 is the window's beginning, so chunk i is entry i + 1
             done = after
-    return true
+    return in_place
 
 
-def _places(side: Spelled, chunk: np.ndarray, count: int, spaces: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """uint8: the window's bytes; int64 [count + 2], twice: how many of them come before the beginning and the end of
-    the window's beginning, of every chunk, and of the window's end."""
+def _extents(
+    side: CanonicalTokens, chunk: np.ndarray, count: int, spaces: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The window's bytes, uint8, and where each chunk begins and ends in them, int64 [count + 2] each.
+
+    The first entry is the window's beginning, the last one its end.
+    """
     text = side.strings.joined()
-    reached = np.concatenate(([0], np.cumsum(side.strings.lengths, dtype=np.int64)))
+    ends_of_tokens = np.concatenate(([0], np.cumsum(side.strings.lengths, dtype=np.int64)))
     if not spaces:
         kept = ~_WHITE[text]
-        text, reached = text[kept], np.concatenate(([0], np.cumsum(kept)))[reached]
+        text, ends_of_tokens = text[kept], np.concatenate(([0], np.cumsum(kept)))[ends_of_tokens]
     inside = np.flatnonzero(chunk >= 0)
     first, last = np.zeros(count, np.int64), np.zeros(count, np.int64)
     last[chunk[inside]] = inside
     first[chunk[inside[::-1]]] = inside[::-1]
-    begins = np.concatenate(([0], reached[first], reached[-1:]))
-    ends = np.concatenate(([0], reached[last + 1], reached[-1:]))
+    begins = np.concatenate(([0], ends_of_tokens[first], ends_of_tokens[-1:]))
+    ends = np.concatenate(([0], ends_of_tokens[last + 1], ends_of_tokens[-1:]))
     return text, begins, ends

@@ -1,4 +1,4 @@
-"""The dynamic programme compiled by Numba: about 2 ms for 2,048 × 2,048 tokens. Imported when it is first asked for."""
+"""The dynamic programme compiled by Numba: about 2 ms for 2,048 × 2,048 tokens. Imported only if it is used."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ from distill_rl.align.dp.problem import (
 
 
 def choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4):  # type: ignore[no-untyped-def]
-    """(score, move) of a cell from the scores of those before it, `NEVER` for one that it cannot come from.
+    """(score, move) of a cell from the scores of its predecessors, which are `NEVER` if unreachable.
 
-    The CUDA kernel compiles the same function; among equal scores the first in this order wins.
+    Arguments besides `equal` (whether row i and column j are equal) are scores S:
+
+        diagonal S[i−1, j−1]    above S[i−1, j]    left S[i, j−1]    rowsK S[i−K, j−1]    columnsK S[i−1, j−K]
+
+    Among equal scores the first move in this order wins. The CUDA kernel compiles the same function.
     """
     best, move = NEVER, EQUAL
     if equal:
@@ -55,7 +59,7 @@ def choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3
 
 
 def _compiled(function: Any) -> Any:
-    """Compiled on first use and kept on disk, unless no folder for that can be written."""
+    """Compiles on first use and caches on disk if Numba finds a writable folder for that."""
     try:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -67,6 +71,7 @@ _trace_back = _compiled(trace_back)
 
 
 def _at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
+    """S[i, j], or `NEVER` outside the strip."""
     if i < 0 or j < low[i] or j > high[i]:
         return np.int64(NEVER)
     return np.int64(scores[offsets[i] + j - low[i]])
@@ -76,6 +81,11 @@ _score_at = _compiled(_at)
 
 
 def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
+    """uint8 [cells]: the move into every cell of the strip, row by row.
+
+    The three neighbours `diagonal`, `above` and `left` are carried along the row; joins, which are rare, look their
+    predecessors up.
+    """
     n = len(row_ids)
     moves = np.empty(offsets[n + 1], np.uint8)
     scores = np.empty(offsets[n + 1], np.int32)
@@ -85,11 +95,11 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
     for i in range(1, n + 1):
         row_id = row_ids[i - 1]
         row1, row2, row3, row4 = row_joins[i - 1, 0], row_joins[i - 1, 1], row_joins[i - 1, 2], row_joins[i - 1, 3]
-        first, last, before = low[i - 1], high[i - 1], offsets[i - 1] - low[i - 1]
+        first, last, row_above = low[i - 1], high[i - 1], offsets[i - 1] - low[i - 1]
         left = np.int64(NEVER)
-        diagonal = np.int64(scores[before + low[i] - 1]) if low[i] > first else np.int64(NEVER)
+        diagonal = np.int64(scores[row_above + low[i] - 1]) if low[i] > first else np.int64(NEVER)
         for j in range(low[i], high[i] + 1):
-            above = np.int64(scores[before + j]) if j <= last else np.int64(NEVER)
+            above = np.int64(scores[row_above + j]) if j <= last else np.int64(NEVER)
             equal = joined = False
             if j > 0:
                 equal = row_id != NONE and row_id == column_ids[j - 1]
@@ -119,9 +129,9 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
                 left, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
             else:
                 left, move = _choose(equal, diagonal, above, left, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER)
-            here = offsets[i] + j - low[i]
-            scores[here] = left
-            moves[here] = move
+            cell = offsets[i] + j - low[i]
+            scores[cell] = left
+            moves[cell] = move
             diagonal = above
     return moves
 
@@ -130,7 +140,7 @@ _fill = _compiled(_fill_cells)
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, how many) of each; see `trace_back`."""
+    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)

@@ -1,9 +1,11 @@
-"""The dynamic programme on a CUDA device: one block per window, a thread per cell of an anti-diagonal.
+"""The dynamic programme on a CUDA device: one block per window, one thread per cell of an anti-diagonal.
 
-Cells of one anti-diagonal d = i + j depend only on the five before it, so a block walks through d with its threads in
-step and keeps six diagonals of scores. For many windows at a time: one alone is faster on the CPU. On a GPU `numba.cuda` is
-the package numba-cuda (`dp_device` says what is missing). Runs in Numba's simulator too, with or without that
-package (`NUMBA_ENABLE_CUDASIM=1` before numba is imported), slowly.
+A cell on the anti-diagonal d = i + j depends only on the five anti-diagonals before it (a join of four with one). So a
+block goes through d = 0 … n + m, its threads compute the cells of one diagonal in parallel and then synchronise, and only
+six diagonals of scores are kept. This pays off for many windows at a time; a single one is faster on the CPU.
+
+On a GPU, `numba.cuda` comes from the package numba-cuda (`device.missing_for_cuda`). The kernel also runs, slowly, in
+Numba's simulator, with or without that package (`NUMBA_ENABLE_CUDASIM=1` before numba is imported).
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from distill_rl.align.dp.compiled import choose
 from distill_rl.align.dp.problem import NEVER, Problem, trace_back
 
 SCRATCH_BYTES = 512 * 2**20
-"""device memory for the cells of one launch; more windows than fit run in several launches"""
+"""Device memory for the cells of one launch; if more windows are given, there are several launches"""
 DIAGONALS = 6
 MAX_THREADS = 128
-# The simulator makes every thread of a block a thread of Python.
+# The simulator runs every thread of a block as a Python thread.
 WARP = 4 if numba.config.ENABLE_CUDASIM else 32
 
 _choose = cuda.jit(device=True)(choose)
@@ -32,13 +34,33 @@ _trace_back = cuda.jit(device=True)(trace_back)
 
 @cuda.jit
 def _align(  # type: ignore[no-untyped-def]
-    row_ids, column_ids, row_joins, column_joins, low, high, offsets, row_starts, column_starts, cell_starts,
-    lanes, scores, moves, row_marks, column_marks, counts,
-):  # fmt: skip
+    row_ids,
+    column_ids,
+    row_joins,
+    column_joins,
+    low,
+    high,
+    offsets,
+    row_starts,
+    column_starts,
+    cell_starts,
+    width,
+    scores,
+    moves,
+    row_marks,
+    column_marks,
+    counts,
+):
+    """Solves one window per block.
+
+    All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds
+    begin. Rows `first` to `last` have a cell on the current anti-diagonal d. These are at most `width` consecutive rows,
+    so S[i, d − i] is kept at scores[window, d % DIAGONALS, i % width] without collisions.
+    """
     window = cuda.blockIdx.x
     r0, c0, m0 = row_starts[window], column_starts[window], cell_starts[window]
     n, m = row_starts[window + 1] - r0, column_starts[window + 1] - c0
-    b0 = r0 + window  # each window before this one has a row 0 of its own in `low` and `high`
+    b0 = r0 + window  # `low`, `high` and `offsets` have n + 1 entries per window
     first, last = 0, -1
     for d in range(n + m + 1):
         while first + high[b0 + first] < d:
@@ -54,37 +76,37 @@ def _align(  # type: ignore[no-untyped-def]
             rows2 = rows3 = rows4 = columns2 = columns3 = columns4 = NEVER
             equal = False
             if i > 0 and j >= low[b0 + i - 1] and j <= high[b0 + i - 1]:
-                above = scores[window, (d - 1) % DIAGONALS, (i - 1) % lanes]
+                above = scores[window, (d - 1) % DIAGONALS, (i - 1) % width]
             if j > low[b0 + i]:
-                left = scores[window, (d - 1) % DIAGONALS, i % lanes]
+                left = scores[window, (d - 1) % DIAGONALS, i % width]
             if i > 0 and j > 0:
                 equal = row_ids[r0 + i - 1] != NONE and row_ids[r0 + i - 1] == column_ids[c0 + j - 1]
                 if j - 1 >= low[b0 + i - 1] and j - 1 <= high[b0 + i - 1]:
-                    diagonal = scores[window, (d - 2) % DIAGONALS, (i - 1) % lanes]
+                    diagonal = scores[window, (d - 2) % DIAGONALS, (i - 1) % width]
                 row1, column1 = row_joins[r0 + i - 1, 0], column_joins[c0 + j - 1, 0]
                 for size in range(2, 5):
-                    came = NEVER
+                    score = NEVER
                     if column1 != 0 and row_joins[r0 + i - 1, size - 1] == column1:
                         if j - 1 >= low[b0 + i - size] and j - 1 <= high[b0 + i - size]:
-                            came = scores[window, (d - 1 - size) % DIAGONALS, (i - size) % lanes]
+                            score = scores[window, (d - 1 - size) % DIAGONALS, (i - size) % width]
                         if size == 2:
-                            rows2 = came
+                            rows2 = score
                         elif size == 3:
-                            rows3 = came
+                            rows3 = score
                         else:
-                            rows4 = came
-                    came = NEVER
+                            rows4 = score
+                    score = NEVER
                     if row1 != 0 and column_joins[c0 + j - 1, size - 1] == row1:
                         if j - size >= low[b0 + i - 1] and j - size <= high[b0 + i - 1]:
-                            came = scores[window, (d - 1 - size) % DIAGONALS, (i - 1) % lanes]
+                            score = scores[window, (d - 1 - size) % DIAGONALS, (i - 1) % width]
                         if size == 2:
-                            columns2 = came
+                            columns2 = score
                         elif size == 3:
-                            columns3 = came
+                            columns3 = score
                         else:
-                            columns4 = came
+                            columns4 = score
             best, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
-            scores[window, d % DIAGONALS, i % lanes] = best
+            scores[window, d % DIAGONALS, i % width] = best
             moves[m0 + offsets[b0 + i] + j - low[b0 + i]] = move
         cuda.syncthreads()
     if cuda.threadIdx.x == 0:
@@ -94,12 +116,12 @@ def _align(  # type: ignore[no-untyped-def]
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, how many) of each; see `trace_back`."""
+    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
     return [result for group in _groups(problems) for result in _launch(group)]
 
 
 def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
-    """In order, as many together as SCRATCH_BYTES hold the cells of; one window alone may need more."""
+    """Groups of consecutive windows whose cells fit into SCRATCH_BYTES; a single window may exceed it."""
     group: list[Problem] = []
     cells = 0
     for problem in problems:
@@ -123,26 +145,31 @@ def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]
     columns = starts([len(problem.column_ids) for problem in problems])
     cells = starts([int(problem.offsets[-1]) for problem in problems])
     offsets = cuda.to_device(np.concatenate([problem.offsets[:-1] for problem in problems]))
-    lanes = max(_widest_diagonal(problem) for problem in problems)
-    threads = min(MAX_THREADS, -(-lanes // WARP) * WARP)
+    width = max(_widest_diagonal(problem) for problem in problems)
+    threads = min(MAX_THREADS, -(-width // WARP) * WARP)
     row_marks, column_marks = (cuda.device_array(int(ends[-1]), np.int32) for ends in (rows, columns))
     counts = cuda.device_array(len(problems), np.int32)
     with warnings.catch_warnings():
-        # A small batch leaves most of the device idle, which is known here. By message: numba-cuda has a class of its own.
+        # Few windows leave most of the device idle, as expected. Filtered by message because numba-cuda has its own class.
         warnings.filterwarnings("ignore", message="Grid size .* low occupancy")
         _align[len(problems), threads](
             *(joined(name) for name in ("row_ids", "column_ids", "row_joins", "column_joins", "low", "high")),
-            offsets, *(cuda.to_device(ends) for ends in (rows, columns, cells)), lanes,
-            cuda.device_array((len(problems), DIAGONALS, lanes), np.int32),
-            cuda.device_array(int(cells[-1]), np.uint8), row_marks, column_marks, counts,
-        )  # fmt: skip
+            offsets,
+            *(cuda.to_device(ends) for ends in (rows, columns, cells)),
+            width,
+            cuda.device_array((len(problems), DIAGONALS, width), np.int32),
+            cuda.device_array(int(cells[-1]), np.uint8),
+            row_marks,
+            column_marks,
+            counts,
+        )
     row_parts = np.split(row_marks.copy_to_host(), rows[1:-1])
     column_parts = np.split(column_marks.copy_to_host(), columns[1:-1])
     return list(zip(row_parts, column_parts, counts.copy_to_host().tolist()))
 
 
 def _widest_diagonal(problem: Problem) -> int:
-    """How many cells an anti-diagonal of the strip has at most."""
+    """The largest number of cells on an anti-diagonal of the strip."""
     rows = np.arange(len(problem.low), dtype=np.int64)
     begins, ends = rows + problem.low, rows + problem.high
     return int((np.searchsorted(begins, ends, side="right") - rows).max())

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Missing(NamedTuple):
-    """What the CUDA backend lacks on this machine."""
+    """What the CUDA backend needs and this machine lacks."""
 
     rule: str
     remedy: str
@@ -16,10 +16,10 @@ _INSTALL = "pip install 'distill_rl[gpu]', or set aligner.dp.backend=numba"
 
 
 def missing_for_cuda() -> Missing | None:
-    """None where the backend can run: on a GPU, or in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`).
+    """None if the backend can run: on a GPU, or in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`).
 
-    Kernels are compiled by NVVM, which PyTorch's wheels do not bring: the package numba-cuda does, and takes the place
-    of Numba's own `numba.cuda`. Initialises the CUDA driver, but makes no context on any GPU.
+    Kernels are compiled by NVVM, which PyTorch's wheels do not include. The package numba-cuda does, and replaces
+    Numba's own `numba.cuda`. This function initialises the CUDA driver but creates no context on any GPU.
     """
     try:
         import numba
@@ -31,8 +31,10 @@ def missing_for_cuda() -> Missing | None:
     from numba.cuda.cudadrv import nvvm
 
     if not nvvm.is_available():
-        own = getattr(cuda, "implementation", "") != "NVIDIA"
-        why = "numba-cuda, which brings it, is not installed" if own else "numba-cuda is installed without it"
+        has_numba_cuda = getattr(cuda, "implementation", "") == "NVIDIA"
+        why = (
+            "numba-cuda is installed without it" if has_numba_cuda else "numba-cuda, which brings it, is not installed"
+        )
         return Missing(f"needs NVVM to compile its kernel; {why}", _INSTALL)
     rule = f"needs a GPU that Numba can use ({_first_line(cuda.cuda_error() or 'it finds none')})"
     return Missing(rule, "set aligner.dp.backend=numba")
@@ -41,13 +43,13 @@ def missing_for_cuda() -> Missing | None:
 def require_cuda() -> None:
     """
     Raises:
-        ValueError: the CUDA backend cannot run here.
+        ValueError: the CUDA backend cannot run on this machine.
     """
     if missing := missing_for_cuda():
         raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
 
 
 def _first_line(error: object) -> str:
-    """The first line that says something; the driver's errors begin with an empty one."""
+    """The first informative line of an error; the driver's errors begin with an empty one."""
     lines = [line.strip(" :") for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.startswith("Error at driver init")), "unknown")

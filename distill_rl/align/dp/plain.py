@@ -1,4 +1,4 @@
-"""The dynamic programme in NumPy, a row of cells at a time: nothing to compile, about 30 times slower than Numba."""
+"""The dynamic programme in NumPy, a row of cells at a time. It compiles nothing and is about 30 times slower than Numba."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distill_rl.align.dp.problem import (
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, how many) of each; see `trace_back`."""
+    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
@@ -34,38 +34,42 @@ def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def _fill(problem: Problem) -> np.ndarray:
-    """uint8 [cells]: the move into every cell."""
+    """uint8 [cells]: the move into every cell of the strip.
+
+    All moves but the column gap depend on rows above only, so a whole row takes them at once. The column gap depends on
+    the cell to the left; with gap score g, S[i, j] = maxₖ≤ⱼ (best[k] − g·k) + g·j, which is a running maximum.
+    """
     low, high, offsets = problem.low.tolist(), problem.high.tolist(), problem.offsets.tolist()
     n, m = len(problem.row_ids), len(problem.column_ids)
-    # A column in front, so that index j is the column token that cell (i, j) adds.
+    # One entry in front, so that index j is the column token that cell (i, j) adds.
     column_ids = np.concatenate(([NONE], problem.column_ids))
     column_joins = np.concatenate((np.zeros((1, MAX_JOIN), np.uint64), problem.column_joins)).T.copy()
     slope = GAP_SCORE * np.arange(m + 1)
     moves = np.empty(offsets[-1], np.uint8)
-    # The last five rows of scores with MAX_JOIN columns in front; what lies outside of a row's strip is NEVER.
+    # The last five rows of scores, with MAX_JOIN columns in front. NEVER outside a row's strip.
     scores = np.full((MAX_JOIN + 1, MAX_JOIN + m + 1), NEVER, np.int64)
     scores[0, MAX_JOIN : MAX_JOIN + high[0] + 1] = slope[: high[0] + 1]
     moves[: offsets[1]] = COLUMN_GAP
     for i in range(1, n + 1):
         first, last = low[i], high[i] + 1
 
-        def came(rows: int, columns: int, i: int = i, first: int = first, last: int = last) -> np.ndarray:
+        def before(rows: int, columns: int, i: int = i, first: int = first, last: int = last) -> np.ndarray:
+            """S[i − rows, j − columns] for all j of this row."""
             return scores[(i - rows) % (MAX_JOIN + 1), MAX_JOIN + first - columns : MAX_JOIN + last - columns]
 
         row_id, joins = problem.row_ids[i - 1], problem.row_joins[i - 1]
         equal = (column_ids[first:last] == row_id) & (row_id != NONE)
-        best = np.where(equal, came(1, 1) + EQUAL_SCORE, NEVER)
+        best = np.where(equal, before(1, 1) + EQUAL_SCORE, NEVER)
         move = np.full(last - first, EQUAL, np.uint8)
         for size in range(2, MAX_JOIN + 1):
             if joins[size - 1] != 0:
                 same = column_joins[0, first:last] == joins[size - 1]
-                _better(best, move, same, came(size, 1) + JOIN_SCORE * size, ROWS + size - 2)
+                _better(best, move, same, before(size, 1) + JOIN_SCORE * size, ROWS + size - 2)
         for size in range(2, MAX_JOIN + 1):
             same = (column_joins[size - 1, first:last] == joins[0]) & (joins[0] != 0)
-            _better(best, move, same, came(1, size) + JOIN_SCORE * size, COLUMNS + size - 2)
-        _better(best, move, ~equal, came(1, 1) + UNEQUAL_SCORE, UNEQUAL)
-        _better(best, move, True, came(1, 0) + GAP_SCORE, ROW_GAP)
-        # The best way to come from the left, through any number of gaps, is a running maximum along the slope.
+            _better(best, move, same, before(1, size) + JOIN_SCORE * size, COLUMNS + size - 2)
+        _better(best, move, ~equal, before(1, 1) + UNEQUAL_SCORE, UNEQUAL)
+        _better(best, move, True, before(1, 0) + GAP_SCORE, ROW_GAP)
         reached = np.maximum.accumulate(best - slope[first:last]) + slope[first:last]
         move[reached > best] = COLUMN_GAP
         row = scores[i % (MAX_JOIN + 1)]
@@ -75,8 +79,8 @@ def _fill(problem: Problem) -> np.ndarray:
     return moves
 
 
-def _better(best: np.ndarray, move: np.ndarray, where: np.ndarray | bool, score: np.ndarray, name: int) -> None:
-    """Takes `score` by the move `name` in the cells `where` it is higher than the best so far."""
+def _better(best: np.ndarray, move: np.ndarray, where: np.ndarray | bool, score: np.ndarray, new_move: int) -> None:
+    """Replaces score and move of the cells in `where` in which `score` is higher than the best so far."""
     higher = where & (score > best)
     best[higher] = score[higher]
-    move[higher] = name
+    move[higher] = new_move

@@ -1,4 +1,4 @@
-"""One window as the backends of the dynamic programme take it: ids, hashes of joins, and the strip to search.
+"""One window in the form in which the backends solve it: ids, hashes of joins, and the strip of cells to search.
 
 Legend: n rows, m columns, n ≤ m; cell (i, j) aligns the first i row tokens with the first j column tokens.
 """
@@ -9,43 +9,43 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distill_rl.align.dp.canonical import NONE, Spelled
+from distill_rl.align.dp.canonical import NONE, CanonicalTokens
 
-# What a cell came from, best first where scores tie: an equal pair, 2–4 rows to one column, one row to 2–4 columns,
-# an unequal pair, a row in a gap, a column in a gap.
+# The moves into a cell, in order of preference among equal scores: an equal pair; 2, 3, 4 rows to one column (1–3);
+# one row to 2, 3, 4 columns (4–6); an unequal pair; a row in a gap; a column in a gap.
 EQUAL, ROWS, COLUMNS, UNEQUAL, ROW_GAP, COLUMN_GAP = 0, 1, 4, 7, 8, 9
 MAX_JOIN = 4
 
-# Numba's cache on disk holds a copy of all of these and is renewed when dp_numba.py changes, not when this file does.
-# Twice the published scores (+3, −3, −1.5, +1.5·n), so that they are integers.
+# Numba's cache on disk contains copies of these constants and is renewed only when compiled.py changes.
+# Twice the published scores (+3, −3, −1.5, +1.5·k), so that they are integers.
 EQUAL_SCORE, UNEQUAL_SCORE, GAP_SCORE, JOIN_SCORE = 6, -6, -3, 3
 NEVER = -(2**30)
+"""The score of a cell that cannot be reached"""
 
 
 @dataclass(frozen=True)
 class Problem:
     row_ids: np.ndarray
-    """int32 [n]: canonical ids, `NONE` where a token spells nothing"""
+    """int32 [n]: canonical ids, `NONE` for a token that spells nothing"""
     column_ids: np.ndarray
     """int32 [m]"""
     row_joins: np.ndarray
-    """uint64 [n, 4]: hash of the 1, 2, 3, 4 tokens that END here; 0: no such join"""
+    """uint64 [n, 4]: hashes of the last 1, 2, 3, 4 tokens up to and including this one; 0: no such join"""
     column_joins: np.ndarray
     """uint64 [m, 4]"""
     low: np.ndarray
     """int32 [n + 1]: the first column searched in row i"""
     high: np.ndarray
-    """int32 [n + 1]: the last one"""
+    """int32 [n + 1]: the last column searched in row i"""
     offsets: np.ndarray
-    """int64 [n + 2]: cell (i, j) is the number offsets[i] + j − low[i]"""
+    """int64 [n + 2]: cell (i, j) has index offsets[i] + j − low[i] among the strip's cells"""
 
 
-def make_problems(rows: Spelled, columns: Spelled, band: int) -> list[Problem]:
-    """One window of at least a token on either side, with each strip that is worth a search: the one of equal shares,
-    and the one of equal bytes where that is another."""
+def make_problems(rows: CanonicalTokens, columns: CanonicalTokens, band: int) -> list[Problem]:
+    """A window with at least one token on either side, once for each strip that is worth searching."""
     joins = _joins(rows), _joins(columns)
     problems = []
-    for middle in _middles(rows, columns, band):
+    for middle in _expected_paths(rows, columns, band):
         low, high = _strip(middle, len(columns), band)
         offsets = np.zeros(len(rows) + 2, np.int64)
         np.cumsum(high - low + 1, out=offsets[1:])
@@ -53,7 +53,8 @@ def make_problems(rows: Spelled, columns: Spelled, band: int) -> list[Problem]:
     return problems
 
 
-def _joins(side: Spelled) -> np.ndarray:
+def _joins(side: CanonicalTokens) -> np.ndarray:
+    """uint64 [n, 4]: hash of a·b is h(a)·B^|b| + h(b), so each size follows from the size below it."""
     result = np.zeros((len(side), MAX_JOIN), np.uint64)
     exists = side.ids != NONE
     joined = side.hashes
@@ -69,34 +70,37 @@ def _not_zero(hashes: np.ndarray) -> np.ndarray:
     return np.maximum(hashes, np.uint64(1))
 
 
-def _middles(rows: Spelled, columns: Spelled, band: int) -> list[np.ndarray]:
-    """int64 [n + 1] each: the column where every row's path is expected.
+def _expected_paths(rows: CanonicalTokens, columns: CanonicalTokens, band: int) -> list[np.ndarray]:
+    """int64 [n + 1] each: for every row, the column where the alignment is expected.
 
-    Where both sides spell the whole window, a row's place is where the columns have spelled the same share of their
-    bytes, however differently the two sides cut the text; a lossy side that drops letters throughout is followed, too.
-    Where one side ends early (cut off at some length), it is where the columns have spelled as many bytes. Where a
-    side spells nothing, tokens are counted in place of bytes. (Bytes are `Strings.widths`.)
+    1. By equal shares: where the columns have spelled the same share of their bytes as the rows have of theirs. This
+       holds if both sides spell the whole window, however differently they cut the text, and also if a lossy side drops
+       letters throughout.
+    2. By equal bytes: where the columns have spelled as many bytes as the rows. This holds if one side was cut off.
+
+    The second path is returned only if it leaves the middle of the first one's strip. If a side spells nothing, tokens
+    are counted in place of bytes. Bytes are `ByteStrings.widths`.
     """
     n, m = len(rows), len(columns)
-    spelt_rows, spelt_columns = (np.cumsum(side.strings.widths, dtype=np.int64) for side in (rows, columns))
-    known = bool(spelt_rows[-1] and spelt_columns[-1])
-    if not known:
-        spelt_rows, spelt_columns = np.arange(1, n + 1), np.arange(1, m + 1)
-    shares = np.zeros(n + 1, np.int64)
-    shares[1:] = np.searchsorted(spelt_columns * spelt_rows[-1], spelt_rows * spelt_columns[-1], side="right")
-    if not known:
-        return [shares]
-    same = np.zeros(n + 1, np.int64)
-    same[1:] = np.searchsorted(spelt_columns, spelt_rows, side="right")
-    return [shares, same] if np.abs(shares - same).max() > band // 2 else [shares]
+    row_bytes, column_bytes = (np.cumsum(side.strings.widths, dtype=np.int64) for side in (rows, columns))
+    both_spell = bool(row_bytes[-1] and column_bytes[-1])
+    if not both_spell:
+        row_bytes, column_bytes = np.arange(1, n + 1), np.arange(1, m + 1)
+    by_share = np.zeros(n + 1, np.int64)
+    by_share[1:] = np.searchsorted(column_bytes * row_bytes[-1], row_bytes * column_bytes[-1], side="right")
+    if not both_spell:
+        return [by_share]
+    by_bytes = np.zeros(n + 1, np.int64)
+    by_bytes[1:] = np.searchsorted(column_bytes, row_bytes, side="right")
+    return [by_share, by_bytes] if np.abs(by_share - by_bytes).max() > band // 2 else [by_share]
 
 
 def _strip(middle: np.ndarray, m: int, band: int) -> tuple[np.ndarray, np.ndarray]:
     """First and last column of each row, int32 [n + 1].
 
-    A row reaches from `band` columns before the middle of the row above to `band` columns after its own: rows overlap
-    whatever the two lengths are, so a path of gaps always exists, and all rows together have at most
-    (n + 1)·(2·band + 1) + m cells.
+    A row extends from `band` columns before the middle of the row above to `band` columns after its own middle. So
+    consecutive rows overlap whatever the two lengths are, a path of gaps always exists, and all rows together have at
+    most (n + 1)·(2·band + 1) + m cells.
     """
     low, high = middle - band, np.minimum(middle + band, m)
     low[1:] = low[:-1].copy()
@@ -105,7 +109,7 @@ def _strip(middle: np.ndarray, m: int, band: int) -> tuple[np.ndarray, np.ndarra
 
 
 def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int:
-    """The (doubled) score of what `trace_back` found; an unequal pair counts as the two gaps that it is worth."""
+    """The doubled score of a solution; an unequal pair counts as two gaps, which have the same score."""
     sizes = [np.bincount(marks[marks >= 0], minlength=count) for marks in (row_marks, column_marks)]
     larger = np.maximum(*sizes)
     unpaired = int((row_marks < 0).sum() + (column_marks < 0).sum())
@@ -113,10 +117,10 @@ def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int
 
 
 def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no-untyped-def]
-    """Follows the moves from the last cell to (0, 0); compiled by two of the backends, hence no types here.
+    """Follows the moves from the last cell to (0, 0). Without types, because two of the backends compile it.
 
-    Writes 0, 1, … from the END of the window for the tokens of equal pairs and joins into int32 `row_marks` [n] and
-    `column_marks` [m], −1 for the others; returns how many there are.
+    Writes into int32 `row_marks` [n] and `column_marks` [m]: the index, counted from the END of the window, of the equal
+    pair or join that a token belongs to, or −1. Returns the number of pairs and joins.
     """
     i, j, count = len(row_marks), len(column_marks), 0
     while i > 0 or j > 0:

@@ -1,4 +1,4 @@
-"""The dynamic programme as the aligner calls it: window by window, or for many rows at once."""
+"""The dynamic programme as the aligner uses it: window by window, or for many rows at once."""
 
 from __future__ import annotations
 
@@ -14,63 +14,66 @@ from distill_rl.align.tokenizer.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from distill_rl.align.dp.canonical import CanonicalTables
 
-Ids = tuple[np.ndarray, np.ndarray]
+IdPair = tuple[np.ndarray, np.ndarray]
 
 
 class WindowSolver:
-    """Chunk numbers of windows in which bytes and offsets give no answer.
+    """Solves windows for which bytes and offsets give no exact answer.
 
     Args:
-        student, teacher: the vocabularies; the tables of what their tokens spell are made when first needed.
+        student, teacher: the vocabularies; tables of their tokens' canonical strings are built when first needed.
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool, backend: str, band: int) -> None:
         self._vocabularies = student, teacher
         self._fast_ids, self._backend, self._band = fast_ids, backend, band
         self._tables: CanonicalTables | None = None
-        self._solved: dict[tuple[bytes, bytes], Ids] = {}
-        self._asked: list[Ids] | None = None
+        self._solved: dict[tuple[bytes, bytes], IdPair] = {}
+        self._collected: list[IdPair] | None = None
+        """The windows met while `solve_ahead` collects them, None at other times"""
 
-    def __call__(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Ids:
-        """int32 [n], int32 [m]; chunks of which a side is lossy spell the same, or are none."""
+    def __call__(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> IdPair:
+        """Chunk indices int32 [n], int32 [m]. The two sides of a chunk spell the same bytes, even if a side is lossy."""
         window = student_ids, teacher_ids
-        if self._asked is not None:
-            self._asked.append(window)
+        if self._collected is not None:
+            self._collected.append(window)
             return np.full(len(student_ids), -1, np.int32), np.full(len(teacher_ids), -1, np.int32)
-        found = self._solved.get(_key(window))
-        return self._solve([window])[0] if found is None else found
+        solved = self._solved.get(_key(window))
+        return self._solve([window])[0] if solved is None else solved
 
-    def ahead(self, rows: Iterable[Callable[[], object]]) -> None:
-        """Solves the windows of all rows in one call of the backend, which is what a GPU wants; their answers are kept
-        until the next call.
+    def solve_ahead(self, rows: Iterable[Callable[[], object]]) -> None:
+        """Solves the windows of all rows in one call of the backend, as a GPU needs it.
+
+        Aligns every row twice: here, to collect the windows that it asks for, and later by the caller, who then gets the
+        stored solutions. These are kept until the next call.
 
         Args:
-            rows: each aligns one row. One that fails is left to fail again.
+            rows: functions that each align one row. Exceptions are suppressed, since the caller's call raises them again.
         """
-        self._asked, self._solved = [], {}
+        self._collected, self._solved = [], {}
         try:
             for align in rows:
                 with suppress(Exception):
                     align()
-            asked = self._asked
+            windows = self._collected
         finally:
-            self._asked = None
-        self._solved = {_key(window): found for window, found in zip(asked, self._solve(asked))}
+            self._collected = None
+        self._solved = {_key(window): solution for window, solution in zip(windows, self._solve(windows))}
 
     def warm_up(self) -> None:
-        """Compiles the backend and makes the tables, which takes seconds in a process that has not done so."""
-        nothing = np.zeros(1, np.int64)
-        self._solve([(nothing, nothing)])
+        """Compiles the backend and builds the tables, which takes seconds the first time in a process."""
+        one_id = np.zeros(1, np.int64)
+        self._solve([(one_id, one_id)])
 
-    def _solve(self, windows: list[Ids]) -> list[Ids]:
+    def _solve(self, windows: list[IdPair]) -> list[IdPair]:
         from distill_rl.align.dp.backends import align_windows
         from distill_rl.align.dp.canonical import CanonicalTables
 
         if self._tables is None:
             self._tables = CanonicalTables(*self._vocabularies, fast_ids=self._fast_ids)
-        found = align_windows(windows, self._tables, backend=self._backend, band=self._band)
-        return [same_spelling(self._vocabularies, window, chunks) for window, chunks in zip(windows, found)]
+        solutions = align_windows(windows, self._tables, backend=self._backend, band=self._band)
+        return [same_spelling(self._vocabularies, window, chunks) for window, chunks in zip(windows, solutions)]
 
 
-def _key(window: Ids) -> tuple[bytes, bytes]:
+def _key(window: IdPair) -> tuple[bytes, bytes]:
     return window[0].tobytes(), window[1].tobytes()

@@ -1,4 +1,4 @@
-"""The sparse projection between two vocabularies: building it, and its file."""
+"""The sparse projection from the student's vocabulary to the teacher's: how it is built, and its file."""
 
 from distill_rl.align.projection.build import build_projection, cached_projection
 from distill_rl.align.projection.file import Projection, load_projection, save_projection

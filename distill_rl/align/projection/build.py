@@ -1,8 +1,19 @@
-"""The sparse vocabulary projection W: what each token of the student is in the teacher's tokens.
+"""The sparse vocabulary projection W [V_s, V_t]: each student token as a distribution over teacher tokens.
 
-W is row-stochastic and [V_s, V_t]: a row of one 1 where both vocabularies have a token of the same bytes, otherwise
-the first pieces in which the teacher spells the token's bytes, weighted 0.9·0.1^i (X-Token, arXiv 2605.21699). It is
-made once per pair, kept in a file named by both tokenizers, and read from there by every worker.
+W is row-stochastic (X-Token, arXiv 2605.21699). Row s is the first of these that applies:
+
+1. A single 1 at the teacher's token with the same bytes or role or, for special tokens, the same written form
+   (`common_vocabulary`). All student ids with the same bytes get the teacher's one id. The roles are bos, eos and
+   end_of_turn; a teacher with only one of the last two uses it for both.
+2. The first four pieces p₀ … p₃ in which the teacher's tokenizer spells the token's bytes (`Retokenizer`):
+
+       W[s, pᵢ] = 0.9·0.1ⁱ / Σⱼ 0.9·0.1ʲ
+
+   where a piece that occurs more than once gets the sum of its weights.
+3. Empty, for a token with neither bytes nor a role, for bytes that the teacher cannot spell, and for ids that only the
+   model has (padding of the embedding).
+
+W is built once per pair of tokenizers and kept in a file named after both, from which every worker reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_PIECES = 4
 FIRST_WEIGHT, DECAY = 0.9, 0.1
-# Role of a student's token → the teacher's roles that it may stand for. Where a side has one stop token, it is both.
+# Role of a student token → the teacher's roles that it maps to, in order of preference.
 PAIRED_ROLES = {"eos": ("eos", "end_of_turn"), "end_of_turn": ("end_of_turn", "eos"), "bos": ("bos",)}
 
 
@@ -40,16 +51,11 @@ def build_projection(
 ) -> Projection:
     """W and the common vocabulary of two fast tokenizers.
 
-    A row is, in this order: the teacher's token of equal bytes, or of equal role (bos, eos, end_of_turn; a teacher
-    with only one of the last two stops by that), with weight 1; the first four pieces that `Retokenizer` gives, weighted 0.9·0.1^i, divided by their sum, a piece that comes
-    again taking the sum of its weights; empty for a token without bytes and role, for bytes that the teacher cannot
-    spell, and for ids that only the model has (padding of the embedding).
-
     Args:
         student_columns, teacher_columns: V_s and V_t, the models' `config.vocab_size`.
-        student_stops, teacher_stops: as of `TokenAligner`.
+        student_stops, teacher_stops: as for `TokenAligner`.
     Raises:
-        ValueError: a tokenizer that is slow or has more ids than its model has columns.
+        ValueError: a slow tokenizer, or one with more ids than its model has columns.
     """
     student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
@@ -62,21 +68,24 @@ def build_projection(
 def _project(
     student: Vocabulary, teacher: Vocabulary, retokenizer: Retokenizer, student_columns: int, teacher_columns: int
 ) -> Projection:
-    _fits("student", student, student_columns)
-    _fits("teacher", teacher, teacher_columns)
-    common = common_vocabulary(student, teacher)
+    _check_columns("student", student, student_columns)
+    _check_columns("teacher", teacher, teacher_columns)
+    student_common, teacher_common = common_vocabulary(student, teacher)
     stops = _stops(student, teacher)
-    rows = _exact_rows(student, teacher, common, retokenizer.ids)
+    rows = _exact_rows(student, teacher, (student_common, teacher_common), retokenizer.ids)
     exact_rows = len(rows)
-    split = [number for number in np.flatnonzero(student.lengths).tolist() if number not in rows]
-    for number, pieces in zip(split, retokenizer.pieces([student.token_bytes(number) for number in split])):
+    split = [token for token in np.flatnonzero(student.lengths).tolist() if token not in rows]
+    for token, pieces in zip(split, retokenizer.pieces([student.token_bytes(token) for token in split])):
         if pieces:
-            rows[number] = _weights(pieces)
+            rows[token] = _weights(pieces)
+    indptr, indices, values = _to_csr(rows, student_columns)
     return Projection(
-        *_compressed(rows, student_columns),
+        indptr=indptr,
+        indices=indices,
+        values=values,
         num_teacher=teacher_columns,
-        student_common=common[0],
-        teacher_common=common[1],
+        student_common=student_common,
+        teacher_common=teacher_common,
         student_hash=student.hash,
         teacher_hash=teacher.hash,
         exact_rows=exact_rows,
@@ -95,27 +104,29 @@ def cached_projection(
     student_stops: Sequence[int] = (),
     teacher_stops: Sequence[int] = (),
 ) -> Path:
-    """The file in `folder` that holds this pair's W, built if it is not there, damaged, or made for other stop tokens.
+    """The file in `folder` with this pair's W. It is built if it is missing, damaged, or for other stop tokens.
 
-    Several processes may ask at once: each that finds no file builds the same bytes and renames them into place.
+    Several processes may call this at once: each that finds no file writes the same bytes and renames them into place.
 
     Raises:
-        ValueError: as `build_projection`.
+        ValueError: as for `build_projection`.
     """
     student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
     teacher = read_vocabulary(teacher_tokenizer, encoder, teacher_stops)
     name = f"projection-{student.hash[:16]}-{teacher.hash[:16]}-{student_columns}x{teacher_columns}.safetensors"
     path = Path(folder) / name
-    if not path.exists() or not _holds(path, student, teacher, student_columns, teacher_columns):
+    if not path.exists() or not _is_current(path, student, teacher, student_columns, teacher_columns):
         retokenizer = Retokenizer(teacher_tokenizer, teacher, encoder)
         save_projection(_project(student, teacher, retokenizer, student_columns, teacher_columns), path)
     return path
 
 
-def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int) -> bool:
+def _is_current(
+    path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int
+) -> bool:
     try:
-        found = load_projection(
+        projection = load_projection(
             path,
             student_hash=student.hash,
             teacher_hash=teacher.hash,
@@ -123,17 +134,17 @@ def _holds(path: Path, student: Vocabulary, teacher: Vocabulary, student_columns
             teacher_columns=teacher_columns,
         )
     except ValueError as error:
-        log.warning("%s; it is built anew", error)
+        log.warning("%s; building it again", error)
         return False
-    return (tuple(found.student_stops), tuple(found.teacher_stops)) == _stops(student, teacher)
+    return (tuple(projection.student_stops), tuple(projection.teacher_stops)) == _stops(student, teacher)
 
 
 def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both sides' stop tokens; none of two copies of one tokenizer, where every token has its own counterpart."""
+    """Both sides' stop tokens; none for two copies of one tokenizer, in which every token is its own counterpart."""
     return ((), ()) if student.hash == teacher.hash else (student.stops, teacher.stops)
 
 
-def _fits(side: str, vocabulary: Vocabulary, columns: int) -> None:
+def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
     if columns < vocabulary.size:
         raise ValueError(
             f"the {side} model must have a column for every id of its tokenizer: config.vocab_size is {columns}, "
@@ -144,21 +155,21 @@ def _fits(side: str, vocabulary: Vocabulary, columns: int) -> None:
 def _exact_rows(
     student: Vocabulary, teacher: Vocabulary, common: tuple[np.ndarray, np.ndarray], teacher_ids: dict[bytes, int]
 ) -> dict[int, dict[int, float]]:
-    """Rows of one 1. Several student ids of the same bytes, or role, all get the teacher's one id."""
+    """Student id → {teacher id: 1.0}, for student tokens with a teacher token of equal bytes or role."""
     rows = {left: {right: 1.0} for left, right in zip(*(side.tolist() for side in common))}
-    for number in np.flatnonzero(student.lengths).tolist():
-        found = teacher_ids.get(student.token_bytes(number))
-        if found is not None:
-            rows.setdefault(number, {found: 1.0})
-    for role, partners in PAIRED_ROLES.items():
-        found = next((teacher.roles[partner] for partner in partners if partner in teacher.roles), None)
-        if role in student.roles and found is not None:
-            rows.setdefault(student.roles[role], {found: 1.0})
+    for token in np.flatnonzero(student.lengths).tolist():
+        teacher_id = teacher_ids.get(student.token_bytes(token))
+        if teacher_id is not None:
+            rows.setdefault(token, {teacher_id: 1.0})
+    for role, teacher_roles in PAIRED_ROLES.items():
+        teacher_id = next((teacher.roles[name] for name in teacher_roles if name in teacher.roles), None)
+        if role in student.roles and teacher_id is not None:
+            rows.setdefault(student.roles[role], {teacher_id: 1.0})
     return rows
 
 
 def _weights(pieces: list[int]) -> dict[int, float]:
-    weights = [FIRST_WEIGHT * DECAY**place for place in range(min(len(pieces), MAX_PIECES))]
+    weights = [FIRST_WEIGHT * DECAY**i for i in range(min(len(pieces), MAX_PIECES))]
     total = sum(weights)
     row: dict[int, float] = {}
     for piece, weight in zip(pieces, weights):
@@ -166,12 +177,12 @@ def _weights(pieces: list[int]) -> dict[int, float]:
     return row
 
 
-def _compressed(rows: dict[int, dict[int, float]], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CSR (indptr int64 [count + 1], indices int32, values float32), columns ascending in every row."""
+def _to_csr(rows: dict[int, dict[int, float]], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(indptr int64 [count + 1], indices int32, values float32), with ascending columns in every row."""
     lengths = np.zeros(count, np.int64)
-    for number, row in rows.items():
-        lengths[number] = len(row)
-    ordered = [sorted(rows[number].items()) for number in sorted(rows)]
+    for token, row in rows.items():
+        lengths[token] = len(row)
+    ordered = [sorted(rows[token].items()) for token in sorted(rows)]
     entries = [entry for row in ordered for entry in row]
     indices = np.fromiter((column for column, _ in entries), np.int32, len(entries))
     values = np.fromiter((value for _, value in entries), np.float32, len(entries))

@@ -1,4 +1,4 @@
-"""W in a file: safetensors with a header, written whole or not at all, and nothing in it believed unread."""
+"""The file format of W: safetensors with a JSON header, written atomically and fully checked when read."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ _ARRAYS = {
     "teacher_common": np.int32,
 }
 _OPTIONAL = {"student_stops": np.int32, "teacher_stops": np.int32}
-"""arrays that files of earlier versions have not"""
-_REMEDY = "delete the file, it is built anew"
+"""Arrays that files of earlier versions do not have"""
+_REMEDY = "delete the file, it is then built again"
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """The sparse row-stochastic W, student → teacher, and the ids that match one to one.
+    """The sparse row-stochastic W, student → teacher, and the ids that the two vocabularies have in common.
 
-    V_s = len(indptr) − 1 and V_t = num_teacher are the models' `config.vocab_size`; ids that no token has are empty
-    rows and columns.
+    V_s = len(indptr) − 1 and V_t = num_teacher are the models' `config.vocab_size`. Ids without a token are empty rows
+    and columns.
     """
 
     indptr: np.ndarray
-    """int64 [V_s + 1]: row i is entries indptr[i] to indptr[i + 1]"""
+    """int64 [V_s + 1]: row i has the entries indptr[i] to indptr[i + 1]"""
     indices: np.ndarray
-    """int32 [nnz]: teacher ids, ascending in a row"""
+    """int32 [nnz]: teacher ids, ascending within a row"""
     values: np.ndarray
-    """float32 [nnz]: above 0; every row that is not empty sums to 1"""
+    """float32 [nnz]: positive; every row that is not empty sums to 1"""
     num_teacher: int
     student_common: np.ndarray
-    """int32 [n]: the common vocabulary, one to one with `teacher_common`"""
+    """int32 [n]: the common vocabulary; the i-th id corresponds to the i-th of `teacher_common`"""
     teacher_common: np.ndarray
     """int32 [n]"""
     student_hash: str
     teacher_hash: str
     exact_rows: int = 0
-    """rows that hold the token of equal bytes or equal role"""
+    """Number of rows with a teacher token of equal bytes or equal role"""
     student_stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """int32 [m]: tokens by which the student may end an answer; where a side has none they are compared like others"""
+    """int32 [m]: tokens that may end the student's answers. If a side has none, stop tokens are compared like other tokens"""
     teacher_stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32 [m]"""
 
@@ -63,12 +63,12 @@ class Projection:
 
     @property
     def split_rows(self) -> int:
-        """rows of pieces"""
+        """Number of rows with several pieces of the teacher's tokenizer."""
         return self.num_student - self.exact_rows - self.empty_rows
 
 
 def save_projection(projection: Projection, path: str | Path) -> None:
-    """Writes beside the target, flushes to disk, renames over it; the same W gives the same bytes."""
+    """Writes a temporary file beside the target, flushes it to disk and renames it. Equal W gives equal bytes."""
     from safetensors.numpy import save
 
     header = {
@@ -83,7 +83,7 @@ def save_projection(projection: Projection, path: str | Path) -> None:
     }
     types = _ARRAYS | _OPTIONAL
     arrays = {name: np.ascontiguousarray(getattr(projection, name), dtype) for name, dtype in types.items()}
-    # One entry: several would be written in an order that differs from process to process.
+    # A single metadata entry: the order of several differs between processes.
     content = save(arrays, {HEADER: json.dumps(header, sort_keys=True)})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,29 +106,29 @@ def load_projection(
     student_columns: int | None = None,
     teacher_columns: int | None = None,
 ) -> Projection:
-    """Reads and checks a file of `save_projection`.
+    """Reads and checks a file written by `save_projection`.
 
     Args:
-        student_hash, teacher_hash: `Vocabulary.hash` of the two tokenizers that W has to be for, if known.
+        student_hash, teacher_hash: `Vocabulary.hash` of the tokenizers that W must be for, if known.
         student_columns, teacher_columns: the models' `config.vocab_size`, if known.
     Raises:
-        ValueError: no such file or none of this kind; W of another pair or of other sizes; an array of another type
-            or length; an id out of range; NaN, a weight that is not above 0, a row that does not sum to 1; a common
-            vocabulary that is not one to one.
+        ValueError: a missing file or one of another kind; a projection for another pair or other sizes; an array of the
+            wrong dtype or length; an id out of range; a weight that is not positive and finite; a row that does not sum
+            to 1; a common vocabulary that is not one to one.
     """
     header, arrays = _read(Path(path))
-    wanted = {
+    expected = {
         "format": FORMAT,
         "student_hash": student_hash,
         "teacher_hash": teacher_hash,
         "student_columns": student_columns,
         "teacher_columns": teacher_columns,
     }
-    for key, value in wanted.items():
+    for key, value in expected.items():
         if value is not None and header.get(key) != value:
             raise ValueError(
                 f"{path}: the projection must be this pair's, with {key} {value}; the file has {header.get(key)!r}; "
-                "give the file of this pair, or none to have it built"
+                "give this pair's file, or none to have it built"
             )
     try:
         projection = Projection(
@@ -141,9 +141,9 @@ def load_projection(
         rows = int(header["student_columns"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path}: the header must hold sizes, hashes and counts; it is {header}; {_REMEDY}") from None
-    fault = _fault(projection, rows)
-    if fault:
-        raise ValueError(f"{path}: {fault}; {_REMEDY}")
+    problem = _first_problem(projection, rows)
+    if problem:
+        raise ValueError(f"{path}: {problem}; {_REMEDY}")
     return projection
 
 
@@ -153,10 +153,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         with safe_open(path, framework="np") as file:
             header = json.loads((file.metadata() or {})[HEADER])
-            there = [*_ARRAYS, *(_OPTIONAL.keys() & file.keys())]
-            arrays = {name: file.get_tensor(name) for name in there}
+            names = [*_ARRAYS, *(_OPTIONAL.keys() & file.keys())]
+            arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else "the file is damaged or another kind"
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else "it is damaged or of another kind"
         raise ValueError(
             f"{path}: a projection must be a safetensors file that distill_rl wrote; {reason}; {_REMEDY}"
         ) from None
@@ -165,8 +165,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return header, arrays
 
 
-def _fault(projection: Projection, rows: int) -> str | None:
-    """What is wrong with it, if anything: rule and value."""
+def _first_problem(projection: Projection, rows: int) -> str | None:
+    """The first rule that the arrays break, with the value that breaks it, or None."""
     for name, dtype in (_ARRAYS | _OPTIONAL).items():
         array = getattr(projection, name)
         if array.dtype != dtype or array.ndim != 1:
@@ -175,7 +175,7 @@ def _fault(projection: Projection, rows: int) -> str | None:
     if len(indptr) != rows + 1 or indptr[0] != 0 or indptr[-1] != len(indices) or (np.diff(indptr) < 0).any():
         return f"indptr must rise from 0 to {len(indices)} in {rows + 1} steps; it has {len(indptr)}"
     if len(values) != len(indices):
-        return f"values must be as many as the {len(indices)} indices; they are {len(values)}"
+        return f"there must be one value per index; there are {len(values)} values and {len(indices)} indices"
     for name, ids, size in (
         ("indices", indices, projection.num_teacher),
         ("student_common", projection.student_common, rows),
@@ -184,7 +184,7 @@ def _fault(projection: Projection, rows: int) -> str | None:
         ("teacher_stops", projection.teacher_stops, projection.num_teacher),
     ):
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-            return f"{name} must lie in 0 … {size - 1}; they reach from {ids.min()} to {ids.max()}"
+            return f"{name} must lie in 0 … {size - 1}; they range from {ids.min()} to {ids.max()}"
     row_of = np.repeat(np.arange(rows), np.diff(indptr))
     if ((np.diff(row_of) == 0) & (np.diff(indices) <= 0)).any():
         return "indices must ascend in every row; they do not"

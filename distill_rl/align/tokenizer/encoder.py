@@ -1,4 +1,4 @@
-"""A tokenizer of the aligner's own: a copy of the caller's that reads special-looking text as text."""
+"""The aligner's copy of a caller's tokenizer, which reads text that looks like a special token as text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.align.chat import CharSpan
 from distill_rl.align.tokenizer.families import WHITE_SPACE, Description
-
-CharSpan = tuple[int, int]
 
 
 def backend_of(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside of a transformers tokenizer, or the tokenizer itself if it is one.
+    """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one.
 
     Raises:
-        ValueError: a slow tokenizer, which says neither what its ids stand for nor where its tokens lie.
+        ValueError: a slow tokenizer, which gives neither the bytes of its ids nor the offsets of its tokens.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not (hasattr(backend, "to_str") and hasattr(backend, "encode_special_tokens")):
@@ -31,39 +30,45 @@ def backend_of(tokenizer: Any) -> Any:
 
 
 class Encoder:
-    """Text → ids and character offsets. Nothing is changed on the caller's tokenizer.
+    """Text → ids and character offsets. The caller's tokenizer is not modified; its padding and truncation are off here.
 
-    Padding and truncation that are set on the caller's tokenizer are off here.
+    Special tokens are read in three ways, each by a copy of the tokenizer:
+
+    - `_plain`: never, so whatever a text contains is text;
+    - `_with_specials`: wherever they are written, as in what a chat template produces;
+    - `_after_special`: never, for text that follows a special token: some tokenizers put a dummy space only before the
+      beginning of the whole text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend = backend_of(tokenizer)
-        written = self._backend.to_str()
-        described = json.loads(written)
-        # Padding and truncation come first in what is written and decide no id.
-        self.decisive: str = written[max(0, written.find('"added_tokens"')) :]
+        serialized = self._backend.to_str()
+        described = json.loads(serialized)
+        # Padding and truncation come first in the serialized form and decide no id.
+        self.identity: str = serialized[max(0, serialized.find('"added_tokens"')) :]
+        """The part of the serialized tokenizer that decides ids and bytes"""
         self.description = Description.read(described)
-        special = {token["content"]: token["id"] for token in self.description.added if token["special"]}
-        self.specials: dict[str, int] = special
-        self._text = _copy(self._backend, _hide_specials(described, self.description, set(special)) or written)
-        self._text.encode_special_tokens = True
+        self.specials: dict[str, int] = {
+            token["content"]: token["id"] for token in self.description.added if token["special"]
+        }
+        hidden = _hide_specials(described, self.description, set(self.specials))
+        self._plain = _copy(self._backend, hidden or serialized)
+        self._plain.encode_special_tokens = True
 
     @cached_property
-    def _marked(self) -> Any:
-        """The copy that reads special tokens where they are written, for rendered chats."""
-        made = _copy(self._backend, self._backend.to_str())
-        made.encode_special_tokens = False
-        return made
+    def _with_specials(self) -> Any:
+        copy = _copy(self._backend, self._backend.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     @cached_property
-    def _behind(self) -> Any:
-        """The copy that reads text behind a special token, before which some put no space although they do at the start."""
-        described = json.loads(self._text.to_str())
+    def _after_special(self) -> Any:
+        described = json.loads(self._plain.to_str())
         split = json.dumps(described["pre_tokenizer"])
         described["pre_tokenizer"] = json.loads(split.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"'))
-        made = _copy(self._text, json.dumps(described))
-        made.encode_special_tokens = True
-        return made
+        copy = _copy(self._plain, json.dumps(described))
+        copy.encode_special_tokens = True
+        return copy
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
@@ -71,24 +76,27 @@ class Encoder:
         return re.compile("|".join(map(re.escape, literals))) if literals else None
 
     def first_special(self, text: str) -> int | None:
-        """The first special token that is written in a text."""
-        found = self._special_pattern.search(text) if self._special_pattern else None
-        return self.specials[found[0]] if found else None
+        """The id of the first special token that is written in a text."""
+        match = self._special_pattern.search(text) if self._special_pattern else None
+        return self.specials[match[0]] if match else None
 
     def ids(self, text: str, *, add_special: bool = True) -> np.ndarray:
-        """int32 [n]: `text` as text, with the special tokens that the tokenizer itself puts around it if asked."""
-        return np.array(self._text.encode_batch_fast([text], add_special_tokens=add_special)[0].ids, np.int32)
+        """int32 [n]: `text` as text; with `add_special`, between the special tokens that the tokenizer puts around it."""
+        return np.array(self._plain.encode_batch_fast([text], add_special_tokens=add_special)[0].ids, np.int32)
 
     def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`ids` of many texts, in order; the tokenizer's own threads may share them."""
-        return [np.array(encoding.ids, np.int32) for encoding in self._text.encode_batch_fast(list(texts))]
+        """`ids` of many texts, in order. The tokenizer may spread them over its own threads."""
+        return [np.array(encoding.ids, np.int32) for encoding in self._plain.encode_batch_fast(list(texts))]
 
     def offsets(self, text: str, *, add_special: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [n] ids as of `ids`, and int64 [n, 2] the characters of `text` that each covers."""
-        return _arrays(self._text.encode(text, add_special_tokens=add_special))
+        """int32 [n]: ids as from `ids`; int64 [n, 2]: the characters of `text` that each of them covers."""
+        return _arrays(self._plain.encode(text, add_special_tokens=add_special))
 
-    def marked(self, text: str, contents: Sequence[CharSpan] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """A rendered chat: its special tokens are read as such, those that a message's content spells are text.
+    def chat(self, text: str, contents: Sequence[CharSpan] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes a rendered chat: special tokens count as such where the template writes them, not inside a message.
+
+        If no content contains the text of a special token, the chat is encoded in one piece. Otherwise it is divided at
+        the special tokens that the template writes, and the text between them is encoded without special tokens.
 
         Args:
             contents: character spans of the messages' contents in `text`, in order.
@@ -96,13 +104,12 @@ class Encoder:
             int32 [n] ids; int64 [n, 2] character offsets. No special token is added.
         """
         pattern = self._special_pattern
-        spelled = pattern and any(pattern.search(text, start, stop) for start, stop in contents)
-        if not pattern or not spelled:
-            return _arrays(self._marked.encode(text, add_special_tokens=False))
+        if not pattern or not any(pattern.search(text, start, stop) for start, stop in contents):
+            return _arrays(self._with_specials.encode(text, add_special_tokens=False))
         ids, offsets, done = [np.empty(0, np.int32)], [np.empty((0, 2), np.int64)], 0
         for start, stop in [*self._written_specials(text, contents), (len(text), len(text))]:
-            between = self._behind if done else self._text
-            for reader, piece_start, piece_stop in ((between, done, start), (self._marked, start, stop)):
+            plain = self._after_special if done else self._plain
+            for reader, piece_start, piece_stop in ((plain, done, start), (self._with_specials, start, stop)):
                 piece, places = _arrays(reader.encode(text[piece_start:piece_stop], add_special_tokens=False))
                 ids.append(piece)
                 offsets.append(places + piece_start)
@@ -110,29 +117,29 @@ class Encoder:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
-        """Where the template, not a message, writes a special token; with the white space that the token swallows."""
+        """Spans of the special tokens that the template writes, including the white space that they strip."""
         assert self._special_pattern is not None
         strips = self.description.strips()
-        found, outside, done = [], 0, 0
+        spans, outside, done = [], 0, 0
         for begin, end in [*contents, (len(text), len(text))]:
-            for hit in self._special_pattern.finditer(text, outside, begin):
-                start, stop = hit.span()
-                before, behind = strips.get(self.specials[hit[0]], (False, False))
+            for match in self._special_pattern.finditer(text, outside, begin):
+                start, stop = match.span()
+                before, behind = strips.get(self.specials[match[0]], (False, False))
                 if before:
                     start = len(text[done:start].rstrip(WHITE_SPACE)) + done
                 if behind:
                     stop = len(text) - len(text[stop:].lstrip(WHITE_SPACE))
-                found.append((start, stop))
+                spans.append((start, stop))
                 done = stop
             outside = max(outside, end)
-        return found
+        return spans
 
 
-def _copy(backend: Any, written: str) -> Any:
-    made = type(backend).from_str(written)
-    made.no_padding()
-    made.no_truncation()
-    return made
+def _copy(backend: Any, serialized: str) -> Any:
+    copy = type(backend).from_str(serialized)
+    copy.no_padding()
+    copy.no_truncation()
+    return copy
 
 
 def _arrays(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -141,10 +148,10 @@ def _arrays(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hide_specials(described: dict[str, Any], description: Description, special: set[str]) -> str | None:
-    """The description with the model's own special pieces renamed to what no text spells; None if nothing has to be.
+    """The serialized tokenizer with the model's special pieces renamed to strings that no text contains.
 
-    Models that look up whole stretches of text (Unigram, WordPiece, BPE with `ignore_merges`) would write a special id
-    for text that looks like it, however the added tokens are matched.
+    Models that look up whole stretches of text (Unigram, WordPiece, BPE with `ignore_merges`) would otherwise produce a
+    special id for text that looks like it, however added tokens are matched. None if nothing has to be renamed.
     """
     model = described["model"]
     hidden = special & description.pieces.keys()
@@ -157,10 +164,10 @@ def _hide_specials(described: dict[str, Any], description: Description, special:
         if piece in hidden
     }
     hidden -= in_merges
-    names = {piece: f"\U0010fffe{number}\U0010ffff" for number, piece in enumerate(sorted(hidden))}
+    names = {piece: f"\U0010fffe{i}\U0010ffff" for i, piece in enumerate(sorted(hidden))}
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
-        renamed: Any = {names.get(piece, piece): number for piece, number in vocabulary.items()}
+        renamed: Any = {names.get(piece, piece): token for piece, token in vocabulary.items()}
     else:
         renamed = [[names.get(piece, piece), score] for piece, score in vocabulary]
     unknown = {"unk_token": names[model["unk_token"]]} if model.get("unk_token") in names else {}

@@ -1,4 +1,4 @@
-"""What the pieces of a tokenizer stand for, read from its own description (tokenizer.json), family by family."""
+"""What the pieces of a tokenizer stand for, read from its tokenizer.json, for each family of tokenizers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 METASPACE = "▁"
-"""U+2581, which SentencePiece writes for a space"""
+"""U+2581, which SentencePiece writes in place of a space"""
 
 WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-"""what an added token that strips takes with it: Unicode's White_Space, which is less than Python's `str.isspace`"""
+"""The characters that an added token strips: Unicode's White_Space, which is fewer than Python's `str.isspace`"""
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _CHANGING_NORMALIZERS = {
@@ -31,10 +31,10 @@ _REMOVING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer",
 
 @cache
 def byte_of_letter() -> dict[int, int]:
-    """The GPT-2 byte map, letter → byte: printable Latin-1 stands for itself, the other 68 bytes are U+0100 onwards."""
+    """GPT-2's byte map, letter → byte: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in set(kept))
-    return {byte: byte for byte in kept} | {0x100 + place: byte for place, byte in enumerate(others)}
+    return {byte: byte for byte in kept} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Description:
 
     @property
     def pieces(self) -> dict[str, int]:
-        """The model's own pieces, without those that were added."""
+        """The model's own pieces → ids, without the added tokens."""
         vocabulary = self.model.get("vocab") or {}
         if isinstance(vocabulary, Mapping):
             return dict(vocabulary)
-        return {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        return {piece: i for i, (piece, _) in enumerate(vocabulary)}
 
     @property
     def unknown(self) -> int | None:
-        """The id that the model writes for what it cannot spell."""
+        """The id that the model produces for text that it has no piece for."""
         if self.model.get("unk_id") is not None:
             return int(self.model["unk_id"])
         return self.pieces.get(self.model.get("unk_token") or "")
@@ -73,10 +73,13 @@ class Description:
     @property
     def family(self) -> str:
         """byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel"""
-        # older files leave the model's type out: only Unigram lists its pieces, only BPE has merges
-        kind = self.model.get("type") or (
-            "BPE" if "merges" in self.model else "Unigram" if isinstance(self.model["vocab"], list) else "WordPiece"
-        )
+        kind = self.model.get("type")
+        if not kind:
+            # Older files leave the type out: only BPE has merges, and only Unigram has a list of pieces.
+            if "merges" in self.model:
+                kind = "BPE"
+            else:
+                kind = "Unigram" if isinstance(self.model["vocab"], list) else "WordPiece"
         if kind != "BPE":
             return str(kind).lower()
         if self.byte_level:
@@ -89,7 +92,7 @@ class Description:
 
     @property
     def metaspace(self) -> str:
-        """The letter that stands for a space in this tokenizer's pieces; empty where none does."""
+        """The letter that stands for a space in this tokenizer's pieces; empty if there is none."""
         for part in (*self.pre_tokenizers, *self.decoders):
             if part["type"] == "Metaspace":
                 return str(part.get("replacement") or METASPACE)
@@ -97,7 +100,7 @@ class Description:
         return METASPACE if replaces else ""
 
     def changes_text(self) -> str | None:
-        """The part of the pipeline that changes or drops what it reads, if there is one."""
+        """The first part of the pipeline that changes or drops text, or None."""
         for part in self.normalizers:
             if part["type"] in _CHANGING_NORMALIZERS:
                 return str(part["type"])
@@ -110,9 +113,9 @@ class Description:
         return "an end-of-word mark" if self.model.get("end_of_word_suffix") else None
 
     def strips(self) -> dict[int, tuple[bool, bool]]:
-        """Added token → whether it swallows the white space (before it, behind it) where it is written."""
+        """Added token → whether it strips the white space (before it, behind it) where it is written."""
         sides = {token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in self.added}
-        return {number: both for number, both in sides.items() if any(both)}
+        return {token: strips for token, strips in sides.items() if any(strips)}
 
     def composes(self) -> bool:
         return any(part["type"] == "NFC" for part in self.normalizers)
@@ -121,21 +124,21 @@ class Description:
         return not (self.byte_level or self.model.get("byte_fallback"))
 
     def speller(self) -> Callable[[str], tuple[bytes, bool]]:
-        """One of the model's own pieces → its bytes, and whether it is a byte-fallback one."""
+        """A function: piece of the model → (its bytes, whether it is a byte-fallback piece)."""
         prefix = self.model.get("continuing_subword_prefix") or ""
         suffix = self.model.get("end_of_word_suffix") or ""
         fallback, byte_level, metaspace = bool(self.model.get("byte_fallback")), self.byte_level, self.metaspace
         letters = _Letters(byte_of_letter())
 
         def spell(piece: str) -> tuple[bytes, bool]:
-            if fallback and (found := _FALLBACK.match(piece)):
-                return bytes([int(found[1], 16)]), True
+            if fallback and (match := _FALLBACK.match(piece)):
+                return bytes([int(match[1], 16)]), True
             piece = piece.removeprefix(prefix).removesuffix(suffix)
             if byte_level:
                 try:
                     return piece.translate(letters).encode("latin-1"), False
                 except UnicodeEncodeError:
-                    pass  # a letter that is no byte: the decoder, too, takes such a piece as it is written
+                    pass  # a letter outside the byte map: the decoder, too, takes such a piece literally
             elif metaspace:
                 piece = piece.replace(metaspace, " ")
             return piece.encode(errors="surrogatepass"), False
@@ -144,14 +147,14 @@ class Description:
 
 
 class _Letters(dict[int, int]):
-    """For `str.translate`: what is no letter of the byte map becomes one that Latin-1 cannot write."""
+    """For `str.translate`: letters outside the byte map become one that Latin-1 cannot encode."""
 
     def __missing__(self, letter: int) -> int:
         return 0xFFFF
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    """The parts of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
     if component is None:
         return
     inner = next((component[key] for key in ("normalizers", "pretokenizers", "decoders") if key in component), None)

@@ -1,4 +1,4 @@
-"""What a tokenizer does to a text, found by trying rather than by its class."""
+"""Finds out what a tokenizer does to a text by encoding test strings rather than by looking at its class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from distill_rl.align.chat import render
 from distill_rl.align.tokenizer.encoder import Encoder
 
-# Texts that tokenizers are known to change: case, composition, compatibility forms, white space, control characters.
+# Texts that some tokenizers change: case, composition, compatibility forms, white space, control characters.
 _PROBES = (
     "Hello World",
     "hello world",
@@ -27,49 +27,55 @@ _PROBES = (
 
 def _spell(encoder: Encoder, table: list[bytes], text: str) -> tuple[np.ndarray, bytes]:
     ids = encoder.ids(text, add_special=False)
-    return ids, b"".join(table[number] for number in ids.tolist())
+    return ids, b"".join(table[token] for token in ids.tolist())
 
 
-def losses(encoder: Encoder, table: list[bytes], unknown: int | None) -> tuple[str, str | None]:
-    """(normalization, why bytes do not round-trip)."""
+def probe_normalization(encoder: Encoder, table: list[bytes], unknown: int | None) -> tuple[str, str | None]:
+    """(`normalization`, `lossy`) of `Vocabulary`.
+
+    Args:
+        table: bytes of each id.
+    """
     description = encoder.description
-    plain = (
-        "nfc" if description.composes() or _spell(encoder, table, "e\u0301")[1].endswith("\u00e9".encode()) else "none"
-    )
+    composes = description.composes() or _spell(encoder, table, "e\u0301")[1].endswith("\u00e9".encode())
+    lossless = "nfc" if composes else "none"
     part = description.changes_text()
     for probe in _PROBES:
         ids, spelled = _spell(encoder, table, probe)
         if unknown is not None and unknown in ids:
             continue
         if spelled not in (probe.encode(), b" " + probe.encode()):
-            back = spelled.decode(errors="replace")
-            return "lossy", f"{part or 'the tokenizer'} changes the text: {probe!r} is spelled {back!r}"
+            changed = spelled.decode(errors="replace")
+            return "lossy", f"{part or 'the tokenizer'} changes the text: {probe!r} is spelled {changed!r}"
     if part:
         return "lossy", f"{part} changes or drops some texts"
     if description.can_be_unknown():
-        return plain, "characters outside its vocabulary become the unknown token"
-    return plain, None
+        return lossless, "characters outside its vocabulary become the unknown token"
+    return lossless, None
 
 
-def spaces(encoder: Encoder, table: list[bytes]) -> tuple[bool, bool, bool]:
-    """(dummy, dummy_after_special, drops_spaces) of `Vocabulary`, found by trying a letter that it knows."""
-    known = (letter for letter in "ax1.e中" if _spell(encoder, table, letter)[1].strip() == letter.encode())
-    letter = next(known, None)
+def probe_spaces(encoder: Encoder, table: list[bytes]) -> tuple[bool, bool, bool]:
+    """(`dummy`, `dummy_after_special`, `drops_spaces`) of `Vocabulary`, tried with a letter that the tokenizer knows."""
+    known_letters = (letter for letter in "ax1.e中" if _spell(encoder, table, letter)[1].strip() == letter.encode())
+    letter = next(known_letters, None)
     if letter is None:
         return False, False, False
-    alone = letter.encode()
-    dummy = _spell(encoder, table, letter)[1] == b" " + alone
-    spelled = _spell(encoder, table, f"{letter} {letter}")[1]
-    after = dummy and any(_adds_after(encoder, table, literal, letter) for literal in list(encoder.specials)[:8])
-    return dummy, after, spelled == alone * 2
+    spelling = letter.encode()
+    dummy = _spell(encoder, table, letter)[1] == b" " + spelling
+    two_words = _spell(encoder, table, f"{letter} {letter}")[1]
+    after_special = dummy and any(
+        _adds_space_after(encoder, table, literal, letter) for literal in list(encoder.specials)[:8]
+    )
+    return dummy, after_special, two_words == spelling * 2
 
 
-def _adds_after(encoder: Encoder, table: list[bytes], literal: str, letter: str) -> bool:
-    ids = encoder.marked(letter + literal + letter)[0].tolist()
+def _adds_space_after(encoder: Encoder, table: list[bytes], literal: str, letter: str) -> bool:
+    """Whether the tokenizer puts a dummy space between this special token and a letter behind it."""
+    ids = encoder.chat(letter + literal + letter)[0].tolist()
     if encoder.specials[literal] not in ids:
         return False
     after = ids[ids.index(encoder.specials[literal]) + 1 :]
-    return b"".join(table[number] for number in after) == b" " + letter.encode()
+    return b"".join(table[token] for token in after) == b" " + letter.encode()
 
 
 def end_of_turn(tokenizer: Any, encoder: Encoder) -> int | None:
@@ -78,7 +84,7 @@ def end_of_turn(tokenizer: Any, encoder: Encoder) -> int | None:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:
         text = render(tokenizer, messages)
-    except Exception:  # no template, or one that refuses this chat: no role, whatever it raises
+    except Exception:  # no template, or one that rejects this chat; templates raise errors of many kinds
         return None
     rest = text.rpartition(answer)[2] if answer in text else ""
     return encoder.first_special(rest)

@@ -1,4 +1,4 @@
-"""A byte string in the pieces of another tokenizer, for byte strings that are pieces of some tokenizer themselves."""
+"""Splits one tokenizer's tokens, given as byte strings, into the tokens of another tokenizer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from distill_rl.align.tokenizer.families import byte_of_letter
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 BATCH = 4096
+"""Byte strings per call of the tokenizer"""
 
 
 class Retokenizer:
-    """The pieces in which a tokenizer spells what another tokenizer's token spells, wherever that stands in a text.
+    """Spells the bytes of another tokenizer's token in this tokenizer's ids, independent of the text around it.
 
-    Taken in this order, and only if the pieces spell exactly the bytes:
+    The first of these that spells exactly the given bytes is used:
 
-    1. the tokenizer's own encoding, where the bytes are UTF-8;
-    2. its model alone, without normaliser and pre-tokeniser, on the bytes written in its alphabet (a letter per byte,
-       or ▁ for a space). This gives no dummy prefix to the middle of a word, and splits halves of characters by the
-       merges of a byte-level BPE;
-    3. for a lossy tokenizer, its own encoding if it spells the same but for what the tokenizer changes (canonical
-       folds) and for outer spaces;
-    4. the longest token that the remaining bytes begin with, again and again (half a character in byte-fallback
-       pieces).
+    1. The tokenizer's encoding of the bytes, if they are UTF-8.
+    2. The encoding by its model alone, without normaliser and pre-tokeniser, of the bytes in the model's alphabet (a
+       letter per byte, or ▁ for a space). Unlike 1 it puts no dummy space before a piece from the middle of a word, and
+       it splits parts of characters by the merges of a byte-level BPE.
+    3. For a lossy tokenizer, its encoding of the bytes if that differs only by what the tokenizer changes (the canonical
+       folds) and by outer spaces.
+    4. Greedily, the longest token that the remaining bytes begin with (byte-fallback pieces for parts of characters).
 
     Args:
-        tokenizer, vocabulary, encoder: the tokenizer whose pieces are wanted, and what was made of it.
+        tokenizer, vocabulary, encoder: the tokenizer to spell with, its vocabulary and its encoder.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary, encoder: Encoder) -> None:
@@ -42,70 +42,68 @@ class Retokenizer:
         self._bytes = [flat[start:stop] for start, stop in pairwise(starts)]
         self.ids = preferred_ids(vocabulary)
         self._longest = max(map(len, self.ids), default=0)
-        description = self._encoder.description
+        description = encoder.description
         self._letters = (
             {byte: chr(letter) for letter, byte in byte_of_letter().items()} if description.byte_level else {}
         )
         self._space = description.metaspace or " "
 
     def pieces(self, spellings: list[bytes]) -> Iterator[list[int]]:
-        """The ids for each, in order; empty where the tokenizer cannot spell it. Deterministic."""
+        """The ids of each byte string, in order; empty if the tokenizer cannot spell it. Deterministic."""
         for begin in range(0, len(spellings), BATCH):
             batch = spellings[begin : begin + BATCH]
             texts = [_text(spelling) for spelling in batch]
             encoded = iter(self._encoder.batch([text for text in texts if text is not None]))
             for spelling, text in zip(batch, texts):
-                yield self._pieces(spelling, text, [] if text is None else self._spelling_ids(next(encoded)))
+                ids = [] if text is None else [token for token in next(encoded).tolist() if self._bytes[token]]
+                yield self._pieces_of(spelling, text, ids)
 
-    def _pieces(self, spelling: bytes, text: str | None, own: list[int]) -> list[int]:
-        if self._spelled(own) == spelling:
-            return own
-        alone = self._by_model(spelling, text)
-        if self._spelled(alone) == spelling:
-            return alone
+    def _pieces_of(self, spelling: bytes, text: str | None, encoded: list[int]) -> list[int]:
+        if self._spell(encoded) == spelling:
+            return encoded
+        by_model = self._by_model(spelling, text)
+        if self._spell(by_model) == spelling:
+            return by_model
         if self._fold is not None and text is not None:
-            meant, got = (self._fold(part).strip() for part in (text, self._spelled(own).decode(errors="replace")))
-            if meant == got != "":
-                return own
+            folded = self._fold(text).strip()
+            if folded and folded == self._fold(self._spell(encoded).decode(errors="replace")).strip():
+                return encoded
         return self._greedy(spelling)
 
-    def _spelling_ids(self, ids: np.ndarray) -> list[int]:
-        return [number for number in ids.tolist() if self._bytes[number]]
-
-    def _spelled(self, ids: list[int]) -> bytes:
-        return b"".join(self._bytes[number] for number in ids)
+    def _spell(self, ids: list[int]) -> bytes:
+        return b"".join(self._bytes[token] for token in ids)
 
     def _by_model(self, spelling: bytes, text: str | None) -> list[int]:
         if self._letters:
-            written = "".join(self._letters[byte] for byte in spelling)
+            model_input = "".join(self._letters[byte] for byte in spelling)
         elif text is not None:
-            written = text.replace(" ", self._space)
+            model_input = text.replace(" ", self._space)
         else:
             return []
         try:
-            return [token.id for token in self._model.tokenize(written)]
-        except Exception:  # a model without an unknown token refuses a text that it has no pieces for
+            return [token.id for token in self._model.tokenize(model_input)]
+        except Exception:  # a model without an unknown token raises for text that it has no pieces for
             return []
 
     def _greedy(self, spelling: bytes) -> list[int]:
-        found, done = [], 0
+        ids, done = [], 0
         while done < len(spelling):
             sizes = range(min(self._longest, len(spelling) - done), 0, -1)
             size = next((size for size in sizes if spelling[done : done + size] in self.ids), 0)
             if size == 0:
                 return []
-            found.append(self.ids[spelling[done : done + size]])
+            ids.append(self.ids[spelling[done : done + size]])
             done += size
-        return found
+        return ids
 
 
 def preferred_ids(vocabulary: Vocabulary) -> dict[bytes, int]:
-    """Bytes → the id that stands for them: a plain piece before a byte-fallback one, then the lowest id."""
+    """Bytes → the id that spells them. Plain pieces take precedence over byte-fallback ones, then lower ids over higher."""
     flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
     ids: dict[bytes, int] = {}
     for fallback in (False, True):
-        for number in np.flatnonzero((vocabulary.byte_fallback == fallback) & (vocabulary.lengths > 0)).tolist():
-            ids.setdefault(flat[starts[number] : starts[number + 1]], number)
+        for token in np.flatnonzero((vocabulary.byte_fallback == fallback) & (vocabulary.lengths > 0)).tolist():
+            ids.setdefault(flat[starts[token] : starts[token + 1]], token)
     return ids
 
 

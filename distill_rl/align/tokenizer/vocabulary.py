@@ -1,4 +1,4 @@
-"""A tokenizer's ids as the exact bytes that they stand for, and which of two vocabularies' ids mean the same."""
+"""The exact bytes that each id of a tokenizer stands for, and the ids that two vocabularies have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.align.tokenizer.families import Description
-from distill_rl.align.tokenizer.probes import end_of_turn, losses, spaces
+from distill_rl.align.tokenizer.probes import end_of_turn, probe_normalization, probe_spaces
 
 ROLES = ("bos", "eos", "pad", "unk")
 STOPS = ("eos", "end_of_turn")
@@ -22,42 +22,42 @@ SPACE = 0x20
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Id → exact bytes of one tokenizer, and what it does to a text."""
+    """Id → exact bytes for one tokenizer, and what it does to a text."""
 
     flat: np.ndarray
-    """uint8: all tokens' bytes one after another"""
+    """uint8: the bytes of all tokens, one token after another"""
     starts: np.ndarray
-    """int64 [size + 1]: token i spells flat[starts[i]:starts[i + 1]]"""
+    """int64 [size + 1]: token i spells `flat[starts[i]:starts[i + 1]]`"""
     lengths: np.ndarray
-    """int32 [size]: 0 for special ids and for ids that do not exist"""
+    """int32 [size]: number of bytes; 0 for special ids and for ids that do not exist"""
     special: np.ndarray
-    """bool [size]: added tokens with special=True, and those that the tokenizer names bos, eos, pad or unk"""
+    """bool [size]: added tokens with `special=True`, and the tokenizer's bos, eos, pad and unk"""
     byte_fallback: np.ndarray
     """bool [size]: pieces such as <0x0A>"""
     roles: Mapping[str, int]
-    """bos, eos, end_of_turn, pad, unk → id, where the tokenizer has them"""
+    """bos | eos | end_of_turn | pad | unk → id, for the roles that the tokenizer has"""
     normalization: str
     """none | nfc | lossy"""
     lossy: str | None
-    """why bytes do not always round-trip, or None"""
+    """Why the tokens do not always spell the text, or None"""
     family: str
     """byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel"""
     hash: str
-    """sha256 of everything that decides ids and bytes"""
+    """SHA-256 of everything that decides ids and bytes"""
     dummy: bool = False
-    """whether a space that is not in the text may stand before its first token"""
+    """Whether the first token of a text may begin with a space that is not in the text, a dummy space"""
     dummy_after_special: bool = False
-    """the same after a special token inside of a text"""
+    """The same for the first token behind a special token inside a text"""
     drops_spaces: bool = False
-    """whether the space between two words is spelled by no token"""
+    """Whether no token spells the space between two words"""
     unknown: int | None = None
-    """the id that stands for any text that the model has no piece for"""
+    """The id that stands for any text that the model has no piece for"""
     literals: Mapping[int, bytes] = field(default_factory=dict)
-    """special id → what it is written as"""
+    """Special id → the text that it is written as"""
     strips: Mapping[int, tuple[bool, bool]] = field(default_factory=dict)
-    """added id → whether it swallows the white space (before it, behind it) where it is written; others strip none"""
+    """Added id → whether it strips the white space (before it, behind it) where it is written; other ids strip none"""
     stops: tuple[int, ...] = ()
-    """ids that may end an answer, ascending: eos, end_of_turn, and what else the model stops by"""
+    """Ids that may end an answer, ascending: eos, end_of_turn, and further ids at which the model stops"""
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """Of a fast transformers tokenizer, or of a `tokenizers.Tokenizer` (whose roles are not known).
+        """From a fast transformers tokenizer, or from a `tokenizers.Tokenizer`, whose roles are unknown.
 
         Raises:
             ValueError: a slow tokenizer; a tokenizer without tokens.
@@ -74,7 +74,7 @@ class Vocabulary:
         return read_vocabulary(tokenizer, Encoder(tokenizer))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token spells; empty for a special one."""
+        """The bytes that a token spells; empty for a special token."""
         return self.flat[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
 
     def literal(self, token_id: int) -> bytes:
@@ -86,16 +86,19 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ()) -> Vocabulary:
-    """`Vocabulary.from_tokenizer` with the tokenizer's encoder, which probes need.
+    """`Vocabulary.from_tokenizer`, given the tokenizer's encoder.
 
     Args:
-        stops: ids that end an answer besides those that the tokenizer names: the model's generation config has a list.
-            Those that spell text, and those that do not exist, are left out.
+        stops: further ids that end an answer, such as those of the model's generation config. Ids that spell text or do
+            not exist are ignored.
     """
     description = encoder.description
-    roles = {role: found for role in ROLES if (found := getattr(tokenizer, f"{role}_token_id", None)) is not None}
+    roles = {role: token for role in ROLES if (token := getattr(tokenizer, f"{role}_token_id", None)) is not None}
     unknown = description.unknown
-    table, fallback, special, literals = _table(description, {*roles.values(), *([] if unknown is None else [unknown])})
+    named = set(roles.values())
+    if unknown is not None:
+        named.add(unknown)
+    table, fallback, special, literals = _read_table(description, named)
     lengths = np.fromiter(map(len, table), np.int32, len(table))
     starts = np.zeros(len(table) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
@@ -104,81 +107,92 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ())
     turn = end_of_turn(tokenizer, encoder)
     if turn is not None:
         roles["end_of_turn"] = turn
-    dummy, after_special, drops = spaces(encoder, table)
+    normalization, lossy = probe_normalization(encoder, table, unknown)
+    dummy, dummy_after_special, drops_spaces = probe_spaces(encoder, table)
     return Vocabulary(
-        np.frombuffer(b"".join(table), np.uint8),
-        starts,
-        lengths,
-        special,
-        fallback,
-        roles,
-        *losses(encoder, table, unknown),
+        flat=np.frombuffer(b"".join(table), np.uint8),
+        starts=starts,
+        lengths=lengths,
+        special=special,
+        byte_fallback=fallback,
+        roles=roles,
+        normalization=normalization,
+        lossy=lossy,
         family=description.family,
-        hash=hashlib.sha256(encoder.decisive.encode(errors="surrogatepass")).hexdigest(),
+        hash=hashlib.sha256(encoder.identity.encode(errors="surrogatepass")).hexdigest(),
+        dummy=dummy,
+        dummy_after_special=dummy_after_special,
+        drops_spaces=drops_spaces,
         unknown=unknown,
         literals=literals,
-        stops=_stops(roles, special, stops),
         strips=description.strips(),
-        dummy=dummy,
-        dummy_after_special=after_special,
-        drops_spaces=drops,
+        stops=_stops(roles, special, stops),
     )
 
 
 def _stops(roles: Mapping[str, int], special: np.ndarray, more: Iterable[int]) -> tuple[int, ...]:
-    found = {roles[role] for role in STOPS if role in roles}
-    found |= {number for number in more if 0 <= number < len(special) and special[number]} - {roles.get("unk", -1)}
-    return tuple(sorted(found))
+    stops = {roles[role] for role in STOPS if role in roles}
+    stops |= {token for token in more if 0 <= token < len(special) and special[token]} - {roles.get("unk", -1)}
+    return tuple(sorted(stops))
 
 
-def _table(description: Description, named: set[int]) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
-    """(bytes by id, byte fallback, special, what specials are written as)."""
+def _read_table(
+    description: Description, named: set[int]
+) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
+    """(bytes of each id, bool: byte fallback, bool: special, special id → the text that it is written as).
+
+    Args:
+        named: ids to treat as special because they have a role.
+    """
     pieces = description.pieces
-    size = 1 + max([*pieces.values(), *(token["id"] for token in description.added), *named], default=-1)
+    size = 1 + max([*pieces.values(), *(added["id"] for added in description.added), *named], default=-1)
     if size == 0:
-        raise ValueError("alignment needs a tokenizer with tokens, got one without any; load the one of the model")
+        raise ValueError("alignment needs a tokenizer with tokens, got an empty one; load the model's own tokenizer")
     table, literals = [b""] * size, {}
     fallback, special = np.zeros(size, bool), np.zeros(size, bool)
     spell = description.speller()
-    for piece, number in pieces.items():
-        table[number], fallback[number] = spell(piece)
-    inside = set(pieces.values())
-    for token in description.added:
-        number, content = token["id"], token["content"]
-        # A run of ▁ that is also a piece of the model is what the model writes for spaces.
-        spaces = description.metaspace and number in inside and not content.strip(description.metaspace)
-        table[number] = (" " * len(content) if spaces else content).encode()
-        fallback[number] = False
-        special[number] = token["special"]
-        if token["special"] or number in named:
-            literals[number] = content.encode()
+    for piece, token in pieces.items():
+        table[token], fallback[token] = spell(piece)
+    model_ids = set(pieces.values())
+    for added in description.added:
+        token, content = added["id"], added["content"]
+        # A run of ▁ that is also a piece of the model stands for as many spaces.
+        spaces = description.metaspace and token in model_ids and not content.strip(description.metaspace)
+        table[token] = (" " * len(content) if spaces else content).encode()
+        fallback[token] = False
+        special[token] = added["special"]
+        if added["special"] or token in named:
+            literals[token] = content.encode()
     special[list(named)] = True
-    for number in np.flatnonzero(special).tolist():
-        table[number] = b""
+    for token in np.flatnonzero(special).tolist():
+        table[token] = b""
     return table, fallback, special, literals
 
 
 def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [V_s], int32 [V_t]: equal numbers, within a side and across, exactly for equal bytes; −1 for no bytes."""
+    """int32 [V_s], int32 [V_t]: equal values if and only if two ids, of either side, spell equal bytes; −1 for no bytes."""
     index: dict[bytes, int] = {b"": -1}
     sides = []
     for vocabulary in (student, teacher):
         flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
         spelled = (flat[start:stop] for start, stop in pairwise(starts))
-        numbers = (index.setdefault(piece, len(index)) for piece in spelled)
-        sides.append(np.fromiter(numbers, np.int32, vocabulary.size))
+        canonical = (index.setdefault(piece, len(index)) for piece in spelled)
+        sides.append(np.fromiter(canonical, np.int32, vocabulary.size))
     return sides[0], sides[1]
 
 
 def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """The ids that spell the same bytes in both vocabularies, one to one.
+    """The ids that two vocabularies have in common, paired one to one.
 
-    Of several ids with the same bytes a plain piece is taken before a byte-fallback one, then the lowest id. Tokens
-    without bytes come behind them, where both ids are still without a partner: eos, end_of_turn and bos as pairs, then
-    special tokens that are written alike, unless one ends an answer and the other does not. Two copies of one tokenizer have every id in common.
+    1. Ids that spell the same bytes. Of several ids with the same bytes, plain pieces take precedence over
+       byte-fallback ones, then lower ids over higher.
+    2. eos with eos, end_of_turn with end_of_turn, bos with bos, if both ids are still unpaired.
+    3. Special tokens that are written alike, if both are still unpaired and either both or neither end an answer.
+
+    Two copies of one tokenizer have every id in common.
 
     Returns:
-        int32 [n] student ids, ascending up to the appended ones; int32 [n] teacher ids.
+        int32 [n]: student ids, those of step 1 in ascending order; int32 [n]: teacher ids.
     """
     if student.hash == teacher.hash:
         return np.arange(student.size, dtype=np.int32), np.arange(teacher.size, dtype=np.int32)
@@ -193,26 +207,28 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
     left, right = student_ids[in_student], teacher_ids[in_teacher]
     order = np.argsort(left)
     matched = left[order].tolist(), right[order].tolist()
-    for pair in _silent_pairs(student, teacher):
-        if pair[0] not in matched[0] and pair[1] not in matched[1]:
-            matched[0].append(pair[0])
-            matched[1].append(pair[1])
+    for student_id, teacher_id in _special_pairs(student, teacher):
+        if student_id not in matched[0] and teacher_id not in matched[1]:
+            matched[0].append(student_id)
+            matched[1].append(teacher_id)
     return np.array(matched[0], np.int32), np.array(matched[1], np.int32)
 
 
-def _silent_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[int, int]]:
+def _special_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[int, int]]:
+    """Candidate pairs of tokens without bytes, best first."""
     for role in (*STOPS, "bos"):
         if role in student.roles and role in teacher.roles:
             yield student.roles[role], teacher.roles[role]
-    written = {literal: number for number, literal in sorted(teacher.literals.items(), reverse=True)}
-    for number, literal in sorted(student.literals.items()):
-        found = written.get(literal)
-        if found is None or number == student.unknown or found == teacher.unknown:  # each knows other texts
+    teacher_id_of = {literal: token for token, literal in sorted(teacher.literals.items(), reverse=True)}
+    for student_id, literal in sorted(student.literals.items()):
+        teacher_id = teacher_id_of.get(literal)
+        # Unknown tokens are never paired: what is unknown to one tokenizer need not be unknown to the other.
+        if teacher_id is None or student_id == student.unknown or teacher_id == teacher.unknown:
             continue
-        if (number in student.stops) == (found in teacher.stops):
-            yield number, found
+        if (student_id in student.stops) == (teacher_id in teacher.stops):
+            yield student_id, teacher_id
 
 
 def compose(text: str) -> str:
-    """NFC; a text that is already composed comes back as it is."""
+    """The text in NFC."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)

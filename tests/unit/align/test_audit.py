@@ -24,11 +24,11 @@ from tests.helpers.tokenizers import seeded_words
         (b"\xe4\xb8", "parts of characters"),
     ],
 )
-def test_classes(spelled, name):
+def test_class_of_spellings(spelled, name):
     assert class_of(spelled if isinstance(spelled, bytes) else spelled.encode()) == name
 
 
-def test_a_tokenizer_covers_itself_whole():
+def test_tokenizer_covers_itself_fully():
     report = audit(TokenAligner(family("tiktoken"), family("tiktoken")), SENTENCES)
     assert report.one_to_one_share == report.exact_share == report.aligned_share == 1
     assert list(report.chunk_lengths) == ["1:1"]
@@ -36,7 +36,7 @@ def test_a_tokenizer_covers_itself_whole():
     assert report.methods == {"bytes": len(SENTENCES)}
 
 
-def test_what_is_reported_agrees_with_the_rows():
+def test_report_agrees_with_the_rows():
     aligner = TokenAligner(family("byte_level"), family("spm_always"))
     texts = [*SENTENCES, " ".join(seeded_words(3, 50)), "12345 中文"]
     report = audit(aligner, texts)
@@ -52,7 +52,7 @@ def test_what_is_reported_agrees_with_the_rows():
     assert json.loads(json.dumps(report.to_dict()))["classes"]["digits"]["chunks"] == report.classes["digits"].chunks
 
 
-def test_unknown_tokens_count_as_text_that_is_not_compared():
+def test_unknown_tokens_count_as_uncompared_text():
     aligner = TokenAligner(family("wordpiece"), family("tiktoken"))
     texts = ["ka lo \u2603", "\u2603 mi \u2603 \u2603", "sol an be"]
     rows = [aligner.align(text) for text in texts]
@@ -65,8 +65,8 @@ def test_unknown_tokens_count_as_text_that_is_not_compared():
     assert report.aligned_share <= 1 - report.unknown_share
 
 
-def test_an_eos_with_the_unknown_tokens_id_is_no_unknown_text():
-    name = "unigram_fallback"  # writes </s> behind every text
+def test_eos_with_the_unknown_id_is_not_unknown_text():
+    name = "unigram_fallback"  # appends </s> to every text
     aligner = TokenAligner(unknown_is_eos(name), family("tiktoken"))
     assert aligner.student.unknown == aligner.align("ka lo").student_ids[-1]
     report = audit(aligner, SENTENCES)
@@ -74,7 +74,7 @@ def test_an_eos_with_the_unknown_tokens_id_is_no_unknown_text():
     assert report.aligned_share == audit(TokenAligner(family(name), family("tiktoken")), SENTENCES).aligned_share
 
 
-def test_lossy_sides_are_named_and_few_singles_ask_for_whole_chunks():
+def test_lossy_side_and_suggestion_are_reported():
     report = audit(TokenAligner(family("byte_level"), family("wordpiece")), SENTENCES)
     assert report.exact_share < 1
     assert list(report.lossy) == ["teacher"]

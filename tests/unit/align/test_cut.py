@@ -1,4 +1,4 @@
-"""Where rows end that are too long: exact ones as before any limit, lossy ones without losing what is still to be learnt."""
+"""Where rows that are too long are cut: exact ones at a shared boundary, lossy ones without losing most of the text."""
 
 from __future__ import annotations
 
@@ -16,90 +16,90 @@ LIMIT = 24
 
 
 @cache
-def aligner(student: str, teacher: str) -> TokenAligner:
+def make_aligner(student: str, teacher: str) -> TokenAligner:
     return TokenAligner(family(student), family(teacher))
 
 
-def made(student: list[int], teacher: list[int], **fields) -> Alignment:
+def alignment(student: list[int], teacher: list[int], **fields) -> Alignment:
     """An alignment of these chunks; ids count from 0."""
     sides = [np.array(chunk, np.int32) for chunk in (student, teacher)]
     ids = [np.arange(len(chunk), dtype=np.int32) for chunk in sides]
     return Alignment(*ids, *sides, int(sides[0].max()) + 1, "offsets", **{"exact": False, **fields})
 
 
-def test_a_row_without_a_chunk_is_cut_at_the_boundaries_that_both_sides_have():
+def test_row_without_chunks_is_cut_at_shared_boundaries():
     text = "Àáâ Èéê Òóô Ùúû " * 30  # the teacher drops every accent
-    pair = aligner("byte_level", "wordpiece")
-    whole, found = (pair.align(text, max_student_tokens=limit, max_teacher_tokens=limit) for limit in (None, LIMIT))
-    assert whole.num_chunks == found.num_chunks == 0
-    assert LIMIT // 2 <= len(found.student_ids) <= LIMIT
-    assert 0 < len(found.teacher_ids) <= LIMIT
-    kept = b"".join(slow_table(family("byte_level"))[number] for number in found.student_ids.tolist()).decode()
+    aligner = make_aligner("byte_level", "wordpiece")
+    whole, result = (aligner.align(text, max_student_tokens=limit, max_teacher_tokens=limit) for limit in (None, LIMIT))
+    assert whole.num_chunks == result.num_chunks == 0
+    assert LIMIT // 2 <= len(result.student_ids) <= LIMIT
+    assert 0 < len(result.teacher_ids) <= LIMIT
+    kept = b"".join(slow_table(family("byte_level"))[number] for number in result.student_ids.tolist()).decode()
     assert text.startswith(kept)
-    assert np.array_equal(pair.tokenize_teacher(kept).ids, found.teacher_ids), "both sides keep the same text"
-    assert found.dropped == (
-        len(whole.student_ids) - len(found.student_ids),
-        len(whole.teacher_ids) - len(found.teacher_ids),
+    assert np.array_equal(aligner.tokenize_teacher(kept).ids, result.teacher_ids), "both sides keep the same text"
+    assert result.dropped == (
+        len(whole.student_ids) - len(result.student_ids),
+        len(whole.teacher_ids) - len(result.teacher_ids),
     )
     back = TokenAligner(family("wordpiece"), family("byte_level")).align(
         text, max_student_tokens=LIMIT, max_teacher_tokens=LIMIT
     )
-    assert np.array_equal(back.swapped().lossy_ends, found.lossy_ends)
-    assert back.swapped().dropped == found.dropped
+    assert np.array_equal(back.swapped().lossy_ends, result.lossy_ends)
+    assert back.swapped().dropped == result.dropped
 
 
-def test_where_the_sides_share_no_boundary_each_is_cut_at_its_own_limit():
-    pair = aligner("byte_level", "unigram")
+def test_without_shared_boundary_sides_are_cut_at_their_limits():
+    aligner = make_aligner("byte_level", "unigram")
     text = "\u2603" * 60  # one unknown token
-    whole = pair.align(text)
-    found = pair.align(text, max_student_tokens=LIMIT, max_teacher_tokens=LIMIT)
+    whole = aligner.align(text)
+    result = aligner.align(text, max_student_tokens=LIMIT, max_teacher_tokens=LIMIT)
     assert len(whole.student_ids) > LIMIT
     assert len(whole.teacher_ids) < 5
-    assert np.array_equal(found.student_ids, whole.student_ids[:LIMIT])
-    assert np.array_equal(found.teacher_ids, whole.teacher_ids)
-    assert (found.student_chunk == -1).all()
-    assert (found.teacher_chunk == -1).all()
-    assert found.dropped == (len(whole.student_ids) - LIMIT, 0)
-    assert not found.exact
+    assert np.array_equal(result.student_ids, whole.student_ids[:LIMIT])
+    assert np.array_equal(result.teacher_ids, whole.teacher_ids)
+    assert (result.student_chunk == -1).all()
+    assert (result.teacher_chunk == -1).all()
+    assert result.dropped == (len(whole.student_ids) - LIMIT, 0)
+    assert not result.exact
 
 
-def test_a_chunk_that_a_cut_goes_through_is_none_on_both_sides():
-    whole = made([0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2], [0, 1, 1, 2])
-    found = whole.cut(8)
-    assert found.student_chunk.tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
-    assert found.teacher_chunk.tolist() == [0, -1, -1, -1]
-    assert found.num_chunks == 1
-    assert found.dropped == (3, 0)
-    check_numbers(found)
+def test_divided_chunk_is_removed_on_both_sides():
+    whole = alignment([0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2], [0, 1, 1, 2])
+    result = whole.cut(8)
+    assert result.student_chunk.tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
+    assert result.teacher_chunk.tolist() == [0, -1, -1, -1]
+    assert result.num_chunks == 1
+    assert result.dropped == (3, 0)
+    check_numbers(result)
     assert len(whole.cut(4).student_ids) == 2, "the end of the first chunk uses half of the limit"
 
 
-def test_an_exact_row_ends_at_the_last_common_boundary_however_far_that_is():
+def test_exact_row_ends_at_the_last_common_boundary():
     sides = [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2], [0, 1, 1, 2]
-    found = made(*sides, exact=True).cut(8)
-    assert (len(found.student_ids), len(found.teacher_ids)) == (2, 1)
-    assert made([0] * 9, [0], exact=True).cut(8).dropped == (9, 1)
+    result = alignment(*sides, exact=True).cut(8)
+    assert (len(result.student_ids), len(result.teacher_ids)) == (2, 1)
+    assert alignment([0] * 9, [0], exact=True).cut(8).dropped == (9, 1)
 
 
 @pytest.mark.parametrize(
     ("limits", "sizes"),
     [
-        ((10, 20), (10, 20)),  # the place (3, 3) is far from both limits
-        ((5, 20), (3, 3)),  # near to the student's
-        ((40, 5), (3, 3)),  # near to the teacher's, the student's side fits
-        ((40, 10), (40, 10)),  # that the student's side fits is no reason to drop nearly all of it
+        ((10, 20), (10, 20)),  # the boundary (3, 3) is far from both limits
+        ((5, 20), (3, 3)),  # close to the student's limit
+        ((40, 5), (3, 3)),  # close to the teacher's limit; the student's side fits
+        ((40, 10), (40, 10)),  # the student's side fits, so it must not lose nearly all tokens
         ((0, 20), (0, 0)),
     ],
 )
-def test_only_what_is_too_long_decides_whether_a_place_is_near_enough(limits, sizes):
-    whole = made([-1] * 40, [-1] * 40, lossy_ends=np.array([[3, 3]]))
-    found = whole.cut(*limits)
-    assert (len(found.student_ids), len(found.teacher_ids)) == sizes
+def test_only_sides_over_their_limit_need_a_near_boundary(limits, sizes):
+    whole = alignment([-1] * 40, [-1] * 40, lossy_ends=np.array([[3, 3]]))
+    result = whole.cut(*limits)
+    assert (len(result.student_ids), len(result.teacher_ids)) == sizes
     again = whole.swapped().cut(*limits[::-1])
     assert (len(again.teacher_ids), len(again.student_ids)) == sizes
 
 
-def test_places_inside_of_chunks_are_no_places():
+def test_places_inside_chunks_are_removed():
     student, teacher = (np.array(chunk, np.int32) for chunk in ([-1, 0, 0, -1, 1, 1], [0, -1, -1, 1, 1, -1]))
     places = np.array([[0, 0], [1, 0], [2, 1], [3, 1], [4, 3], [4, 4], [5, 4], [6, 5], [6, 6]])
     assert outside_of_chunks(places, student, teacher).tolist() == [[0, 0], [1, 0], [3, 1], [4, 3], [6, 5], [6, 6]]
@@ -109,12 +109,15 @@ def test_places_inside_of_chunks_are_no_places():
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers and texts are not in ../shared/data")
-@pytest.mark.parametrize(("teacher", "language"), [("t5-small", "cmn_hans"), ("t5-small", "tha"), ("bert-uncased", "tha"), ("bert-uncased", "emoji")])  # fmt: skip
-def test_a_teacher_that_cannot_read_a_script_does_not_shorten_the_student(teacher, language):
+@pytest.mark.parametrize(
+    ("teacher", "language"),
+    [("t5-small", "cmn_hans"), ("t5-small", "tha"), ("bert-uncased", "tha"), ("bert-uncased", "emoji")],
+)
+def test_unreadable_script_does_not_shorten_the_student(teacher, language):
     rows = map(json.loads, (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines())
     texts = {row["lang"]: row["text"][:2000] for row in rows} | {"emoji": "🧑🚀👨👩👧👦🎉" * 90}
-    found = TokenAligner(real("qwen3"), real(teacher)).align(
+    result = TokenAligner(real("qwen3"), real(teacher)).align(
         texts[language], max_student_tokens=64, max_teacher_tokens=64
     )
-    assert 32 <= len(found.student_ids) <= 64
-    check_numbers(found)
+    assert 32 <= len(result.student_ids) <= 64
+    check_numbers(result)

@@ -1,4 +1,4 @@
-"""The dynamic programme on what real tokenizers make of one text, against where the bytes say that tokens lie."""
+"""The dynamic programme with real tokenizers on one text, compared with the byte positions of the tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def texts() -> list[str]:
 
 
 def places(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """Where each token ends among the bytes that are not spaces, so that a dummy prefix shifts nothing."""
+    """The number of bytes up to the end of each token, without spaces, so that a dummy space shifts nothing."""
     return np.cumsum([len(vocabulary.token_bytes(i).replace(b" ", b"")) for i in ids.tolist()])
 
 
@@ -46,7 +46,7 @@ def test_chunks_lie_at_the_same_bytes(student: str, teacher: str) -> None:
     sides = [load(name) for name in (student, teacher)]
     tables = CanonicalTables(*(vocabulary for _, vocabulary in sides))
     for text in texts():
-        text = unicodedata.normalize("NFC", text)  # as some of the tokenizers do
+        text = unicodedata.normalize("NFC", text)  # some of the tokenizers do this
         ids = [np.array(tokenizer.encode(text, add_special_tokens=False)) for tokenizer, _ in sides]
         chunks = align_window(*ids, tables)
         spelled = [[vocabulary.token_bytes(i) for i in row.tolist()] for row, (_, vocabulary) in zip(ids, sides)]
@@ -59,7 +59,7 @@ def test_chunks_lie_at_the_same_bytes(student: str, teacher: str) -> None:
 
 
 @pytest.mark.parametrize(("student", "teacher"), LOSSY)
-def test_a_lossy_side_finds_its_words(student: str, teacher: str) -> None:
+def test_lossy_side_matches_its_words(student: str, teacher: str) -> None:
     sides = [load(name) for name in (student, teacher)]
     tables = CanonicalTables(*(vocabulary for _, vocabulary in sides))
     text = "The Declaration was read aloud.\n\nEveryone in Genève heard it, and everyone wrote it down."

@@ -1,4 +1,4 @@
-"""Chunks from ids alone that the dynamic programme found: kept where both sides spell the same, token by token or not."""
+"""Chunks of the dynamic programme are kept only if both sides spell the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Side = tuple[np.ndarray, np.ndarray]
 
 
 def one_by_one(vocabularies: tuple[Vocabulary, Vocabulary], sides: tuple[Side, Side]) -> list[bool]:
-    """Which chunks spell the same on both sides, a byte string at a time."""
+    """Whether each chunk spells the same on both sides, computed one chunk at a time."""
     count = 1 + max(int(numbers.max(initial=-1)) for _, numbers in sides)
     spelled = [
         [b"".join(vocabulary.token_bytes(token) for token in ids[numbers == chunk].tolist()) for chunk in range(count)]
@@ -30,15 +30,15 @@ def one_by_one(vocabularies: tuple[Vocabulary, Vocabulary], sides: tuple[Side, S
 
 
 def drawn(draw: random.Random, vocabularies: tuple[Vocabulary, Vocabulary]) -> tuple[Side, Side]:
-    """Chunks of one or two short tokens, about half of them alike, with tokens of no chunk between them."""
+    """Random chunks of one or two short tokens, about half of them equal, with tokens in no chunk between them."""
     short = [np.flatnonzero((side.lengths > 0) & (side.lengths < 3)).tolist() for side in vocabularies]
     ids_of = [{side.token_bytes(token): token for token in tokens} for side, tokens in zip(vocabularies, short)]
     both = sorted(ids_of[0].keys() & ids_of[1].keys())
     rows: tuple[list[tuple[int, int]], ...] = ([], [])
     for chunk in range(draw.randrange(8)):
-        alike = draw.sample(both, 2) if draw.random() < 0.6 else None
+        equal = draw.sample(both, 2) if draw.random() < 0.6 else None
         for row, tokens, known in zip(rows, short, ids_of):
-            chosen = draw.choices(tokens, k=draw.randint(1, 2)) if alike is None else [known[part] for part in alike]
+            chosen = draw.choices(tokens, k=draw.randint(1, 2)) if equal is None else [known[part] for part in equal]
             if draw.random() < 0.2 and b" " in known:
                 chosen = [known[b" "], *chosen]
             row += [(token, chunk) for token in chosen]
@@ -49,34 +49,34 @@ def drawn(draw: random.Random, vocabularies: tuple[Vocabulary, Vocabulary]) -> t
 
 @pytest.mark.parametrize("student", ["byte_level", "wordpiece", "spm_prepend"])
 @pytest.mark.parametrize("teacher", ["tiktoken", "unigram", "wordpiece"])
-def test_chunks_kept_are_those_of_a_walk_over_the_bytes(student, teacher):
-    made = TokenAligner(family(student), family(teacher))
-    vocabularies = made.student, made.teacher
+def test_kept_chunks_spell_the_same_bytes(student, teacher):
+    aligner = TokenAligner(family(student), family(teacher))
+    vocabularies = aligner.student, aligner.teacher
     draw = random.Random(f"{student} {teacher}")
     seen = set()
     for _ in range(200):
         sides = drawn(draw, vocabularies)
-        wanted = one_by_one(vocabularies, sides)
+        expected = one_by_one(vocabularies, sides)
         (left, left_chunks), (right, right_chunks) = sides
-        found = same_spelling(vocabularies, (left, right), (left_chunks, right_chunks))
-        renumbered = np.append(np.where(wanted, np.cumsum(wanted) - 1, -1), -1)
-        assert np.array_equal(found[0], renumbered[left_chunks])
-        assert np.array_equal(found[1], renumbered[right_chunks])
-        assert found[0].dtype == found[1].dtype == np.int32
-        seen |= set(wanted)
+        result = same_spelling(vocabularies, (left, right), (left_chunks, right_chunks))
+        renumbered = np.append(np.where(expected, np.cumsum(expected) - 1, -1), -1)
+        assert np.array_equal(result[0], renumbered[left_chunks])
+        assert np.array_equal(result[1], renumbered[right_chunks])
+        assert result[0].dtype == result[1].dtype == np.int32
+        seen |= set(expected)
     assert seen == {False, True}
 
 
-def test_a_lossy_row_visits_no_token_in_python(monkeypatch):
-    """A row of 2,000 tokens took a third of its time to ask for each token's bytes by itself."""
-    made = TokenAligner(family("byte_level"), family("wordpiece"))
+def test_lossy_row_has_no_python_loop_over_tokens(monkeypatch):
+    """Looking up each token's bytes separately would take a third of the time of a row of 2,000 tokens."""
+    aligner = TokenAligner(family("byte_level"), family("wordpiece"))
     text = " ".join(SENTENCES)
-    ids = made.tokenize_student(text).ids, made.tokenize_teacher(text).ids
+    ids = aligner.tokenize_student(text).ids, aligner.tokenize_teacher(text).ids
 
-    def asked(self: Vocabulary, token_id: int) -> bytes:
-        raise AssertionError(f"asked for the bytes of token {token_id} alone")
+    def fail(self: Vocabulary, token_id: int) -> bytes:
+        raise AssertionError(f"looked up the bytes of token {token_id} alone")
 
-    monkeypatch.setattr(Vocabulary, "token_bytes", asked)
-    found = made.align_ids(*ids)
-    assert found.method == "dp"
-    assert found.num_chunks
+    monkeypatch.setattr(Vocabulary, "token_bytes", fail)
+    result = aligner.align_ids(*ids)
+    assert result.method == "dp"
+    assert result.num_chunks

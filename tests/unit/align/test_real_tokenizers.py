@@ -1,4 +1,4 @@
-"""Rows of many scripts through pairs of real tokenizers, every one held against a slow walk over its bytes."""
+"""Rows in many scripts with pairs of real tokenizers, each compared with a slow walk over its bytes."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def texts() -> tuple[str, ...]:
             start = draw.randrange(max(1, len(text) - size))
             yield text[start : start + size]
 
-    found: list[str] = []
+    result: list[str] = []
     for line in (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines():
         row = json.loads(line)
-        found += cuts(row["text"], 4 if row["lang"] in SCRIPTS else 1, 300)
-    found += cuts((DATA / "corpus/edge/emoji-test.txt").read_text("utf-8"), 8, 300)
-    found += json.loads((DATA / "corpus/edge/blns.json").read_text("utf-8"))[::2]
+        result += cuts(row["text"], 4 if row["lang"] in SCRIPTS else 1, 300)
+    result += cuts((DATA / "corpus/edge/emoji-test.txt").read_text("utf-8"), 8, 300)
+    result += json.loads((DATA / "corpus/edge/blns.json").read_text("utf-8"))[::2]
     library = Path(sysconfig.get_paths()["stdlib"])
     for name in ("ast.py", "heapq.py", "json/decoder.py", "textwrap.py", "decimal.py", "_pydecimal.py"):
-        found += cuts((library / name).read_text("utf-8"), 3, 500)
-    found += mathematics(draw)
-    found += [
+        result += cuts((library / name).read_text("utf-8"), 3, 500)
+    result += mathematics(draw)
+    result += [
         "",
         " ",
         "  ",
@@ -73,7 +73,7 @@ def texts() -> tuple[str, ...]:
         "🧑‍🚀👨‍👩‍👧",
         "12345 1,234.5",
     ]
-    return tuple(found)
+    return tuple(result)
 
 
 def mathematics(draw: random.Random) -> list[str]:
@@ -82,68 +82,69 @@ def mathematics(draw: random.Random) -> list[str]:
 
 
 @cache
-def aligner(student: str, teacher: str) -> TokenAligner:
+def make_aligner(student: str, teacher: str) -> TokenAligner:
     return TokenAligner(real(student), real(teacher))
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_no_row_is_misaligned(student: str, teacher: str) -> None:
-    made = aligner(student, teacher)
+    aligner = make_aligner(student, teacher)
     inexact = []
     for text in texts():
-        found = made.align(text)
-        check_numbers(found)
-        check_row(real(student), real(teacher), made.normalize(text), found)
-        if not found.exact:
+        result = aligner.align(text)
+        check_numbers(result)
+        check_row(real(student), real(teacher), aligner.normalize(text), result)
+        if not result.exact:
             inexact.append(text)
-    # Only a literal ▁, or what Unigram takes for one of its byte pieces, is beyond a tokenizer of these.
+    # These tokenizers lose only a literal ▁ and text that Unigram reads as one of its byte pieces.
     assert all("▁" in text or "<0x" in text for text in inexact), inexact
 
 
 @pytest.mark.parametrize(("student", "teacher"), LOSSY_PAIRS)
-def test_lossy_rows_are_flagged_and_their_chunks_are_right(student: str, teacher: str) -> None:
-    made = aligner(student, teacher)
+def test_lossy_rows_are_inexact_with_correct_chunks(student: str, teacher: str) -> None:
+    aligner = make_aligner(student, teacher)
     exact = 0
     for text in texts():
-        found = made.align(text)
-        check_numbers(found)
-        check_row(real(student), real(teacher), made.normalize(text), found)
-        exact += found.exact
+        result = aligner.align(text)
+        check_numbers(result)
+        check_row(real(student), real(teacher), aligner.normalize(text), result)
+        exact += result.exact
     assert exact < len(texts()) / 3
 
 
 @pytest.mark.parametrize(("student", "teacher"), [("qwen3", "t5-small"), ("qwen3", "bert-uncased")])
-def test_no_chunk_of_the_programme_pairs_two_places(student: str, teacher: str) -> None:
-    """Rows of which a tokenizer knows hardly a letter: its commas and full stops stand between unknown tokens."""
-    made = aligner(student, teacher)
+def test_dp_chunks_cover_the_same_place(student: str, teacher: str) -> None:
+    """Rows in which one tokenizer knows hardly any letter: its commas and full stops stand between unknown tokens."""
+    aligner = make_aligner(student, teacher)
     rows = [json.loads(line) for line in (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines()]
-    looked_at = 0
+    checked = 0
     for text in (row["text"][start : start + 400] for row in rows for start in range(0, 1600, 400)):
-        found = made.align(text)
-        if found.method != "dp":
+        result = aligner.align(text)
+        if result.method != "dp":
             continue
-        text, extents = made.normalize(text), []
+        text, extents = aligner.normalize(text), []
         for name, ids, chunk in (
-            (student, found.student_ids, found.student_chunk),
-            (teacher, found.teacher_ids, found.teacher_chunk),
+            (student, result.student_ids, result.student_chunk),
+            (teacher, result.teacher_ids, result.teacher_chunk),
         ):
             encoded = real(name)(text, return_offsets_mapping=True)
             assert encoded["input_ids"] == ids.tolist()
             offsets = np.array(encoded["offset_mapping"])
-            tokens = [chunk == number for number in range(found.num_chunks)]
+            tokens = [chunk == number for number in range(result.num_chunks)]
             extents.append([(offsets[held, 0].min(), offsets[held, 1].max()) for held in tokens])
-        for ours, theirs in zip(*extents):
-            looked_at += 1
-            assert max(ours[0], theirs[0]) < min(ours[1], theirs[1]), (text, ours, theirs)
-    assert looked_at
+        for student_extent, teacher_extent in zip(*extents):
+            checked += 1
+            start, stop = max(student_extent[0], teacher_extent[0]), min(student_extent[1], teacher_extent[1])
+            assert start < stop, (text, student_extent, teacher_extent)
+    assert checked
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
-def test_ids_alone_give_what_the_text_gives(student: str, teacher: str) -> None:
-    made = aligner(student, teacher)
+def test_ids_alone_give_the_same_chunks(student: str, teacher: str) -> None:
+    aligner = make_aligner(student, teacher)
     for text in texts()[::5]:
-        by_text = made.align(text)
-        by_ids = made.align_ids(by_text.student_ids, by_text.teacher_ids)
+        by_text = aligner.align(text)
+        by_ids = aligner.align_ids(by_text.student_ids, by_text.teacher_ids)
         if by_text.exact:
             assert by_ids.exact
             assert np.array_equal(by_ids.student_chunk, by_text.student_chunk), text

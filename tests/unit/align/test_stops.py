@@ -1,4 +1,4 @@
-"""Which tokens end an answer, how they are paired, and what becomes of them in the projection."""
+"""Tokens that end an answer: which they are, how they are paired, and their rows in the projection."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def ids(tokenizer: Any, *tokens: str) -> list[int]:
 
 
 def written(template_end: str) -> str:
-    """A chat template that ends every turn so."""
+    """A chat template that ends every turn with this text."""
     return "{% for message in messages %}{{ message['content'] + '" + template_end + "' }}{% endfor %}"
 
 
-def test_stops_are_eos_the_end_of_a_turn_and_what_the_model_stops_by() -> None:
+def test_stops_are_eos_end_of_turn_and_the_models_own() -> None:
     tokenizer = tiny_tokenizer(320)
     eos, turn, more = ids(tokenizer, "</s>", TURN_END, "<|endoftext|>")
     assert Vocabulary.from_tokenizer(tokenizer).stops == tuple(sorted((eos, turn)))
@@ -44,40 +44,40 @@ def test_stops_are_eos_the_end_of_a_turn_and_what_the_model_stops_by() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 10_000, 300])
-def test_an_id_that_spells_text_or_is_none_ends_no_answer(number: int) -> None:
+def test_text_and_invalid_ids_are_no_stops(number: int) -> None:
     tokenizer = tiny_tokenizer(320)
     assert read_vocabulary(tokenizer, Encoder(tokenizer), [number]).stops == Vocabulary.from_tokenizer(tokenizer).stops
 
 
-def test_a_token_that_only_the_model_stops_by_is_paired() -> None:
+def test_stop_of_the_generation_config_is_paired() -> None:
     student, teacher = pair()
     student.chat_template, teacher.chat_template = written("</s>"), written("<|endoftext|>") + "{{ 'x' }}"
     (end,) = ids(teacher, "<|endoftext|>")
     teacher.chat_template = written("<|endoftext|>")
-    found = TokenAligner(student, teacher, teacher_stops=[end]).align_messages(CHAT)
-    assert [int(found.teacher_ids[place]) for _, place in found.stop_pairs] == [end, end]
+    result = TokenAligner(student, teacher, teacher_stops=[end]).align_messages(CHAT)
+    assert [int(result.teacher_ids[place]) for _, place in result.stop_pairs] == [end, end]
 
 
-def test_special_tokens_that_are_written_alike_but_end_nothing_on_one_side_stay_apart() -> None:
+def test_stop_is_not_common_with_a_lookalike_non_stop() -> None:
     student, teacher = pair()
     teacher.chat_template = written("</s>")
-    sides = [Vocabulary.from_tokenizer(each) for each in (student, teacher)]
-    ours, theirs = (ids(each, TURN_END)[0] for each in (student, teacher))
-    assert (ours in sides[0].stops, theirs in sides[1].stops) == (True, False)
-    assert (ours, theirs) not in zip(*(side.tolist() for side in common_vocabulary(*sides)))
+    sides = [Vocabulary.from_tokenizer(tokenizer) for tokenizer in (student, teacher)]
+    student_turn, teacher_turn = (ids(tokenizer, TURN_END)[0] for tokenizer in (student, teacher))
+    assert (student_turn in sides[0].stops, teacher_turn in sides[1].stops) == (True, False)
+    assert (student_turn, teacher_turn) not in zip(*(side.tolist() for side in common_vocabulary(*sides)))
 
 
-def test_a_projection_carries_the_stops_of_both_sides(tmp_path: Path) -> None:
+def test_projection_contains_both_sides_stops(tmp_path: Path) -> None:
     student, teacher = pair()
     (end,) = ids(teacher, "<|endoftext|>")
-    made = build_projection(student, teacher, **SIZES, teacher_stops=[end])
-    assert made.student_stops.tolist() == sorted(ids(student, "</s>", TURN_END))
-    assert made.teacher_stops.tolist() == sorted([*ids(teacher, "</s>", TURN_END), end])
+    projection = build_projection(student, teacher, **SIZES, teacher_stops=[end])
+    assert projection.student_stops.tolist() == sorted(ids(student, "</s>", TURN_END))
+    assert projection.teacher_stops.tolist() == sorted([*ids(teacher, "</s>", TURN_END), end])
     read = load_projection(cached_projection(tmp_path, student, teacher, **SIZES, teacher_stops=[end]))
-    assert np.array_equal(read.teacher_stops, made.teacher_stops)
+    assert np.array_equal(read.teacher_stops, projection.teacher_stops)
 
 
-def test_a_file_of_an_earlier_version_has_none_and_is_built_anew_in_the_cache(tmp_path: Path) -> None:
+def test_cached_file_without_stops_is_rebuilt(tmp_path: Path) -> None:
     student, teacher = pair()
     path = cached_projection(tmp_path, student, teacher, **SIZES)
     whole, content = path.read_bytes(), load_file(path)
@@ -89,7 +89,7 @@ def test_a_file_of_an_earlier_version_has_none_and_is_built_anew_in_the_cache(tm
     assert path.read_bytes() == whole
 
 
-def test_other_stops_are_another_projection(tmp_path: Path) -> None:
+def test_other_stops_rebuild_the_projection(tmp_path: Path) -> None:
     student, teacher = pair()
     (end,) = ids(student, "<|endoftext|>")
     path = cached_projection(tmp_path, student, teacher, **SIZES)
@@ -98,21 +98,21 @@ def test_other_stops_are_another_projection(tmp_path: Path) -> None:
     assert load_projection(path).student_stops.tolist() == sorted(ids(student, "</s>", TURN_END, "<|endoftext|>"))
 
 
-def test_endings_count_the_rows_that_end_in_a_stop_on_both_sides() -> None:
+def test_endings_count_rows_with_a_final_stop_pair() -> None:
     student, teacher = pair()
-    found = endings(TokenAligner(student, teacher), [], [CHAT, [QUESTION]])
-    assert (found.student_stops, found.teacher_stops) == (["</s>", TURN_END], ["</s>", TURN_END])
-    assert (found.rows, found.ending) == (2, 2)
+    result = endings(TokenAligner(student, teacher), [], [CHAT, [QUESTION]])
+    assert (result.student_stops, result.teacher_stops) == (["</s>", TURN_END], ["</s>", TURN_END])
+    assert (result.rows, result.ending) == (2, 2)
     teacher.chat_template = written("")
     assert endings(TokenAligner(student, teacher), [], [CHAT]).ending == 0
 
 
-def test_texts_end_in_eos_as_in_a_run() -> None:
-    found = endings(TokenAligner(*pair()), ["kalo mi", "ter an sol"])
-    assert (found.rows, found.ending) == (2, 2)
+def test_texts_end_in_eos() -> None:
+    result = endings(TokenAligner(*pair()), ["kalo mi", "ter an sol"])
+    assert (result.rows, result.ending) == (2, 2)
 
 
-def test_two_copies_of_one_tokenizer_need_no_stops_for_each_token_has_its_own() -> None:
-    made = build_projection(tiny_tokenizer(320), tiny_tokenizer(320), student_columns=320, teacher_columns=320)
-    assert not len(made.student_stops)
-    assert not len(made.teacher_stops)
+def test_copies_of_one_tokenizer_need_no_stops() -> None:
+    projection = build_projection(tiny_tokenizer(320), tiny_tokenizer(320), student_columns=320, teacher_columns=320)
+    assert not len(projection.student_stops)
+    assert not len(projection.teacher_stops)

@@ -1,4 +1,4 @@
-"""The checks on losses pass on what the library gives, and find a loss that is wrong."""
+"""The checks of the losses pass for the library's losses, and fail for a wrong one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ TEXTS = [" ".join(seeded_words(seed, 60)) for seed in range(4)]
 
 
 def test_every_method_passes_both_checks() -> None:
-    found = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
-    assert [check.detail for check in found if not check.passed] == []
-    assert len(found) == 2 * len(METHODS)
-    assert all(sum(check.name.startswith(method) for check in found) == 2 for method in METHODS)
+    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    assert [check.detail for check in results if not check.passed] == []
+    assert len(results) == 2 * len(METHODS)
+    assert all(sum(check.name.startswith(method) for check in results) == 2 for method in METHODS)
 
 
-def test_the_sample_has_chunks_of_every_kind_that_the_texts_have() -> None:
-    found = [ALIGNER.align(text) for text in TEXTS]
-    sample = take_chunks(found)
-    assert set(sample.kinds) == {kind for one in found for kind, count in one.counts.items() if count}
+def test_sample_has_every_kind_of_chunk() -> None:
+    results = [ALIGNER.align(text) for text in TEXTS]
+    sample = take_chunks(results)
+    assert set(sample.kinds) == {kind for one in results for kind, count in one.counts.items() if count}
     assert max(sample.kinds.count(kind) for kind in sample.kinds) <= CHUNKS_OF_A_KIND
     for numbers, labels in (
         (sample.chunks.student, sample.student_labels),
@@ -42,15 +42,15 @@ def test_the_sample_has_chunks_of_every_kind_that_the_texts_have() -> None:
         assert sorted(set(numbers[:-2].tolist())) == list(range(sample.chunks.count))
 
 
-def test_the_cut_keeps_whole_rows_of_the_projection_and_the_pairs_among_its_ids() -> None:
+def test_cut_keeps_whole_rows_and_common_pairs() -> None:
     projection = build_projection(STUDENT, TEACHER, student_columns=320, teacher_columns=420)
     part = cut(projection, take_chunks([ALIGNER.align(TEXTS[0])]))
     assert len(part.student) < 320
     ends, whole_ends = part.small.indptr.tolist(), projection.indptr.tolist()
     for small, big in enumerate(part.student.tolist()):
-        ours, whole = slice(*ends[small : small + 2]), slice(*whole_ends[big : big + 2])
-        assert [part.teacher[column] for column in part.small.indices[ours]] == projection.indices[whole].tolist()
-        assert np.array_equal(part.small.values[ours].numpy(), projection.values[whole])
+        kept, whole = slice(*ends[small : small + 2]), slice(*whole_ends[big : big + 2])
+        assert [part.teacher[column] for column in part.small.indices[kept]] == projection.indices[whole].tolist()
+        assert np.array_equal(part.small.values[kept].numpy(), projection.values[whole])
     pairs = zip(part.small.student_common.tolist(), part.small.teacher_common.tolist())
     whole_pairs = set(zip(projection.student_common.tolist(), projection.teacher_common.tolist()))
     assert {(part.student[left], part.teacher[right]) for left, right in pairs} <= whole_pairs
@@ -58,12 +58,12 @@ def test_the_cut_keeps_whole_rows_of_the_projection_and_the_pairs_among_its_ids(
     assert part.full.indptr[-1] == part.small.indptr[-1]
 
 
-def test_texts_without_a_chunk_are_refused() -> None:
+def test_texts_without_a_chunk_are_rejected() -> None:
     with pytest.raises(ValueError, match="must have a chunk"):
         take_chunks([ALIGNER.align("")])
 
 
-def test_a_loss_that_is_off_by_a_little_fails_its_method_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slightly_wrong_loss_fails_only_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = checks.chunk_kd_loss
 
     def wrong(*arguments, **settings):
@@ -77,7 +77,7 @@ def test_a_loss_that_is_off_by_a_little_fails_its_method_and_no_other(monkeypatc
     assert all(name.startswith("alm") for name in failed)
 
 
-def test_a_loss_with_the_right_value_and_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_with_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = checks.chunk_kd_loss
 
     def wrong(*arguments, **settings):
@@ -85,14 +85,14 @@ def test_a_loss_with_the_right_value_and_a_wrong_gradient_fails(monkeypatch: pyt
         return replace(output, kd=2 * output.kd - output.kd.detach())
 
     monkeypatch.setattr(checks, "chunk_kd_loss", wrong)
-    found = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
-    assert not any(check.passed for check in found if "gradient" in check.name)
+    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    assert not any(check.passed for check in results if "gradient" in check.name)
 
 
-def test_a_loss_that_gives_nan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = checks.chunk_kd_loss
     monkeypatch.setattr(
         checks, "chunk_kd_loss", lambda *a, **k: replace(out := plain(*a, **k), ce=torch.full_like(out.ce, torch.nan))
     )
-    found = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
-    assert not any(check.passed for check in found if "reference" in check.name)
+    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    assert not any(check.passed for check in results if "reference" in check.name)

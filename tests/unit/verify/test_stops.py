@@ -1,4 +1,4 @@
-"""The checks of stop tokens: they pass on what is built, and fail on what a student would not learn to stop by."""
+"""The checks of stop tokens pass for a built projection, and fail if the student could not learn to stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.endings import as_in_a_run
+from distill_rl.align.endings import align_training_rows
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.verify import check_stops
 from distill_rl.verify.check import Check
@@ -29,16 +29,16 @@ def projection() -> Projection:
 
 
 def checked(aligner: TokenAligner, projection: Projection) -> list[Check]:
-    return check_stops(aligner, projection, as_in_a_run(aligner, [], [CHAT]))
+    return check_stops(aligner, projection, align_training_rows(aligner, [], [CHAT]))
 
 
-def test_what_is_built_passes(aligner: TokenAligner, projection: Projection) -> None:
-    found = checked(aligner, projection)
-    assert [check.passed for check in found] == [True] * 3
-    assert found[0].detail == "2 paired stop tokens"
+def test_built_projection_passes(aligner: TokenAligner, projection: Projection) -> None:
+    results = checked(aligner, projection)
+    assert [check.passed for check in results] == [True] * 3
+    assert results[0].detail == "2 paired stop tokens"
 
 
-def test_a_projection_that_does_not_know_a_paired_stop_fails(aligner: TokenAligner, projection: Projection) -> None:
+def test_projection_without_a_paired_stop_fails(aligner: TokenAligner, projection: Projection) -> None:
     (turn,) = tiny_tokenizer(330, seed=1).convert_tokens_to_ids([TURN_END])
     eos_only = projection.teacher_stops[projection.teacher_stops != turn]
     first, *_ = checked(aligner, replace(projection, teacher_stops=eos_only))
@@ -46,24 +46,27 @@ def test_a_projection_that_does_not_know_a_paired_stop_fails(aligner: TokenAlign
     assert f"the teacher's id {turn} is paired as a stop; the projection's are {eos_only.tolist()}" in first.detail
 
 
-def test_a_stop_that_is_sent_into_text_fails(aligner: TokenAligner, projection: Projection) -> None:
+def test_stop_mapped_to_text_fails(aligner: TokenAligner, projection: Projection) -> None:
     stop = int(projection.student_stops[0])
     indices = projection.indices.copy()
     indices[projection.indptr[stop]] = 300
     _, second, _ = checked(aligner, replace(projection, indices=indices))
     assert second.passed is False
-    assert f"the projection sends {stop} into [300], which are no stops" in second.detail
+    assert f"the projection maps {stop} to [300], which are no stops" in second.detail
 
 
-def test_token_by_token_a_sure_teacher_teaches_not_to_stop(aligner: TokenAligner, projection: Projection) -> None:
-    """What the third check is for: without stop tokens that the losses know, common or not decides."""
-    turn = [tiny_tokenizer(*each).convert_tokens_to_ids(TURN_END) for each in ((320, 0), (330, 1))]
+def test_certain_teacher_lowers_a_stop_without_stop_tokens(aligner: TokenAligner, projection: Projection) -> None:
+    """The third check detects this: if the losses know no stop tokens, KD lowers a stop that is not in common."""
+    turn = [tiny_tokenizer(*size_and_seed).convert_tokens_to_ids(TURN_END) for size_and_seed in ((320, 0), (330, 1))]
     apart = ~((projection.student_common == turn[0]) | (projection.teacher_common == turn[1]))
     nothing = np.zeros(0, np.int32)
     broken = replace(
-        projection, student_stops=nothing, teacher_stops=nothing,
-        student_common=projection.student_common[apart], teacher_common=projection.teacher_common[apart],
-    )  # fmt: skip
+        projection,
+        student_stops=nothing,
+        teacher_stops=nothing,
+        student_common=projection.student_common[apart],
+        teacher_common=projection.teacher_common[apart],
+    )
     *_, third = checked(aligner, broken)
     assert third.passed is False
     assert f"moves the logit of the student's id {turn[0]} by -" in third.detail

@@ -1,4 +1,4 @@
-"""What the dynamic programme calls equal, what it joins, where it searches, and what it never does."""
+"""Which strings the dynamic programme pairs and joins, where it searches, and which chunks it rejects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def aligned(
     lossy: bool = False,
     known: tuple[str, ...] = (),
 ) -> tuple[list[int], list[int]]:
-    """Chunk numbers of two lists of strings; `known` are more tokens of a lossy teacher."""
+    """Chunk indices of two lists of strings; `known` are further tokens of a lossy teacher's vocabulary."""
     sides = vocabulary(student), vocabulary([*teacher, *known], "lossy" if lossy else "none")
     ids = np.arange(len(student)), np.arange(len(teacher))
     answers = [
@@ -57,11 +57,11 @@ def test_equal_strings_pair_and_up_to_four_join(backend: str, student, teacher, 
 
 @pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize(("one", "other"), [("_", "▁"), ("\t", "\n"), (" ,", ","), ("\r\n", "\n"), ("  ", " ")])
-def test_what_looks_alike_is_not_equal(one: str, other: str, lossy: bool) -> None:
+def test_similar_strings_are_not_equal(one: str, other: str, lossy: bool) -> None:
     assert aligned(["x", one, "y"], ["x", other, "y"], lossy=lossy) == ([0, -1, 1], [0, -1, 1])
 
 
-def test_halves_of_a_character_join_and_are_never_folded() -> None:
+def test_parts_of_a_character_join_unfolded() -> None:
     first, second = "中".encode()[:1], "中".encode()[1:]
     assert aligned([first, second], ["中"]) == ([0, 0], [0])
     assert aligned([first, second, "É"], ["中", "e"], lossy=True) == ([0, 0, 1], [0, 1])
@@ -78,22 +78,22 @@ def test_halves_of_a_character_join_and_are_never_folded() -> None:
         (("é", "C", "ﬁ"), "ﬁ", "fi", False),
     ],
 )
-def test_a_lossy_side_is_compared_as_its_own_tokens_are_written(known, one: str, other: str, equal: bool) -> None:
+def test_folds_follow_the_lossy_vocabulary(known, one: str, other: str, equal: bool) -> None:
     expected = ([0], [0]) if equal else ([-1], [-1])
     assert aligned([one], [other], lossy=True, known=known) == expected
 
 
-def test_nothing_is_folded_where_both_sides_keep_their_text() -> None:
+def test_lossless_sides_are_not_folded() -> None:
     assert aligned(["Hello", " there"], ["hello", "there"]) == ([-1, -1], [-1, -1])
 
 
-def test_two_words_are_not_one_word_because_a_space_is_optional() -> None:
+def test_optional_space_does_not_join_words() -> None:
     assert aligned(["new", " york"], ["newyork"], lossy=True) == ([-1, -1], [-1])
     assert aligned([" new", "er"], ["newer"], lossy=True) == ([0, 0], [0])
 
 
-def test_equal_hashes_of_unequal_bytes_make_no_chunk() -> None:
-    """A Thue–Morse word and its complement have the same polynomial hash mod 2⁶⁴, whatever the odd base is."""
+def test_hash_collision_makes_no_chunk() -> None:
+    """A Thue–Morse word and its complement have the same polynomial hash mod 2⁶⁴, for any odd base."""
     word = "ab"
     while len(word) < 4096:
         word += word.translate({ord("a"): "b", ord("b"): "a"})
@@ -104,18 +104,18 @@ def test_equal_hashes_of_unequal_bytes_make_no_chunk() -> None:
     (problem,) = make_problems(columns, rows, 64)
     assert problem.row_joins[1, 0] == problem.column_joins[2, 1] != 0
     for backend in CPU:
-        found = align_window(np.arange(4), np.arange(3), tables, backend=backend)
-        assert [side.tolist() for side in found] == [[0, -1, -1, 1], [0, -1, 1]]
+        result = align_window(np.arange(4), np.arange(3), tables, backend=backend)
+        assert [side.tolist() for side in result] == [[0, -1, -1, 1], [0, -1, 1]]
 
 
-def test_ids_that_only_the_model_has_spell_nothing() -> None:
+def test_padding_ids_spell_nothing() -> None:
     for fast in (True, False):
         tables = CanonicalTables(vocabulary(["a", "b"]), vocabulary(["b"]), fast_ids=fast)
-        found = align_window(np.array([7, 1]), np.array([0, 1, -1]), tables)
-        assert [side.tolist() for side in found] == [[-1, 0], [0, -1, -1]]
+        result = align_window(np.array([7, 1]), np.array([0, 1, -1]), tables)
+        assert [side.tolist() for side in result] == [[-1, 0], [0, -1, -1]]
 
 
-def test_every_backend_gives_the_same_answer_for_narrow_and_wide_bands() -> None:
+def test_backends_agree_for_narrow_and_wide_bands() -> None:
     windows = random_windows(0, 150, 40)
     tables = CanonicalTables(vocabulary(STUDENT), vocabulary(TEACHER))
     for band in (1, 2, 7, 64):
@@ -129,7 +129,7 @@ def test_every_backend_gives_the_same_answer_for_narrow_and_wide_bands() -> None
 
 @pytest.mark.parametrize(("student", "teacher"), [(300, 2), (2, 300), (300, 150), (1, 1)])
 @pytest.mark.parametrize("kind", ["repeats", "nothing in common", "spell nothing"])
-def test_an_answer_exists_however_unequal_the_sides_are(student: int, teacher: int, kind: str) -> None:
+def test_sides_of_any_lengths_are_aligned(student: int, teacher: int, kind: str) -> None:
     tokens = {"repeats": ("a", "a"), "nothing in common": ("a", "b"), "spell nothing": ("", "b")}[kind]
     tables = CanonicalTables(vocabulary(tokens[:1]), vocabulary(tokens[1:]))
     window = np.zeros(student, np.int32), np.zeros(teacher, np.int32)
@@ -139,30 +139,30 @@ def test_an_answer_exists_however_unequal_the_sides_are(student: int, teacher: i
     assert [int((side >= 0).sum()) for side in answers[0][0]] == [pairs, pairs]
 
 
-def test_the_strip_follows_the_bytes() -> None:
-    """One side cuts the first half finely, the other the second: in the middle they are 700 tokens off the diagonal."""
+def test_strip_follows_the_bytes() -> None:
+    """One side cuts the first half finely, the other one the second half: they meet 700 tokens off the diagonal."""
     student = [*"abcdefgh" * 100, "x", *["ijklmnop"] * 100, "x"]
     teacher = [*["abcdefgh"] * 100, "x", *"ijklmnop" * 100, "x"]
-    found = aligned(student, teacher, band=1)
-    assert (found[0][800], found[0][-1]) == (found[1][100], found[1][-1]) == (0, 1)
-    assert [max(side[:100]) for side in found] == [-1, -1]
+    result = aligned(student, teacher, band=1)
+    assert (result[0][800], result[0][-1]) == (result[1][100], result[1][-1]) == (0, 1)
+    assert [max(side[:100]) for side in result] == [-1, -1]
 
 
 @pytest.mark.parametrize("band", [1, 8])
-def test_a_side_that_ends_early_is_followed_to_its_end(band: int) -> None:
+def test_strip_follows_a_side_that_ends_early(band: int) -> None:
     words = [f" {number}" for number in range(400)]
     for kept in (150, 399):
-        found = aligned(words, words[:kept], band=band)
-        assert found == ([*range(kept), *[-1] * (400 - kept)], list(range(kept)))
+        result = aligned(words, words[:kept], band=band)
+        assert result == ([*range(kept), *[-1] * (400 - kept)], list(range(kept)))
 
 
-def test_a_lossy_side_that_drops_white_space_is_followed() -> None:
+def test_strip_follows_dropped_white_space() -> None:
     """600 line breaks in the first half and none in the second; the other side has no white space at all."""
     lines = [part for number in range(200) for part in (f"{number}", "\n", "\n", "\n")]
     words = [f" {number}" for number in range(200, 400)]
-    found = aligned([*lines, *words], [str(number) for number in range(400)], band=4, lossy=True)
-    assert found[1] == list(range(400))
-    assert [place for place, number in enumerate(found[0]) if number < 0] == [
+    result = aligned([*lines, *words], [str(number) for number in range(400)], band=4, lossy=True)
+    assert result[1] == list(range(400))
+    assert [place for place, number in enumerate(result[0]) if number < 0] == [
         place for place, part in enumerate(lines) if part == "\n"
     ]
 
@@ -181,7 +181,7 @@ def test_cells_grow_linearly(student: int, teacher: int) -> None:
         assert (problem.low[1:] <= problem.high[:-1]).all()
 
 
-def test_bad_settings_are_named() -> None:
+def test_bad_settings_are_rejected() -> None:
     tables = CanonicalTables(vocabulary(["a"]), vocabulary(["a"]))
     with pytest.raises(ValueError, match=r"one of numba, numpy, cuda; it is 'torch'"):
         load_backend("torch")
@@ -189,11 +189,11 @@ def test_bad_settings_are_named() -> None:
         align_window(np.array([0]), np.array([0]), tables, band=0)
 
 
-def test_a_repeated_word_is_not_paired_with_itself_elsewhere() -> None:
-    """The second student token and the last teacher token are both " to", of different places in one text."""
+def test_other_occurrence_of_a_word_is_not_paired() -> None:
+    """The second student token and the last teacher token are both " to", but at different places of the text."""
     student = ["We", " to", "go to", " the", " sea"]
     teacher = ["We", " ", "togo", " to", " the sea"]
     assert aligned(student, teacher) == ([0, -1, -1, 1, 1], [0, -1, -1, -1, 1])
-    # a space that only one side writes proves no less; another letter leaves it open which the pair is
+    # An added space makes no difference; with a different letter, the right pair is unknown.
     assert aligned([" We", *student[1:]], teacher)[0] == [-1, -1, -1, 0, 0]
     assert aligned(["Me", *student[1:]], teacher)[0] == [-1, 0, -1, 1, 1]

@@ -1,4 +1,4 @@
-"""The CUDA kernel without a CUDA device: in Numba's simulator, which has to be chosen before numba is imported."""
+"""The CUDA kernel without a CUDA device: in Numba's simulator, which must be selected before numba is imported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_the_kernel_gives_numpys_answers_in_one_launch_or_several() -> None:
+def test_kernel_agrees_with_numpy_in_any_number_of_launches() -> None:
     done = run(EQUAL_ANSWERS, NUMBA_ENABLE_CUDASIM="1")
     assert done.returncode == 0, done.stderr
     together, _, apart = done.stdout.partition("|")
@@ -61,7 +61,7 @@ def test_the_kernel_gives_numpys_answers_in_one_launch_or_several() -> None:
     assert sum(map(int, apart.split())) == launches[2] >= 10
 
 
-def test_where_numba_has_no_cuda_target_the_backend_is_refused() -> None:
+def test_backend_is_rejected_without_a_cuda_target() -> None:
     done = run(NO_DEVICE, NUMBA_ENABLE_CUDASIM="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -69,8 +69,8 @@ def test_where_numba_has_no_cuda_target_the_backend_is_refused() -> None:
     assert last.endswith("set aligner.dp.backend=numba")
 
 
-def test_a_numba_cuda_without_its_bindings_is_named() -> None:
-    """As numba-cuda raises on import where the CUDA bindings are missing."""
+def test_missing_cuda_bindings_are_reported() -> None:
+    """numba-cuda raises ImportError if the CUDA bindings are missing."""
     program = (
         "import sys; sys.modules['numba.cuda'] = None\n"
         "from distill_rl.align.dp.device import missing_for_cuda\n"
@@ -82,7 +82,7 @@ def test_a_numba_cuda_without_its_bindings_is_named() -> None:
 
 
 @pytest.mark.parametrize(("backend", "module"), [("numpy", "numpy"), ("numba", "numba")])
-def test_numba_is_imported_by_the_first_backend_that_needs_it(backend: str, module: str) -> None:
+def test_numba_is_imported_only_by_its_backend(backend: str, module: str) -> None:
     program = (
         "import sys, distill_rl.align.dp.backends as dp\n"
         "before = 'numba' in sys.modules\n"

@@ -1,4 +1,4 @@
-"""Windows of many rows reach the engine together, and no answer depends on it."""
+"""Windows of many rows reach the backend together, and no result depends on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def aligner() -> TokenAligner:
 
 @pytest.fixture
 def sizes(monkeypatch) -> list[int]:
-    """How many windows each call of the engine was given."""
+    """Number of windows in each call of the backend."""
     seen: list[int] = []
     whole = backends.align_windows
     monkeypatch.setattr(
@@ -35,23 +35,23 @@ def rows(aligner: TokenAligner) -> list:
     return [(aligner.tokenize_student(text), aligner.tokenize_teacher(text)) for text in TEXTS]
 
 
-def test_all_windows_are_solved_in_one_call_and_kept_for_their_rows(aligner, sizes):
+def test_windows_of_all_rows_are_solved_in_one_call(aligner, sizes):
     pairs = rows(aligner)
-    wanted = [aligner.pair(*pair) for pair in pairs]
+    expected = [aligner.pair(*pair) for pair in pairs]
     assert sizes == [1] * len(TEXTS)
     sizes.clear()
-    aligner.backend = "cuda"  # what asks for it; the engine stays numpy
+    aligner.backend = "cuda"  # solve_ahead works only for cuda; the solver itself still uses numpy
     aligner.solve_ahead(pairs)
     assert sizes == [len(TEXTS)]
-    for pair, one in zip(pairs, wanted):
-        found = aligner.pair(*pair)
-        assert np.array_equal(found.student_chunk, one.student_chunk)
-        assert np.array_equal(found.teacher_chunk, one.teacher_chunk)
-        assert found.num_chunks == one.num_chunks > 0
+    for pair, wanted_row in zip(pairs, expected):
+        result = aligner.pair(*pair)
+        assert np.array_equal(result.student_chunk, wanted_row.student_chunk)
+        assert np.array_equal(result.teacher_chunk, wanted_row.teacher_chunk)
+        assert result.num_chunks == wanted_row.num_chunks > 0
     assert sizes == [len(TEXTS)]
 
 
-def test_a_row_that_fails_ahead_fails_again_by_itself_and_takes_no_other_with_it(aligner, sizes):
+def test_failing_row_raises_later_and_alone(aligner, sizes):
     good = rows(aligner)[0]
     bad = (good[0], aligner.tokenize_teacher("another text"))
     aligner.backend = "cuda"
@@ -62,6 +62,6 @@ def test_a_row_that_fails_ahead_fails_again_by_itself_and_takes_no_other_with_it
         aligner.pair(*bad)
 
 
-def test_on_a_cpu_nothing_is_done_twice(aligner, sizes):
+def test_cpu_backend_solves_nothing_ahead(aligner, sizes):
     aligner.solve_ahead(rows(aligner))
     assert sizes == []

@@ -1,4 +1,4 @@
-"""The rows of W, by hand and on real tokenizers, and the file that holds it."""
+"""The rows of W, with tokenizers made by hand and real ones, and the file of W."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Row = dict[bytes, float]
 def byte_level(
     *merges: str, specials: tuple[str, ...] = (), plain: tuple[str, ...] = (), **roles: str
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the 256 bytes and these merges, "a b" for ab; a space inside a piece is Ġ."""
+    """A byte-level BPE with the 256 bytes and these merges, such as "a b" for ab; a space in a piece is Ġ."""
     pieces = [LETTERS[byte] for byte in range(256)]
     pairs = [tuple(merge.split(" ")) for merge in merges]
     pieces += [left + right for left, right in pairs]
@@ -52,7 +52,7 @@ def byte_level(
 
 
 def sentencepiece(*merges: str) -> PreTrainedTokenizerFast:
-    """A BPE over the letters of `merges` with ▁ for a space, byte fallback, and a dummy prefix before every text."""
+    """A BPE over the letters of `merges` with ▁ for a space, byte fallback, and a dummy space before every text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pairs = [tuple(merge.split(" ")) for merge in merges]
     for left, right in pairs:
@@ -75,7 +75,7 @@ def row_of(projection: Projection, number: int) -> dict[int, float]:
 
 
 def spelled_row(student, teacher, spelling: bytes) -> Row:
-    """The row of the student's token of these bytes, its columns by what they spell."""
+    """The row of the student's token with these bytes, with each column given as its bytes."""
     return row_of_bytes(*built(student, teacher), spelling)
 
 
@@ -88,7 +88,7 @@ def parts(*weights: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def test_a_row_is_the_equal_token_or_the_first_four_pieces() -> None:
+def test_row_is_the_equal_token_or_four_pieces() -> None:
     student = byte_level("a b", "ab c", "abc d", "abcd e", "abcde f", "x y", "xy z")
     teacher = byte_level("a b", "c d", "x y", "xy z")
     assert spelled_row(student, teacher, b"ab") == {b"ab": 1}
@@ -100,15 +100,15 @@ def test_a_row_is_the_equal_token_or_the_first_four_pieces() -> None:
     assert spelled_row(student, byte_level(), b"abcdef") == pytest.approx(four)
 
 
-def test_a_piece_that_comes_again_takes_both_weights() -> None:
+def test_weights_of_a_repeated_piece_add_up() -> None:
     student, teacher = byte_level("1 1", "11 2", "112 1"), byte_level()
     first, second, third, fourth = parts(0.9, 0.09, 0.009, 0.0009)
     assert spelled_row(student, teacher, b"1121") == pytest.approx({b"1": first + second + fourth, b"2": third})
     assert spelled_row(student, teacher, b"11") == {b"1": 1}
 
 
-def test_equal_bytes_go_to_one_column_from_every_row_that_has_them() -> None:
-    """`<0x61>` and `a` are both the byte a, on both sides."""
+def test_rows_of_equal_bytes_share_a_column() -> None:
+    """Both `<0x61>` and `a` are the byte a."""
     student, teacher = sentencepiece("a b"), byte_level("a b")
     projection, left, right = built(student, teacher)
     rows = [number for number in range(left.size) if left.token_bytes(number) == b"a"]
@@ -120,7 +120,7 @@ def test_equal_bytes_go_to_one_column_from_every_row_that_has_them() -> None:
     assert right.token_bytes(97) == b"a"
 
 
-def test_roles_pair_whatever_their_names_are() -> None:
+def test_roles_are_paired_by_role_not_name() -> None:
     roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     student = byte_level(specials=("<s>", "</s>", "<pad>"), **roles)
     teacher = byte_level("a b", specials=("[END]", "[BEGIN]"), eos_token="[END]", bos_token="[BEGIN]")
@@ -133,7 +133,7 @@ def test_roles_pair_whatever_their_names_are() -> None:
     assert projection.exact_rows == 258
 
 
-def test_a_teacher_with_one_stop_token_stops_by_it_for_both_of_the_students() -> None:
+def test_teachers_single_stop_serves_both_student_stops() -> None:
     student = byte_level(specials=("<end>", "<turn>"), eos_token="<end>")
     student.chat_template = "{% for message in messages %}{{ message['content'] + '<turn>' }}{% endfor %}"
     teacher = byte_level(specials=("[END]",), eos_token="[END]")
@@ -145,25 +145,25 @@ def test_a_teacher_with_one_stop_token_stops_by_it_for_both_of_the_students() ->
     assert row_of(back, right.roles["eos"]) == {left.roles["eos"]: 1.0}
 
 
-def test_an_added_token_that_is_not_special_is_its_text() -> None:
+def test_added_token_is_spelled_as_its_text() -> None:
     student = byte_level("t h", plain=("<think>",))
     assert spelled_row(student, byte_level(plain=("<think>",)), b"<think>") == {b"<think>": 1}
     pieces = dict(zip((b"<", b"th", b"i", b"n"), parts(0.9, 0.09, 0.009, 0.0009)))
     assert spelled_row(student, byte_level("t h"), b"<think>") == pytest.approx(pieces)
 
 
-def test_a_piece_from_the_middle_of_a_word_gets_no_dummy_prefix() -> None:
+def test_piece_inside_a_word_gets_no_dummy_space() -> None:
     student = byte_level("i n", "in g", "Ġ ing", "ing s")
     teacher = sentencepiece("i n", "in g", "▁ ing", "s s")
     assert spelled_row(student, teacher, b"ing") == {b"ing": 1}
     assert spelled_row(student, teacher, b"ings") == pytest.approx(dict(zip((b"ing", b"s"), parts(0.9, 0.09))))
-    # the same behind a space: the space belongs to the token, and only one
+    # With a leading space, that one space is part of the token.
     longer = byte_level("i n", "in g", "Ġ ing", "Ġing s")
     pieces = dict(zip((b" ing", b"s"), parts(0.9, 0.09)))
     assert spelled_row(longer, teacher, b" ings") == pytest.approx(pieces)
 
 
-def test_a_part_of_a_character_is_split_by_bytes() -> None:
+def test_partial_character_is_split_into_bytes() -> None:
     first, second, third = (LETTERS[byte] for byte in "中".encode())
     spelling = "中".encode()[:2]
     student = byte_level(f"{first} {second}", f"{first + second} {third}")
@@ -185,7 +185,7 @@ def lower_casing() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
-def test_a_lossy_teacher_spells_what_it_keeps_and_nothing_else() -> None:
+def test_lossy_teacher_spells_only_what_it_keeps() -> None:
     student = byte_level("H e", "He y", "Ġ Hey", "ĠHey s", "q q")
     teacher = lower_casing()
     assert spelled_row(student, teacher, b"Hey") == {b"hey": 1}
@@ -193,7 +193,7 @@ def test_a_lossy_teacher_spells_what_it_keeps_and_nothing_else() -> None:
     assert spelled_row(student, teacher, b"qq") == {}
 
 
-def test_ids_that_only_the_models_have_are_empty_rows_and_columns() -> None:
+def test_padding_ids_are_empty_rows_and_columns() -> None:
     student, teacher = byte_level("a b"), byte_level("c d")
     projection, left, right = built(student, teacher, student_columns=300, teacher_columns=400)
     assert (projection.num_student, projection.num_teacher) == (300, 400)
@@ -205,7 +205,7 @@ def test_ids_that_only_the_models_have_are_empty_rows_and_columns() -> None:
             built(student, teacher, **size)
 
 
-def test_a_tokenizer_with_itself_is_the_identity() -> None:
+def test_tokenizer_with_itself_is_the_identity() -> None:
     tokenizer = tiny_tokenizer()
     projection, vocabulary, _ = built(tokenizer, tokenizer)
     for number in np.flatnonzero(vocabulary.lengths):
@@ -218,7 +218,7 @@ def small() -> Projection:
     return built(tiny_tokenizer(400, seed=0), tiny_tokenizer(330, seed=1), student_columns=448)[0]
 
 
-def test_the_file_gives_the_same_projection_back(small: Projection, tmp_path: Path) -> None:
+def test_file_round_trip_is_exact(small: Projection, tmp_path: Path) -> None:
     assert small.split_rows > 20
     save_projection(small, tmp_path / "new" / "w.safetensors")
     known = {"student_hash": small.student_hash, "teacher_hash": small.teacher_hash}
@@ -237,10 +237,10 @@ def test_the_file_gives_the_same_projection_back(small: Projection, tmp_path: Pa
         ("values", lambda v: np.where(np.arange(len(v)) == 3, np.inf, v), "finite and above 0; entry 3 is inf"),
         ("values", lambda v: np.where(np.arange(len(v)) == 3, -1, v), "finite and above 0; entry 3 is -1"),
         ("values", lambda v: v * 2, "every row must sum to 1; row 0 sums to 2"),
-        ("values", lambda v: v[:-1], "values must be as many as"),
+        ("values", lambda v: v[:-1], "there must be one value per index"),
         ("values", lambda v: v.astype(np.float64), r"values must be float32 \[n\]; it is float64"),
-        ("indices", lambda v: np.where(v == v.max(), 330, v), "indices must lie in 0 … 329; they reach from 0 to 330"),
-        ("indices", lambda v: np.where(v == v.max(), -1, v), "they reach from -1 to"),
+        ("indices", lambda v: np.where(v == v.max(), 330, v), "indices must lie in 0 … 329; they range from 0 to 330"),
+        ("indices", lambda v: np.where(v == v.max(), -1, v), "they range from -1 to"),
         ("indices", lambda v: v[::-1].copy(), "indices must ascend in every row"),
         ("indptr", lambda v: v[:-1], "indptr must rise from 0 to"),
         ("indptr", lambda v: np.where(np.arange(len(v)) == 9, v[-1], v), "indptr must rise from 0 to"),
@@ -249,7 +249,7 @@ def test_the_file_gives_the_same_projection_back(small: Projection, tmp_path: Pa
         ("teacher_common", lambda v: v[1:], "the common vocabulary must be one to one"),
     ],
 )
-def test_a_damaged_array_is_found(small: Projection, tmp_path: Path, name: str, change, message: str) -> None:
+def test_damaged_array_is_rejected(small: Projection, tmp_path: Path, name: str, change, message: str) -> None:
     path = tmp_path / "w.safetensors"
     save_projection(small, path)
     header = json.loads(_metadata(path)[HEADER])
@@ -262,7 +262,7 @@ def test_a_damaged_array_is_found(small: Projection, tmp_path: Path, name: str, 
     with pytest.raises(ValueError, match=message) as caught:
         load_projection(path)
     assert str(caught.value).startswith(str(path))
-    assert str(caught.value).endswith("delete the file, it is built anew")
+    assert str(caught.value).endswith("delete the file, it is then built again")
     assert "\n" not in str(caught.value)
 
 
@@ -280,23 +280,23 @@ def _metadata(path: Path) -> dict[str, str]:
         ({"teacher_columns": 331}, "with teacher_columns 331; the file has 330"),
     ],
 )
-def test_another_pairs_file_is_refused(small: Projection, tmp_path: Path, wanted, message: str) -> None:
+def test_file_of_another_pair_is_rejected(small: Projection, tmp_path: Path, wanted, message: str) -> None:
     save_projection(small, tmp_path / "w.safetensors")
     with pytest.raises(ValueError, match=message):
         load_projection(tmp_path / "w.safetensors", **wanted)
 
 
-def test_what_is_no_projection_is_refused(small: Projection, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_rejected(small: Projection, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     with pytest.raises(ValueError, match="it does not exist"):
         load_projection(path)
     save_file({"weight": np.zeros(3, np.float32)}, path)
-    with pytest.raises(ValueError, match="damaged or another kind"):
+    with pytest.raises(ValueError, match="damaged or of another kind"):
         load_projection(path)
     save_projection(small, path)
     content = path.read_bytes()
     path.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match="damaged or another kind"):
+    with pytest.raises(ValueError, match="damaged or of another kind"):
         load_projection(path)
     save_file(load_file_of(content, tmp_path), path, {HEADER: json.dumps({"format": 1})})
     with pytest.raises(ValueError, match="the header must hold"):
@@ -311,7 +311,7 @@ def load_file_of(content: bytes, folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "whole")
 
 
-def test_the_cache_builds_once_and_builds_anew_what_is_damaged(tmp_path: Path) -> None:
+def test_cache_builds_once_and_rebuilds_damaged_files(tmp_path: Path) -> None:
     pair = tiny_tokenizer(320, seed=0), tiny_tokenizer(330, seed=1)
     sizes = {"student_columns": 320, "teacher_columns": 384}
     path = cached_projection(tmp_path / "cache", *pair, **sizes)
@@ -328,7 +328,7 @@ def test_the_cache_builds_once_and_builds_anew_what_is_damaged(tmp_path: Path) -
         assert path.read_bytes() == content
 
 
-def test_processes_at_once_leave_one_file_of_the_same_bytes(tmp_path: Path) -> None:
+def test_concurrent_processes_leave_one_identical_file(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from tests.helpers.tokenizers import tiny_tokenizer\n"
@@ -348,8 +348,8 @@ def test_processes_at_once_leave_one_file_of_the_same_bytes(tmp_path: Path) -> N
 
 
 def check_rows(projection: Projection, left: Vocabulary, right: Vocabulary) -> None:
-    """Rows of at most four columns that sum to 1; none is empty and each spells how its token begins, unless the
-    teacher is lossy."""
+    """Every row has at most four columns and sums to 1. Unless the teacher is lossy, no row is empty, and each spells
+    the beginning of its token."""
     entries = np.diff(projection.indptr)
     assert entries.max() <= 4
     sums = np.bincount(np.repeat(np.arange(left.size), entries), weights=projection.values, minlength=left.size)
@@ -363,13 +363,13 @@ def check_rows(projection: Projection, left: Vocabulary, right: Vocabulary) -> N
         row = row_of(projection, number)
         pieces = [right.token_bytes(column) for column in sorted(row, key=lambda column: -row[column])]
         token = left.token_bytes(number)
-        # A piece that comes again stands once in the row, and what follows it is out of order.
+        # A repeated piece occurs only once in the row, so the pieces after it are not in order.
         assert token.startswith(pieces[0])
         assert token.startswith(b"".join(pieces)) or all(piece in token for piece in pieces)
 
 
 @pytest.mark.parametrize("student", FAMILIES)
-def test_every_pair_of_families(student: str) -> None:
+def test_rows_of_every_pair_of_families(student: str) -> None:
     for teacher in FAMILIES:
         check_rows(*built(family(student), family(teacher)))
 
@@ -382,13 +382,13 @@ def real(student: str, teacher: str) -> tuple[Projection, Vocabulary, Vocabulary
     return built(*(AutoTokenizer.from_pretrained(REAL / name) for name in (student, teacher)))
 
 
-def test_gpt2_and_roberta_are_a_permutation() -> None:
+def test_gpt2_to_roberta_is_a_permutation() -> None:
     projection, left, _ = real("gpt2", "roberta-base")
     assert np.array_equal(projection.values, np.ones(len(projection.values), np.float32))
     assert len(set(projection.indices.tolist())) == len(projection.indices) == left.size
 
 
-def test_digits_of_cl100k_in_single_digits_and_back() -> None:
+def test_cl100k_numbers_map_to_single_digits() -> None:
     there, back = real("cl100k_base", "qwen3"), real("qwen3", "cl100k_base")
     assert row_of_bytes(*back, b"7") == {b"7": 1}
     row = row_of_bytes(*there, b"123")
@@ -408,7 +408,7 @@ def test_digits_of_cl100k_in_single_digits_and_back() -> None:
         ("mistral-v1", "t5-small"),
     ],
 )
-def test_every_row_spells_how_its_token_begins(student: str, teacher: str) -> None:
+def test_rows_of_real_pairs_spell_their_tokens(student: str, teacher: str) -> None:
     projection, left, right = real(student, teacher)
     assert projection.exact_rows > 0
     assert projection.split_rows > 100

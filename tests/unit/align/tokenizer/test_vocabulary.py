@@ -13,32 +13,32 @@ needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real
 
 
 def check_table(tokenizer) -> None:
-    made, expected = Vocabulary.from_tokenizer(tokenizer), slow_table(tokenizer)
+    vocabulary, expected = Vocabulary.from_tokenizer(tokenizer), slow_table(tokenizer)
     special = {
         token["id"] for token in json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"] if token["special"]
     }
-    assert made.size == 1 + max(expected)
-    assert {number: made.token_bytes(number) for number in expected} == expected
-    assert set(np.flatnonzero(made.special).tolist()) == special
-    assert made.lengths.dtype == np.int32
-    assert np.array_equal(made.lengths, np.diff(made.starts))
-    assert not made.lengths[made.special].any()
+    assert vocabulary.size == 1 + max(expected)
+    assert {number: vocabulary.token_bytes(number) for number in expected} == expected
+    assert set(np.flatnonzero(vocabulary.special).tolist()) == special
+    assert vocabulary.lengths.dtype == np.int32
+    assert np.array_equal(vocabulary.lengths, np.diff(vocabulary.starts))
+    assert not vocabulary.lengths[vocabulary.special].any()
     for number in special:
-        assert made.literal(number).decode() == tokenizer.convert_ids_to_tokens(number)
+        assert vocabulary.literal(number).decode() == tokenizer.convert_ids_to_tokens(number)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_id_has_its_exact_bytes(name):
+def test_bytes_of_every_id(name):
     check_table(family(name))
 
 
 @needs_data
 @pytest.mark.parametrize("name", REAL + REAL_LOSSY)
-def test_every_id_of_a_real_tokenizer_has_its_exact_bytes(name):
+def test_bytes_of_every_id_of_real_tokenizers(name):
     check_table(real(name))
 
 
-def test_the_byte_map_is_that_of_the_tokenizers():
+def test_byte_map_is_that_of_the_tokenizers_library():
     letters = byte_of_letter()
     assert sorted(letters.values()) == list(range(256))
     assert {chr(letter) for letter in letters} == set(pre_tokenizers.ByteLevel.alphabet())
@@ -59,22 +59,22 @@ def test_the_byte_map_is_that_of_the_tokenizers():
         ("wordpiece", "wordpiece", "lossy", False),
     ],
 )
-def test_a_family_is_told_by_what_it_does(name, kind, normalization, dummy):
-    made = Vocabulary.from_tokenizer(family(name))
-    assert (made.family, made.normalization, made.dummy) == (kind, normalization, dummy)
-    assert (made.lossy is None) == (name not in ("unigram", "wordpiece"))
-    assert made.drops_spaces == (name == "wordpiece")
+def test_family_and_normalization_are_detected(name, kind, normalization, dummy):
+    vocabulary = Vocabulary.from_tokenizer(family(name))
+    assert (vocabulary.family, vocabulary.normalization, vocabulary.dummy) == (kind, normalization, dummy)
+    assert (vocabulary.lossy is None) == (name not in ("unigram", "wordpiece"))
+    assert vocabulary.drops_spaces == (name == "wordpiece")
 
 
-def test_lossy_tokenizers_say_why():
+def test_reason_for_a_lossy_tokenizer():
     assert "unknown token" in Vocabulary.from_tokenizer(family("unigram")).lossy
     assert "BertNormalizer changes the text" in Vocabulary.from_tokenizer(family("wordpiece")).lossy
 
 
-def test_roles_are_the_tokenizers_own_and_the_end_of_turn_is_the_templates():
-    made = Vocabulary.from_tokenizer(family("byte_level"))
+def test_roles_come_from_tokenizer_and_template():
+    vocabulary = Vocabulary.from_tokenizer(family("byte_level"))
     ids = family("byte_level").convert_tokens_to_ids
-    assert made.roles == {
+    assert vocabulary.roles == {
         role: ids(token)
         for role, token in zip(
             ("bos", "eos", "pad", "unk", "end_of_turn"), ("<s>", "</s>", "<pad>", "<unk>", "<|end|>")
@@ -82,7 +82,7 @@ def test_roles_are_the_tokenizers_own_and_the_end_of_turn_is_the_templates():
     }
     bare = Vocabulary.from_tokenizer(family("byte_level").backend_tokenizer)
     assert dict(bare.roles) == {}
-    assert np.array_equal(bare.flat, made.flat)
+    assert np.array_equal(bare.flat, vocabulary.flat)
 
 
 def added(*tokens: AddedToken) -> PreTrainedTokenizerFast:
@@ -92,27 +92,27 @@ def added(*tokens: AddedToken) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_added_tokens_that_are_not_special_spell_their_text_and_skip_the_byte_map():
+def test_plain_added_tokens_spell_their_text():
     tokenizer = added(*(AddedToken(text, normalized=False) for text in ("<think>", "õ", "   ", "Ａ")))
-    made = Vocabulary.from_tokenizer(tokenizer)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
     spelled = [
-        made.token_bytes(tokenizer.convert_tokens_to_ids(text)).decode() for text in ("<think>", "õ", "   ", "Ａ")
+        vocabulary.token_bytes(tokenizer.convert_tokens_to_ids(text)).decode() for text in ("<think>", "õ", "   ", "Ａ")
     ]
     assert spelled == ["<think>", "õ", "   ", "Ａ"]
-    assert made.token_bytes(1) == b" "
-    assert made.token_bytes(3) == b"\xb5"
+    assert vocabulary.token_bytes(1) == b" "
+    assert vocabulary.token_bytes(3) == b"\xb5"
 
 
-def test_runs_of_metaspace_that_are_also_pieces_spell_spaces():
+def test_metaspace_runs_that_are_pieces_spell_spaces():
     tokenizer = Tokenizer(models.BPE({"▁": 0, "▁▁": 1, "a": 2, "x▁": 3}, [("▁", "▁")]))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.add_tokens([AddedToken("▁▁", normalized=False), AddedToken("▁new", normalized=False)])
-    made = Vocabulary.from_tokenizer(tokenizer)
-    assert made.token_bytes(1) == b"  "
-    assert made.token_bytes(tokenizer.token_to_id("▁new")) == "▁new".encode()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    assert vocabulary.token_bytes(1) == b"  "
+    assert vocabulary.token_bytes(tokenizer.token_to_id("▁new")) == "▁new".encode()
 
 
-def test_slow_tokenizers_and_empty_ones_are_refused():
+def test_slow_and_empty_tokenizers_are_rejected():
     class Slow:
         pass
 
@@ -122,7 +122,7 @@ def test_slow_tokenizers_and_empty_ones_are_refused():
         Vocabulary.from_tokenizer(Tokenizer(models.BPE()))
 
 
-def test_the_hash_follows_what_decides_ids_and_bytes_only():
+def test_hash_depends_only_on_ids_and_bytes():
     first = family("byte_level")
     copy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(first.backend_tokenizer.to_str()))
     copy.backend_tokenizer.enable_truncation(7)
@@ -135,40 +135,42 @@ def test_the_hash_follows_what_decides_ids_and_bytes_only():
 @pytest.mark.parametrize(
     ("left", "right"), [("byte_level", "spm_first"), ("unigram_fallback", "tiktoken"), ("wordpiece", "spm_always")]
 )
-def test_the_common_vocabulary_is_one_to_one_and_complete(left, right):
+def test_common_vocabulary_is_one_to_one_and_complete(left, right):
     student, teacher = (Vocabulary.from_tokenizer(family(name)) for name in (left, right))
-    ours, theirs = common_vocabulary(student, teacher)
-    assert ours.dtype == theirs.dtype == np.int32
-    assert len(set(ours.tolist())) == len(set(theirs.tolist())) == len(ours)
-    spelled = [(student.token_bytes(a), teacher.token_bytes(b)) for a, b in zip(ours, theirs)]
+    student_ids, teacher_ids = common_vocabulary(student, teacher)
+    assert student_ids.dtype == teacher_ids.dtype == np.int32
+    assert len(set(student_ids.tolist())) == len(set(teacher_ids.tolist())) == len(student_ids)
+    spelled = [(student.token_bytes(a), teacher.token_bytes(b)) for a, b in zip(student_ids, teacher_ids)]
     assert all(a == b for a, b in spelled)
-    silent = [pair for pair, text in zip(zip(ours.tolist(), theirs.tolist()), spelled) if text == (b"", b"")]
-    assert silent == list(zip(ours.tolist(), theirs.tolist()))[-len(silent) :]
+    textless = [
+        pair for pair, text in zip(zip(student_ids.tolist(), teacher_ids.tolist()), spelled) if text == (b"", b"")
+    ]
+    assert textless == list(zip(student_ids.tolist(), teacher_ids.tolist()))[-len(textless) :]
     roles = [(student.roles[role], teacher.roles[role]) for role in ("eos", "end_of_turn", "bos")]
-    assert silent[:3] == roles
-    written = {(student.literal(a), teacher.literal(b)) for a, b in silent[3:]}
+    assert textless[:3] == roles
+    written = {(student.literal(a), teacher.literal(b)) for a, b in textless[3:]}
     assert written == {(b"<pad>", b"<pad>"), (b"<|turn|>", b"<|turn|>")}
     both = {student.token_bytes(a) for a in range(student.size)} & {teacher.token_bytes(b) for b in range(teacher.size)}
     assert {a for a, _ in spelled} == both
-    assert ours[: -len(silent)].tolist() == sorted(ours[: -len(silent)].tolist())
+    assert student_ids[: -len(textless)].tolist() == sorted(student_ids[: -len(textless)].tolist())
 
 
-def test_two_copies_of_a_tokenizer_have_every_id_in_common():
-    made = [Vocabulary.from_tokenizer(family("spm_first")) for _ in range(2)]
-    ours, theirs = common_vocabulary(*made)
-    assert ours.tolist() == theirs.tolist() == list(range(made[0].size))
+def test_copies_of_a_tokenizer_share_every_id():
+    copies = [Vocabulary.from_tokenizer(family("spm_first")) for _ in range(2)]
+    student_ids, teacher_ids = common_vocabulary(*copies)
+    assert student_ids.tolist() == teacher_ids.tolist() == list(range(copies[0].size))
 
 
-def test_of_equal_bytes_a_plain_piece_is_taken_before_a_fallback_one():
+def test_plain_piece_precedes_a_fallback_piece():
     tokenizer = family("spm_first")
-    made = Vocabulary.from_tokenizer(tokenizer)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
     plain, fallback = tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("<0x61>")
-    assert made.token_bytes(plain) == made.token_bytes(fallback) == b"a"
-    ours, theirs = common_vocabulary(made, Vocabulary.from_tokenizer(family("byte_level")))
-    assert plain in ours
-    assert fallback not in ours
-    back = common_vocabulary(Vocabulary.from_tokenizer(family("byte_level")), made)
-    assert set(zip(*(side.tolist() for side in back))) == set(zip(theirs.tolist(), ours.tolist()))
+    assert vocabulary.token_bytes(plain) == vocabulary.token_bytes(fallback) == b"a"
+    student_ids, teacher_ids = common_vocabulary(vocabulary, Vocabulary.from_tokenizer(family("byte_level")))
+    assert plain in student_ids
+    assert fallback not in student_ids
+    back = common_vocabulary(Vocabulary.from_tokenizer(family("byte_level")), vocabulary)
+    assert set(zip(*(side.tolist() for side in back))) == set(zip(teacher_ids.tolist(), student_ids.tolist()))
 
 
 @needs_data
@@ -176,15 +178,17 @@ def test_of_equal_bytes_a_plain_piece_is_taken_before_a_fallback_one():
     ("left", "right", "count"),
     [("gpt2", "roberta-base", 50256), ("qwen3", "mistral-v1", 29234), ("qwen3", "cl100k_base", 99156)],
 )
-def test_real_pairs_share_as_many_tokens_as_is_known(left, right, count):
+def test_size_of_real_common_vocabularies(left, right, count):
     student, teacher = (Vocabulary.from_tokenizer(real(name)) for name in (left, right))
-    ours, theirs = common_vocabulary(student, teacher)
-    spelled = student.lengths[ours] > 0
+    student_ids, teacher_ids = common_vocabulary(student, teacher)
+    spelled = student.lengths[student_ids] > 0
     assert abs(int(spelled.sum()) - count) <= 20
-    assert all(student.token_bytes(a) == teacher.token_bytes(b) for a, b in zip(ours[spelled], theirs[spelled]))
+    assert all(
+        student.token_bytes(a) == teacher.token_bytes(b) for a, b in zip(student_ids[spelled], teacher_ids[spelled])
+    )
 
 
-def test_specials_of_the_helper_are_special_everywhere():
+def test_helper_specials_are_special_in_every_family():
     for name in FAMILIES:
-        made = Vocabulary.from_tokenizer(family(name))
-        assert made.special[family(name).convert_tokens_to_ids(list(SPECIALS))].all()
+        vocabulary = Vocabulary.from_tokenizer(family(name))
+        assert vocabulary.special[family(name).convert_tokens_to_ids(list(SPECIALS))].all()

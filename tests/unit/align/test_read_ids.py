@@ -1,4 +1,4 @@
-"""What `align_ids` takes for ids, and that it refuses by name what numpy would have changed in silence."""
+"""Which values `align_ids` accepts as ids, and that it rejects what numpy would change silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNER = TokenAligner(family("byte_level"), family("tiktoken"))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         [1, 2],
         (1, 2),
@@ -26,21 +26,21 @@ ALIGNER = TokenAligner(family("byte_level"), family("tiktoken"))
         torch.tensor([1, 2]),
         torch.tensor([1, 2], dtype=torch.int32),
     ],
-    ids=lambda given: f"{type(given).__name__} {getattr(given, 'dtype', '')}",
+    ids=lambda values: f"{type(values).__name__} {getattr(values, 'dtype', '')}",
 )
-def test_integers_of_any_kind_are_ids(given):
-    found = ALIGNER.align_ids(given, [])
-    assert found.student_ids.dtype == np.int32
-    assert found.student_ids.tolist() == [1, 2]
+def test_integers_of_any_kind_are_ids(values):
+    result = ALIGNER.align_ids(values, [])
+    assert result.student_ids.dtype == np.int32
+    assert result.student_ids.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("given", [[], (), np.array([]), torch.tensor([])], ids=lambda given: type(given).__name__)
-def test_no_ids_at_all_are_a_row(given):
-    assert len(ALIGNER.align_ids(given, []).student_ids) == 0
+@pytest.mark.parametrize("values", [[], (), np.array([]), torch.tensor([])], ids=lambda values: type(values).__name__)
+def test_empty_ids_are_a_row(values):
+    assert len(ALIGNER.align_ids(values, []).student_ids) == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("values", "shown"),
     [
         ([1.0, 2.0], "list [1.0, 2.0]"),
         (np.array([1.5]), "float64 array([1.5])"),
@@ -64,12 +64,12 @@ def test_no_ids_at_all_are_a_row(given):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("side", ["student_ids", "teacher_ids"])
-def test_what_is_no_row_of_integers_is_refused_in_a_line(given, shown, side):
-    ids = {"student_ids": [1], "teacher_ids": [1]} | {side: given}
+def test_non_integers_are_rejected_in_one_line(values, shown, side):
+    ids = {"student_ids": [1], "teacher_ids": [1]} | {side: values}
     with pytest.raises(ValueError, match="one row of integers") as caught:
         ALIGNER.align_ids(**ids)
     line = str(caught.value)
-    assert line.startswith(f"{side}: ids are one row of integers")
+    assert line.startswith(f"{side}: ids must be one row of integers")
     assert f"got {shown}" in line
     assert line.endswith("pass the tokenizer's input_ids")
     assert "\n" not in line
@@ -78,15 +78,15 @@ def test_what_is_no_row_of_integers_is_refused_in_a_line(given, shown, side):
 @pytest.mark.parametrize("value", [2**32 + 5, 2**31, -(2**31) - 1, 2**63, 2**70, -(2**70)])
 @pytest.mark.parametrize("read", [list, np.array])
 def test_integers_beyond_32_bits_are_not_wrapped(value, read):
-    with pytest.raises(ValueError, match=f"teacher_ids: a token's id lies in 0 … .*, got {value}; check"):
+    with pytest.raises(ValueError, match=f"teacher_ids: a token id must lie in 0 … .*, got {value}; check"):
         ALIGNER.align_ids([1], read([value]))
     if -(2**63) <= value < 2**63:
         with pytest.raises(ValueError, match=f"got {value}"):
             ALIGNER.align_ids([1], torch.tensor([value]))
-    with pytest.raises(ValueError, match=f"got {value}"):  # int32 cannot give it back, padding or not
+    with pytest.raises(ValueError, match=f"got {value}"):  # even as padding, since int32 cannot hold it
         ALIGNER.align_ids([1], read([value]), teacher_mask=[0])
 
 
-def test_an_id_outside_of_the_vocabulary_names_its_side():
-    with pytest.raises(ValueError, match=f"teacher_ids: a token's id lies in 0 … {ALIGNER.teacher.size - 1}"):
+def test_out_of_range_id_names_its_side():
+    with pytest.raises(ValueError, match=f"teacher_ids: a token id must lie in 0 … {ALIGNER.teacher.size - 1}"):
         ALIGNER.align_ids([1], [ALIGNER.teacher.size])
