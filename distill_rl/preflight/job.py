@@ -77,7 +77,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
             **_chat_templates(train, {"": tokenizer} | {f" of teacher {each.name}": its for each, its in others}),
             **models,
             **{
-                f"crossing to teacher {teacher.name}": (
+                f"tokenizer pair with teacher {teacher.name}": (
                     f"tokenizer {tokenizer_hash(its)}, loss {found.method}, projection {sha256(found.projection)}"
                     f"{', learnt' if config.projection.learnable else ''}"
                 )

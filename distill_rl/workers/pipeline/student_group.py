@@ -126,7 +126,7 @@ class StudentGroup:
         calls = sub_batch.all_teacher_calls
         with self._timer.part(stage.timers[1]):
             returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {stage.what}")))
-            # Only the numbers: handles that were kept would keep the objects behind them alive.
+            # Keep the numbers only: a handle would keep the objects behind it alive.
             stats = [[returned[ref].measured for ref in teacher] for teacher in sub_batch.published]
             returned.clear()
         with self._timer.part(stage.timers[2]):

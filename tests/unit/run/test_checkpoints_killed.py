@@ -1,4 +1,4 @@
-"""kill -9 at any moment of saving: what is found afterwards is whole, and nothing is lost."""
+"""kill -9 at any moment of a save: every checkpoint found afterwards is complete, and none is lost."""
 
 import random
 import subprocess
@@ -16,7 +16,7 @@ from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)
-store.sweep()
+store.clean_up()
 found = store.newest()
 first = found.state.train.step + 1 if found else 1
 print("saving", flush=True)
@@ -29,7 +29,7 @@ for step in itertools.count(first):
 """
 
 
-def test_twenty_kills_at_random_moments_of_saving_lose_nothing(tmp_path):
+def test_twenty_kills_during_saves_lose_nothing(tmp_path):
     draw, last, interrupted, took_s = random.Random(7), 0, 0, 0.02
     for _ in range(20):
         with subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path], stdout=subprocess.PIPE) as child:
@@ -38,7 +38,7 @@ def test_twenty_kills_at_random_moments_of_saving_lose_nothing(tmp_path):
                 start = time.monotonic()
                 assert child.stdout.readline() == b"saved\n"
                 took_s = time.monotonic() - start
-            time.sleep(draw.uniform(0, took_s))  # the moment of the kill: anywhere in a save
+            time.sleep(draw.uniform(0, took_s))  # so that the kill can hit any moment of a save
             child.kill()
         interrupted += any(tmp_path.glob(".tmp-*"))
         found = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
