@@ -65,7 +65,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
         plan = place_actors(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
-        calls.watch = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
+        calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
@@ -88,14 +88,14 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 stop([actors.student, *(group for _, group in actors.teachers)])
             except DistillError as error:
                 if error.exit_code == 1:
-                    calls.watch.dump_stacks()
+                    calls.monitor.dump_stacks()
                 keep_logs((each for group in actors.groups for each in group.processes), job.paths.logs)
                 raise
             finally:
                 ended = [process for group in actors.groups for _, process in group.processes]
                 for group in actors.groups:
                     group.kill()
-                calls.watch.close()
+                calls.monitor.close()
                 _sweep(process.pid for process in ended if process.node_id == own_node)
 
 

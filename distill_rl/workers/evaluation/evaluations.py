@@ -102,7 +102,7 @@ class Evaluations:
         if self._running:
             late = time.monotonic() > self._running.deadline
             if not late and not ray.wait(list(self._running.call), timeout=wait_s, fetch_local=False)[0]:
-                self._calls.look()
+                self._calls.poll()
                 return
             self._end(self._running)
         if self._waiting:
