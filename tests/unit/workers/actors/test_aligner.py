@@ -15,15 +15,15 @@ PROGRAM = """
 import sys
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, Share
+from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.types import Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 
-student, teacher, crosses = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
+student, teacher, other_tokenizer = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
 config = Config(student=StudentConfig(model=student), teachers=[TeacherConfig(name="big", model=teacher)])
 config.data.max_length = 64
-plan = BatchPlan(Share(1, 1), (Share(1, 1),), 64, packing=not crosses, pad_id=2)
-worker = AlignerWorker(0, config, "text", plan, (crosses,))
+plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 64, packing=not other_tokenizer, pad_id=2)
+worker = AlignerWorker(0, config, "text", plan, (other_tokenizer,))
 worker.start()
 info, *parts = worker.build(DocumentBatch(0, ({"row": 0, "text": "kalomi ter"},), Cursor()))
 assert info.num_documents == 1 and len(parts) == 2, (info, parts)
