@@ -8,7 +8,7 @@ import torch
 from distill_rl.errors import GpuMemoryError
 from distill_rl.gpu_check.checks import environment
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.workers.actors.rank import hold_to
+from distill_rl.workers.actors.rank import limit_gpu_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_torchs_own_words_are_understood() -> None:
 
 def test_a_rank_that_is_held_to_a_share_is_told_the_share() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
-    hold_to(0.5, 0)
+    limit_gpu_memory(0.5, 0)
     try:
         with pytest.raises(GpuMemoryError, match="allowed to this process"), gpu_phase("teacher forward"):
             torch.empty(int(0.6 * total), dtype=torch.uint8, device="cuda")

@@ -8,7 +8,7 @@ import torch
 from distill_rl.losses import TopKLogprobs
 from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.local import LocalTransport
-from distill_rl.workers.actors.student import _Targets
+from distill_rl.workers.actors.student import _FetchedTargets
 from distill_rl.workers.actors.teacher import Published
 
 TOKENS, K, ROWS_PER_SLOT, SLOTS = 3, 2, 2, 4
@@ -48,7 +48,7 @@ def opened():
 def test_rows_are_read_from_the_slots_that_were_opened_and_far_bytes_are_counted_once(opened):
     reader, sent = opened
     for node_id, far in (("here", 0), ("there", sum(handle.num_bytes for handle in sent.handles))):
-        targets = _Targets({"local": reader}, node_id, 1.0, [1], [sent])
+        targets = _FetchedTargets({"local": reader}, node_id, 1.0, [1], [sent])
         with ExitStack() as stack:
             targets.open(0, SLOTS * ROWS_PER_SLOT, stack)
             for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
@@ -65,13 +65,13 @@ def test_rows_are_read_from_the_slots_that_were_opened_and_far_bytes_are_counted
 def test_a_rank_opens_the_slots_of_its_own_rows_only(opened):
     reader, sent = opened
     with ExitStack() as stack:
-        _Targets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
+        _FetchedTargets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
     assert (reader.most_open, reader.open_now) == (1, 0)
 
 
 def test_a_teacher_that_was_lost_says_nothing(opened):
     reader, sent = opened
-    targets = _Targets({"local": reader}, "here", 1.0, [0, 1], [sent])
+    targets = _FetchedTargets({"local": reader}, "here", 1.0, [0, 1], [sent])
     with ExitStack() as stack:
         targets.open(0, 1, stack)
         with targets(0, 1) as (lost, target):
