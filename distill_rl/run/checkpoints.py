@@ -103,7 +103,7 @@ class CheckpointStore:
             CheckpointError: there is less free space than a checkpoint needs.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        ownership.close_place(self._root)
+        ownership.close_folder(self._root)
         needed = self._size_of_last() or num_bytes()
         free = shutil.disk_usage(self._root).free
         if free < needed:
@@ -123,9 +123,9 @@ class CheckpointStore:
         """
         draft.marker.unlink(missing_ok=True)
         write_json(draft.folder / "state.json", _to_json(draft.state))
-        ownership.close_to_others(draft.folder)
+        ownership.close_tree(draft.folder)
         write_json(draft.folder / _MANIFEST, sealed({**self._about, **_manifest(draft.folder)}))
-        ownership.close_to_others(draft.folder)
+        ownership.close_tree(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
         if final.exists():
@@ -251,7 +251,7 @@ def _require_trust(path: Path, within: Path | None) -> None:
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
     for place in (folder, folder.parent) if folder.name == "checkpoints" else (folder,):
-        if problem := ownership.place_problem(place):
+        if problem := ownership.parent_problem(place):
             rule = "must be this user's or root's, and closed to other writers, who could swap its checkpoints"
             raise CheckpointError(str(place), rule, problem, f"if you trust it, chown it, or chmod go-w {place}")
     problems = list(ownership.problems(path))

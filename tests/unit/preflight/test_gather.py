@@ -188,7 +188,7 @@ def test_messages_need_a_chat_template(problems, material, tmp_path):
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
     line = only(problems(f"data.path={material}/chat.jsonl", f"student.tokenizer={tmp_path}/plain"))
-    assert line.startswith("data.format: chat messages need a chat template, which the student's tokenizer has not")
+    assert line.startswith("data.format: chat messages need a chat template; the student's tokenizer has none")
 
 
 def rows(path: Path, *lines) -> Path:

@@ -91,7 +91,7 @@ def test_tokenizers_that_align_no_document_are_refused(problems, root):
 @pytest.mark.parametrize(
     ("teacher", "expected"),
     [
-        ("mute", "data.format: chat messages need a chat template, which the tokenizer of teacher big has not"),
+        ("mute", "data.format: chat messages need a chat template; the tokenizer of teacher big has none"),
         ("strict", "teachers.0: row 0: must be readable by the student and teacher big; got"),
     ],
 )
@@ -165,4 +165,4 @@ def test_a_projection_of_another_pair_or_a_broken_one_is_refused(problems, proje
 
 def test_a_projection_without_a_pair_it_could_be_of_is_refused(problems, projections, root):
     (line,) = problems(f"projection.path={projections}/good", f"teachers.0.model={root}/student")
-    assert line.startswith("projection.path: is of one teacher with another tokenizer; 0 of the teachers have one")
+    assert line.startswith("projection.path: fits one teacher with another tokenizer; 0 of the teachers have one")

@@ -121,7 +121,7 @@ def test_a_file_in_the_way_is_named(config, tmp_path):
 def test_two_processes_cannot_hold_one_directory(config):
     code = (
         "import sys\n"
-        "from distill_rl import rundir\n"
+        "from distill_rl.preflight import run_directory\n"
         "from distill_rl.config.schema import Config\n"
         "from distill_rl.errors import ConfigError\n"
         "config = Config()\n"
