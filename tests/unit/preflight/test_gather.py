@@ -77,7 +77,7 @@ def test_the_validation_split_is_counted_apart(material):
 
 def test_kernels_that_a_family_lacks_are_refused(problems, material, monkeypatch):
     monkeypatch.setattr("distill_rl.preflight.visible_gpus", lambda: 1)
-    monkeypatch.setattr("distill_rl.preflight.extras.installed", lambda package: True)
+    monkeypatch.setattr("distill_rl.preflight.machine.installed", lambda package: True)
     # auto would choose CUDA IPC, of which this machine has nothing
     asked = ("student.kernels=liger", "transport=shared_memory")
     assert problems(*asked) == []

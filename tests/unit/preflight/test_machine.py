@@ -9,7 +9,7 @@ import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.models.attention import choice as attention
-from distill_rl.preflight.extras import extra_problems
+from distill_rl.preflight.machine import extra_problems
 
 
 def asked() -> Config:
