@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.models.facts import visible_gpus
+from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.evaluation import suite_problems
@@ -59,10 +62,6 @@ def gather(
         clean: whether the run directory may hold an earlier run, which will be deleted.
         download: as for `inspect`.
     """
-    from distill_rl.config import validate
-    from distill_rl.config.load import read_config
-    from distill_rl.preflight import run_directory
-
     config, invalid = read_config(path, overrides)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())

@@ -1,4 +1,4 @@
-"""The aligner without Ray around it."""
+"""The aligner actor, without Ray."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 
 
 @pytest.mark.parametrize("teacher", ["student", "foreign"])
-def test_an_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
-    """There may be many on a machine; with torch each would take twice the time to start, and 200 MB more."""
+def test_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
+    """There may be many on a machine. With torch each would take twice as long to start, and 200 MB more."""
     if version("transformers") < "5.19":
         pytest.skip("this release of transformers imports torch with its tokenizers")
     tiny_tokenizer().save_pretrained(tmp_path / "student")
