@@ -10,8 +10,8 @@
     ├── NumericsError            exit code 1   NaN or Inf where none may be
     └── GpuMemoryError           exit code 1   a GPU has too little memory left
 
-A message is one line: what, the rule, the value received, the remedy. Every error survives pickling, because most errors
-are raised in another process.
+A message is one line: what, the rule, the value received, the remedy. Every error survives pickling, because most
+errors are raised in another process.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class DocumentBatch:
 class TokenRows:
     """Token rows for one model; all arrays are [R, S].
 
-    A position restart (`position_ids == 0`) begins a new document, and attention never crosses it. The padding at the end
-    of a row continues the last document and its positions: attention is causal, so no token attends to it, and its labels
-    are ignored. A row that only fills up the batch is one document of padding.
+    A position restart (`position_ids == 0`) begins a new document, and attention never crosses it. The padding at the
+    end of a row continues the last document and its positions: attention is causal, so no token attends to it, and its
+    labels are ignored. A row that only fills up the batch is one document of padding.
     """
 
     input_ids: np.ndarray
@@ -86,9 +86,9 @@ class TokenRows:
 class ChunkRows:
     """The stretches of text (chunks) over which a student is compared with a teacher that has another tokenizer.
 
-    A chunk spans one or more tokens on each side. The arrays give the chunk number of every position. The number is stored
-    where a *prediction* is made: position p of a row has the chunk of the token at p + 1. Chunks are numbered from 0 in each
-    row; -1 means no chunk. Every chunk has at least one position on both sides.
+    A chunk spans one or more tokens on each side. The arrays give the chunk number of every position. The number is
+    stored where a *prediction* is made: position p of a row has the chunk of the token at p + 1. Chunks are numbered
+    from 0 in each row; -1 means no chunk. Every chunk has at least one position on both sides.
     """
 
     student: np.ndarray
@@ -111,8 +111,8 @@ class RankBatch:
     """The contiguous part of a global batch that one data-parallel rank of a student or teacher reads.
 
     `first_row` is the index of the part's first row in the global batch. The number of rows is a multiple of the rank's
-    micro-batch size; rows added for that have only ignored labels. `num_labels` is the count over the *global* batch, the
-    denominator of every mean.
+    micro-batch size; rows added for that have only ignored labels. `num_labels` is the count over the *global* batch,
+    the denominator of every mean.
     """
 
     index: int
@@ -193,7 +193,7 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """The logs of this attempt: `driver.log` and its workers' output. `logs/latest` is a link to the newest attempt."""
+        """The logs of this attempt: `driver.log` and its workers' output. `logs/latest` links to the newest attempt."""
         return self.root / "logs" / f"attempt_{self.attempt}"
 
     @property

@@ -42,8 +42,8 @@ def attention_problems(config: Config, models: Sequence[tuple[str, Any]], *, gpu
 def width_problems(config: Config, key: str, hf_config: Any, *, gpus: int) -> Iterator[str]:
     """Checks that a model has enough positions for `data.max_length`, and for the padded width of such rows.
 
-    The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a family
-    that is not tested.
+    The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
+    family that is not tested.
     """
     positions = getattr(hf_config, "max_position_embeddings", None)
     if positions is None:

@@ -71,7 +71,7 @@ def data_facts(
 
 
 def _row_problems(source: Any) -> list[str]:
-    """The first bad row of a sample: rows from the start and evenly spaced ones. The loader checks every row that it reads."""
+    """The first bad row among those at the start and evenly spaced ones. The loader checks every row it reads."""
     count = len(source)
     stride = max(1, count // SAMPLED_ROWS)
     rows = sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, stride)})

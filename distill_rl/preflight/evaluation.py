@@ -11,7 +11,7 @@ from distill_rl.preflight.opened import Opened, line
 
 
 def suite_problems(config: Config, student: Opened) -> list[str]:
-    """Unknown suites, bad data, a backend that is not installed, and suites of chats for a student without a template."""
+    """Unknown suites, bad data, a missing backend, and suites of chats for a student without a chat template."""
     evaluate = config.evaluate
     if not evaluate.suites:
         return []

@@ -64,10 +64,11 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     for teacher, teacher_tokenizer, spec in zip(teachers, teacher_tokenizers, specs):
         if spec is not None:
             chat_tokenizers[f"chat template of teacher {teacher.name}"] = teacher_tokenizer
-            pair = f"tokenizer {tokenizer_hash(teacher_tokenizer)}, loss {spec.method}, projection {sha256(spec.projection)}"
-            pairs[f"tokenizer pair with teacher {teacher.name}"] = (
-                f"{pair}, learnt" if config.projection.learnable else pair
-            )
+            pair = f"tokenizer {tokenizer_hash(teacher_tokenizer)}, loss {spec.method}"
+            pair += f", projection {sha256(spec.projection)}"
+            if config.projection.learnable:
+                pair += ", learnt"
+            pairs[f"tokenizer pair with teacher {teacher.name}"] = pair
     return Job(
         config,
         paths,
@@ -136,7 +137,7 @@ def _template_fingerprints(source: Source, tokenizers: Mapping[str, Any]) -> dic
 
 
 def _model_fingerprints(config: Config) -> dict[str, str]:
-    """Hashes of the student's shape and of every running teacher. Hub models are downloaded here, once for all workers."""
+    """Hashes of the student's shape and of every running teacher. Downloads hub models, once for all workers."""
     student = resolve(config.student.model, config.student.revision, weights=True)
     teachers = {
         f"teacher {teacher.name}": fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))

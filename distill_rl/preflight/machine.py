@@ -46,8 +46,8 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     """Too few GPUs for the parallel layout, or none that the aligners or the transport need.
 
-    Colocated workers share GPUs rank by rank, so the largest group determines how many are needed. Disaggregated workers
-    need one each. On CPUs any number of processes may share the cores, and a cluster reports a shortage when it places them.
+    Colocated workers share GPUs rank by rank, so the largest group determines how many are needed. Disaggregated
+    workers need one each. On CPUs any number of processes may share the cores. A cluster checks this at placement.
     """
     if config.ray.address is not None:
         return
@@ -83,7 +83,7 @@ def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
 
 
 def space_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """Too little disk space for the checkpoints that are kept, one being written, the export, and copies for evaluation.
+    """Too little disk space for the checkpoints that are kept, one being written, the export and copies to evaluate.
 
     A checkpoint needs 12 bytes per parameter: master weights and two optimizer moments in fp32.
     """

@@ -15,19 +15,20 @@ from distill_rl.preflight.opened import Opened, attempt, line, model_name
 
 ALIGNED_ROWS = 8
 ALIGNED_CHARACTERS = 2000
-"""Number of documents, and characters of each, that are aligned to see whether two tokenizers have anything in common."""
+"""Documents, and characters of each, that are aligned to see whether two tokenizers have anything in common."""
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
     """Problems with the vocabularies; sets `cross_tokenizer_loss` of the teachers on the way."""
     for index, (teacher, settings) in enumerate(zip(teachers, running_teachers(config))):
-        ours, theirs = student.tokenizer_hash, teacher.tokenizer_hash
-        if not ours or not theirs:
+        student_hash, teacher_hash = student.tokenizer_hash, teacher.tokenizer_hash
+        if not student_hash or not teacher_hash:
             continue
         try:
-            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=ours == theirs)
+            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=student_hash == teacher_hash)
         except ConfigError as error:
-            hashes = f"student {ours[:12]}, {model_name(f'teachers.{index}', config)} {theirs[:12]}"
+            name = model_name(f"teachers.{index}", config)
+            hashes = f"student {student_hash[:12]}, {name} {teacher_hash[:12]}"
             yield line(f"teachers.{index}", error.rule, hashes, error.remedy)
             continue
         if teacher.cross_tokenizer_loss is not None:

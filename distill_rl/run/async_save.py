@@ -6,7 +6,7 @@ A background save takes three steps:
     ranks, in threads:   write the copy; the first rank leaves a marker when all have finished
     driver, in a thread: wait for the marker, hash, flush, rename, prune
 
-At most one save is in flight; the next one waits for it. Its error is raised by the next save, or by `settle` at the end.
+At most one save is in flight; the next one waits for it. The next save, or `settle` at the end, raises its error.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Saver:
         """Saves a checkpoint of the student in its present state.
 
         Args:
-            at_once: save without a copy and commit before returning, because the run has nothing else to do. It is tried
-                even if the save before it failed (`try_settle`).
+            at_once: save without a copy and commit before returning, because the run has nothing else to do. It is
+                tried even if the save before it failed (`try_settle`).
 
         Raises:
             WorkerError: this save failed, or the one before it. Older checkpoints are intact.

@@ -115,8 +115,8 @@ class CheckpointStore:
     def commit(self, draft: Draft) -> None:
         """Flushes and renames what the ranks have written, then prunes.
 
-        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every moment a
-        complete one exists under its own name or under the name that `clean_up` restores it from.
+        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every
+        moment a complete one exists under its own name or under the name that `clean_up` restores it from.
 
         Raises:
             OSError: it cannot be written; older checkpoints are unchanged.
@@ -166,8 +166,8 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
-        """Renames checkpoints of steps after `step`, from which the run resumes. They belong to another course of the run,
-        and by their step numbers they would be kept in preference to new ones."""
+        """Renames checkpoints of steps after `step`, from which the run resumes. They belong to another course of the
+        run, and by their step numbers they would be kept in preference to new ones."""
         for path in self._folders():
             if _step(path) > step:
                 kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
@@ -208,8 +208,8 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
     `warn` is called for damaged ones if an older one is used instead.
 
     Raises:
-        CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a folder that
-            is not a checkpoint.
+        CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a folder
+            that is not a checkpoint.
     """
     if resume is None:
         return None
@@ -236,8 +236,8 @@ def read(path: Path, *, within: Path | None = None) -> Checkpoint:
         within: the folder that must contain it once links are followed.
 
     Raises:
-        CheckpointError: it is not a checkpoint, belongs to another user, is open to other writers, has a newer format, or
-            has a missing, truncated or changed file.
+        CheckpointError: it is not a checkpoint, belongs to another user, is open to other writers, has a newer format,
+            or has a missing, truncated or changed file.
     """
     try:
         return _read(path, within)

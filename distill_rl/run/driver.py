@@ -1,8 +1,8 @@
 """The driver: one CPU process that moves references, never tensors.
 
-`Driver.open` starts everything that a run needs and ends it again. `Driver.run` is the training loop: a look-ahead submits
-batches to the aligners and teachers, the student trains on them in order, and validation, evaluations and checkpoints
-follow between two steps.
+`Driver.open` starts everything that a run needs and ends it again. `Driver.run` is the training loop: a look-ahead
+submits batches to the aligners and teachers, the student trains on them in order, and validation, evaluations and
+checkpoints follow between two steps.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Driver:
         return {"faults/skipped_steps": Metric(float(self._num_skipped), "last")} if self._num_skipped else {}
 
     def checkpoint_is_due(self) -> bool:
-        """Defer a due checkpoint past skipped steps: the weights may already be bad. `run` defers a requested stop likewise."""
+        """Defer a due checkpoint past skipped steps: the weights may already be bad. `run` defers stops likewise."""
         self._checkpoint_owed = self._checkpoint_owed or self.due(self.config.checkpoint.every)
         if self._last_skipped or not self._checkpoint_owed:
             return False
@@ -171,7 +171,7 @@ class Driver:
         self.observer.flush()
 
     def evaluate(self) -> None:
-        """Starts the suites on this step's weights if they are due, and records scores of earlier steps that are ready."""
+        """Starts the suites on this step's weights if they are due, and records the scores of earlier ones."""
         # The last step is left out: its weights are the export, which is evaluated on all items.
         if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
             self.evaluations.start(self.state.step)

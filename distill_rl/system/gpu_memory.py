@@ -1,4 +1,4 @@
-"""Turns CUDA out of memory into one line: the phase, the bytes requested and held, and the settings that would need less.
+"""Turns CUDA out of memory into one line: the phase, bytes requested and held, and settings that need less.
 
 PyTorch's own message has several lines and names no setting. cuBLAS, cuDNN and NCCL, which allocate outside PyTorch's
 allocator, raise other messages.

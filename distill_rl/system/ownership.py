@@ -1,5 +1,5 @@
-"""Who may write to a folder. Checkpoints hold pickles, which run code when they are read, so only this user and root may own or
-change them, and no link may lead to them."""
+"""Who may write to a folder. Checkpoints hold pickles, which run code when they are read, so only this user and root
+may own or change them, and no link may lead to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def problems(folder: Path) -> Iterator[str]:
     """Why a folder and its contents cannot be trusted, one clause per entry. No file is opened.
 
-    The owner must be this user or root, neither group nor others may write, and links and special files are not allowed.
+    The owner must be this user or root, neither group nor others may write, and there may be no links or special files.
     """
     for entry in (folder, *sorted(folder.rglob("*"))):
         name = "the folder" if entry == folder else str(entry.relative_to(folder))

@@ -20,8 +20,8 @@ _BY_SHAPE = re.compile(
 
 
 def in_text(text: str) -> str:
-    """The text without users and passwords in URLs, without secrets in their queries, and without anything that looks like
-    a token of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
+    """The text without users and passwords in URLs, without secrets in their queries, and without anything that looks
+    like a token of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
     if "://" in text:
         text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
     return _BY_SHAPE.sub(REDACTED, text)

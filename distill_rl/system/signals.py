@@ -19,7 +19,7 @@ EXIT_PREEMPTED = 85
 EXIT_INTERRUPTED = 130
 
 _ONE_REQUEST_S = 1.0
-"""Signals this close together are one request: a scheduler may signal the process and also its script, which forwards it."""
+"""Signals this close together are one request: a scheduler may signal both the process and its script."""
 
 
 class Preempted(BaseException):
@@ -113,10 +113,10 @@ class Signals:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Defers SIGTERM and SIGUSR1 until the block ends. Processes started inside inherit the block and never receive them.
+    """Defers SIGTERM and SIGUSR1 until the block ends. Processes started inside never receive them.
 
-    A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final save.
-    We end those processes ourselves.
+    A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
+    save. We end those processes ourselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPT)
     try:

@@ -88,8 +88,8 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 if config.observe.timeline:
                     ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
-                # Readers stop first, because what they have opened belongs to the teachers. Aligners and evaluators have no
-                # process group to leave.
+                # Readers stop first, because what they have opened belongs to the teachers. Aligners and evaluators
+                # have no process group to leave.
                 stop([actors.student, *(group for _, group in actors.teachers)])
             except DistillError as error:
                 if error.exit_code == 1:
@@ -105,7 +105,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
 
 
 def _remove_torch_counters(pids: Iterable[int]) -> None:
-    """Removes the reference counters that torch keeps in shared memory for shared GPU buffers. Killed processes leave them."""
+    """Removes torch's counters of shared GPU buffers, which killed processes leave in shared memory."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
             with suppress(OSError):  # a file of another user
@@ -206,7 +206,7 @@ def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
 def _target_bytes(job: Job) -> int:
     """Bytes of targets in the object store at a time; 0 if they certainly take another transport.
 
-    This is twice the ring of every teacher replica, because the object of a slot is freed only when the next one is there.
+    This is twice the ring of every teacher replica, because a slot's object is freed only after its successor exists.
     """
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0

@@ -26,7 +26,7 @@ class AlignerWorker:
         config: the run's settings.
         data_format: `text` or `messages`.
         plan: how rows are laid out and divided.
-        other_tokenizer: per running teacher, whether its tokenizer differs from the student's, so that it needs its own rows.
+        other_tokenizer: per running teacher, whether its tokenizer differs from the student's.
     """
 
     def __init__(

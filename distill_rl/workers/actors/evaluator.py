@@ -53,8 +53,8 @@ class EvalWorker:
         return list(self._executor.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
-        """Runs and grades whole suites, and writes the results to disk. Frees the GPU afterwards, except with vllm, which
-        keeps its share for good.
+        """Runs and grades whole suites, and writes the results to disk. Frees the GPU afterwards, except with vllm,
+        which keeps its share for good.
 
         Returns:
             The result of each suite.

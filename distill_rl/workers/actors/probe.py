@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Problem(str):
-    """Why a transport does not work for one rank. It is returned, not raised, so that another transport can be tried."""
+    """Why a transport does not work for one rank. Returned, not raised, so that another can be tried."""
 
 
 PROBE_LAYOUT = Layout(0, 1, 256)

@@ -151,8 +151,8 @@ class RankWorker:
 def gpu_index() -> int:
     """Index, among the GPUs that this process sees, of the one that Ray assigned to it.
 
-    The process may see all GPUs of its node, to map their memory (`session`). Ray's id is a name in CUDA_VISIBLE_DEVICES,
-    which may be a subset of the node's GPUs or UUIDs; if that is unset, the id is the index.
+    The process may see all GPUs of its node, to map their memory (`session`). Ray's id is a name in
+    CUDA_VISIBLE_DEVICES, which may be a subset of the node's GPUs or UUIDs; if that is unset, the id is the index.
     """
     gpu_id, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")]
@@ -168,7 +168,7 @@ CONTEXT_BYTES = 2**30
 
 
 def limit_gpu_memory(share: float, index: int) -> None:
-    """Limits this process to a share of a GPU's memory, its CUDA context included. Beyond it torch raises out of memory."""
+    """Limits this process to a share of a GPU's memory, its CUDA context included."""
     import torch
 
     total = torch.cuda.get_device_properties(index).total_memory

@@ -94,11 +94,11 @@ class StudentWorker(RankWorker):
     ) -> dict[str, Metric] | Retryable:
         """Runs forward_backward on one sub-batch of a batch, and optim_step after the last one.
 
-        All targets of the sub-batch are opened before anything is computed, and the ranks agree on whether to go on. So a
-        teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
+        All targets of the sub-batch are opened before anything is computed, and the ranks agree on whether to go on.
+        So a teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
 
         Args:
-            sub_batch: counted from 0. If it does not follow the previous one it is not run, because the previous one was not.
+            sub_batch: counted from 0. It is not run unless it follows the last one that was run.
             last: whether it is the last sub-batch of the batch.
             teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
             published: what all teachers published, one entry per replica.
@@ -203,8 +203,8 @@ class StudentWorker(RankWorker):
         self._engine.export_projections(Path(directory).with_name("projections"))
 
     def copy(self, directory: str) -> str | None:
-        """Writes the weights to a folder for the evaluator. A problem (such as a full disk) is returned, not raised, because
-        training can continue without the evaluation."""
+        """Writes the weights to a folder for the evaluator. A problem (such as a full disk) is returned, not raised,
+        because training can continue without the evaluation."""
         from distill_rl.models.export import ExportError
         from distill_rl.models.hub import tokenizer_of
 

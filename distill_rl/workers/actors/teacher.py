@@ -87,8 +87,8 @@ class TeacherWorker(RankWorker):
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
     def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
-        """Computes the targets of a sub-batch and publishes one micro-batch per slot. All ranks of a replica compute; the first
-        one publishes."""
+        """Computes the targets of a sub-batch and publishes one micro-batch per slot. All ranks of a replica compute;
+        the first one publishes."""
         import torch
 
         start = time.perf_counter()

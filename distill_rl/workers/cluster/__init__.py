@@ -1,1 +1,1 @@
-"""The Ray cluster that workers run on: starting or joining it, placing, calling and monitoring actors, its nodes under Slurm."""
+"""The Ray cluster that workers run on: starting or joining it, and placing, calling and monitoring actors."""

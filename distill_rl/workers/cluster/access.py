@@ -37,8 +37,8 @@ def require_entry(gcs: str) -> None:
         gcs: host:port of the cluster's control service.
 
     Raises:
-        ConfigError: the cluster refuses the token; tokens are in use, but the cluster asks for none; or tokens are in use
-            and a library that is needed to find out is missing.
+        ConfigError: the cluster refuses the token; tokens are in use, but the cluster asks for none; or tokens are in
+            use and a library that is needed to find out is missing.
     """
     if required():
         _require_grpc()

@@ -17,7 +17,7 @@ from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 
 _POLL_S = 0.25
-"""Interval at which waits check for signals. A handler only sets a flag: Ray swallows what is raised inside `ray.get`."""
+"""Interval at which waits check for signals. Handlers only set flags: Ray swallows exceptions in `ray.get`."""
 
 _SEE_ESTIMATE = "see `distill-rl check` for the estimate per worker"
 _DEATH = 0
@@ -141,8 +141,8 @@ class Calls:
         return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
-        """Errors of dead actors, found by calling every actor: the error of an earlier call may name an actor that could
-        not fetch an object, not the one that died with it."""
+        """Errors of dead actors, found by calling every actor: the error of an earlier call may name an actor that
+        could not fetch an object, not the one that died with it."""
         calls = [actor.identify.remote() for actor in self.actors.values()]
         return {ref: error for ref, error in self._late_errors(calls).items() if _priority(error) == _DEATH}
 

@@ -1,8 +1,8 @@
 """Gauges and counters of every actor and of the driver, for Ray's metrics agent, from which Prometheus reads them.
 
-Each carries the tags `run`, `actor`, `node` and `of`. The last names the part that a value belongs to (a teacher, a suite) and
-is often empty. Ray prefixes the names with `ray_`. If Ray was installed without its agent (no `dashboard` extra), nothing is
-recorded or sent.
+Each carries the tags `run`, `actor`, `node` and `of`. The last names the part that a value belongs to (a teacher, a
+suite) and is often empty. Ray prefixes the names with `ray_`. If Ray was installed without its agent (no `dashboard`
+extra), nothing is recorded or sent.
 """
 
 from __future__ import annotations

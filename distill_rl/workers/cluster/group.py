@@ -50,8 +50,8 @@ class WorkerGroup:
         return actor
 
     def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Calls a method with the same arguments on all ranks, or on `ranks`. Returns references with actor names, in the
-        order of the ranks."""
+        """Calls a method with the same arguments on all ranks, or on `ranks`. Returns references with actor names, in
+        the order of the ranks."""
         return {
             getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
             for rank in (range(len(self.actors)) if ranks is None else ranks)
@@ -106,8 +106,8 @@ class WorkerGroup:
     def rendezvous(
         self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None
     ) -> dict[int, tuple[str, int]]:
-        """Starts a store for each process group, which is `size` consecutive ranks. Returns the address of the store for
-        every rank, or for `ranks`."""
+        """Starts a store for each process group, which is `size` consecutive ranks. Returns the address of the store
+        for every rank, or for `ranks`."""
         members = range(len(self.actors)) if ranks is None else ranks
         leaders = [rank for rank in members if rank % size == 0]
         calls: dict[ray.ObjectRef, str] = {}
@@ -117,7 +117,7 @@ class WorkerGroup:
         return {rank: addresses[rank - rank % size] for rank in members}
 
     def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Makes ranks join process groups of `size` and load their models. Returns the calls, for the caller to wait for."""
+        """Makes ranks join process groups of `size` and load their models. Returns the calls without waiting."""
         calls: dict[ray.ObjectRef, str] = {}
         for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
             calls |= self.submit("start", *address, self._plan.placements[self.names[rank]].gpu_memory, ranks=[rank])
@@ -129,7 +129,7 @@ class WorkerGroup:
             self.end(rank)
 
     def end(self, rank: int) -> None:
-        """Kills a rank. A process on this node gets SIGKILL by pid first, because ray.kill waits 5 s for a stopped one."""
+        """Kills a rank. On this node SIGKILL comes first, because ray.kill waits 5 s for a stopped process."""
         with contextlib.suppress(Exception):  # ray.kill below handles what fails here
             process = self._processes[rank]
             if process.node_id == ray.get_runtime_context().get_node_id():

@@ -1,4 +1,4 @@
-"""One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one on every node of a job.
+"""One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one per node.
 
     python -m distill_rl.workers.cluster.node SHARED LOGS
 
@@ -8,13 +8,13 @@ SHARED is a private folder that all nodes can see; it holds the token. A node re
     address       the head accepts connections (host:port)
     ready-NODE    Ray runs
     failed-NODE   Ray did not start, or ended by itself; the file holds the error
-    told-NODE     SIGTERM arrived: Slurm sends it to the steps of a preempted job when its grace time begins, and to the batch
-                  script only when that is over
+    told-NODE     SIGTERM arrived: Slurm sends it to the steps of a preempted job when its grace time begins, and to
+                  the batch script only when that is over
 
-SIGUSR2 or a file `stop` ends the node. No other signal does, because a scheduler signals every process of a job while the
-driver still has to save. Ray's processes inherit the blocked signals. They all remain descendants of this process, which is
-their subreaper, so that at the end it can kill all of them and nothing else. (`ray stop` would end every Ray of this user on
-the machine, including that of another job.)
+SIGUSR2 or a file `stop` ends the node. No other signal does, because a scheduler signals every process of a job while
+the driver still has to save. Ray's processes inherit the blocked signals. They all remain descendants of this process,
+which is their subreaper, so that at the end it can kill all of them and nothing else. (`ray stop` would end every Ray
+of this user on the machine, including that of another job.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PORTS = (
 )  # fmt: skip
 _HEAD_ONLY = {"port", "dashboard-port", "ray-client-server-port"}
 _WORKER_PORTS = (16000, 2000, 8)
-"""First port, ports per node, and number of port ranges. All are below 32768, where the kernel's ephemeral ports begin."""
+"""First port, ports per node, and number of port ranges. All are below the kernel's ephemeral ports (from 32768)."""
 
 
 class Stopped(Exception):
@@ -156,7 +156,7 @@ def _serve(node: Node, folder: Path) -> None:
 
 
 def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
-    """Runs `ray start` until Ray is up. It is repeated if it was only too slow, because Ray allows a node no more than 30 s.
+    """Runs `ray start` until Ray is up. Repeats it if it was only too slow: Ray allows a node 30 s.
 
     Raises:
         Stopped, WorkerError.

@@ -4,12 +4,12 @@ A bundle is a set of resources on one node, at most one GPU of it. `place_actors
 
 1. Ranks. `colocated`: bundle i holds the i-th rank of the student and of every teacher, which share its GPU.
    `disaggregated`: every rank has a bundle and a GPU of its own.
-2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluator joins the
-   first bundle if the cluster has no GPU left over for it. The ranks of a bundle divide the rest of its GPU evenly:
-   each gets (1 - sum of the guests' shares) / number of ranks.
+2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluator
+   joins the first bundle if the cluster has no GPU left over for it. The ranks of a bundle divide the rest of its GPU
+   evenly: each gets (1 - sum of the guests' shares) / number of ranks.
 3. Other actors, which are aligners without a GPU and an evaluator that is no guest, get a bundle each.
-4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a fixed
-   node per rank and the cluster has room for that.
+4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a
+   fixed node per rank and the cluster has room for that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def aligner_name(index: int) -> str:
 
 
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Names of the student's ranks, of each running teacher's ranks, and of the aligners. Ranks are in dp-major order."""
+    """Names of the student's ranks, of each running teacher's ranks, and of the aligners. Ranks are dp-major."""
     student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
     teachers = {
         teacher.name: [f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel)]
@@ -91,18 +91,16 @@ def place_actors(
 ) -> PlacementPlan:
     """Plans the bundles and every actor's place in them, as described at the top of this module.
 
-    Every actor gets one logical CPU. Beside an evaluator that is a guest, the ranks are limited to what is left of the GPU's
-    memory, divided in proportion to `needs`, so that the evaluator finds its share. All other ranks are not limited.
+    Every actor gets one logical CPU. Beside an evaluator that is a guest, the ranks are limited to what is left of the
+    GPU's memory, divided in proportion to `needs`, so that the evaluator finds its share. Other ranks are not limited.
 
     Args:
         gpus: number of GPUs in the cluster.
         nodes: of the cluster, those with most resources first.
-        needs: memory that a rank of the student (`student`) and of each teacher needs, by name, in any unit; None: equal
-            needs.
+        needs: memory that a rank of the student (`student`) and of each teacher needs, by name; None: equal needs.
 
     Raises:
-        ConfigError: the guests of a GPU leave nothing of it to the ranks, or the requested transport does not work between
-            nodes.
+        ConfigError: the guests of a GPU leave nothing of it to the ranks, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
     groups = [student, *teachers.values()]
@@ -198,8 +196,8 @@ def _separate_nodes(
 ) -> list[str] | None:
     """A node for every bundle, such that no node has ranks of both the student and a teacher.
 
-    Nodes are filled one after the other, first with the student's bundles, then, from a fresh node on, with those of the
-    teachers. None if the cluster has too few nodes.
+    Nodes are filled one after the other, first with the student's bundles, then, from a fresh node on, with those of
+    the teachers. None if the cluster has too few nodes.
     """
     unused = list(nodes)
     chosen: list[str] = []
@@ -221,8 +219,8 @@ def _replica_nodes(
 ) -> list[str] | None:
     """A node for every bundle with a rank of the student, the same for all ranks of a replica.
 
-    Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only one
-    replica or one node, or if some replica fits on no node.
+    Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only
+    one replica or one node, or if some replica fits on no node.
     """
     if parallel.replicas == 1 or len(nodes) < 2:
         return None
@@ -286,7 +284,7 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
 
 
 def options(placement: ActorPlacement, group: PlacementGroup) -> dict[str, Any]:
-    """Ray's options for an actor. Ray never restarts one: that would run queued calls on a fresh actor without notice."""
+    """Ray's options for an actor. Ray must not restart it: queued calls would run on a fresh actor."""
     return {
         "name": placement.actor,
         "num_cpus": placement.num_cpus,

@@ -1,7 +1,7 @@
 """Monitors the workers' processes, to find those that a deadline would find too late or not at all.
 
-A process that was stopped (SIGSTOP) neither answers nor dies, so its peers would wait for it for ever. The monitor kills it,
-which turns it into a dead worker, and those can be recovered from.
+A process that was stopped (SIGSTOP) neither answers nor dies, so its peers would wait for it for ever. The monitor
+kills it, which turns it into a dead worker, and those can be recovered from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class NodeMonitor:
-    """Inspects and kills processes of one node. The driver uses an object for its own node and an actor on every other."""
+    """Inspects and kills processes of one node. An object in the driver, an actor on every other node."""
 
     def states(self, processes: Sequence[Process]) -> list[str]:
         """psutil's status of each process (`running`, `sleeping`, `stopped`, …), or `gone`."""
@@ -51,8 +51,8 @@ class NodeMonitor:
     def stacks(self, processes: Sequence[Process]) -> list[str]:
         """The stacks of each process, thread by thread; empty for one that cannot write them.
 
-        SIGUSR2 makes a worker append its stacks to its stderr (`rank.identify`). They are complete once every log has grown
-        and none has grown since the last poll.
+        SIGUSR2 makes a worker append its stacks to its stderr (`rank.identify`). They are complete once every log has
+        grown and none has grown since the last poll.
         """
         starts = [_size(process) for process in processes]
         signalled = []
@@ -197,8 +197,8 @@ class ProcessMonitor:
             self._monitor_on(process.node_id).kill.remote(process)
 
     def _ask(self, method: str, processes: Mapping[str, Process]) -> dict[str, str]:
-        """Calls a method of NodeMonitor for processes on any node. Returns the results by name, without those of nodes that
-        do not answer."""
+        """Calls a method of NodeMonitor for processes on any node. Returns the results by name, without those of nodes
+        that do not answer."""
         answers: dict[str, str] = {}
         for node, on_node in _by_node(processes).items():
             arguments = list(on_node.values())
@@ -216,7 +216,7 @@ class ProcessMonitor:
 
 
 def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
-    """Copies the output of this node's workers to the run's logs, by name. Ray deletes its own copy with its session."""
+    """Copies the output of this node's workers to the run's logs, by name. Ray deletes its own copy."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, process in processes:
         for path in map(Path, process.logs):

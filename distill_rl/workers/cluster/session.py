@@ -177,8 +177,8 @@ def _require_answer(address: str) -> None:
 def _private_directory() -> Path:
     """This process's directory for Ray's files and token, which only this user can enter. Removed at exit.
 
-    A lock in it shows that its process is alive, so that a later process can clean up after one that was killed. It is in
-    /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
+    A lock in it shows that its process is alive, so that a later process can clean up after one that was killed. It is
+    in /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
     """
     remove_abandoned("drl-*-*")
     directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
@@ -221,8 +221,8 @@ def remove_abandoned(pattern: str) -> None:
 
 @cache
 def _token_file() -> Path:
-    """A file, readable by this user only, with the user's token (RAY_AUTH_TOKEN) or a new one. There is one per process,
-    because Ray reads it once."""
+    """A file, readable by this user only, with the user's token (RAY_AUTH_TOKEN) or a new one. There is one per
+    process, because Ray reads it once."""
     path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -261,8 +261,8 @@ def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_store_bytes(target_bytes: int) -> int:
-    """Size of the object store: what the targets in flight need, but at most 80 % of the free space in /dev/shm. Ray spills
-    the rest to disk.
+    """Size of the object store: what the targets in flight need, but at most 80 % of the free space in /dev/shm. Ray
+    spills the rest to disk.
 
     Raises:
         ConfigError: the disk has too little room for the rest.
@@ -284,8 +284,8 @@ def _object_store_bytes(target_bytes: int) -> int:
 def _kill_on_sigterm(processes: Iterable[psutil.Process]) -> Iterator[None]:
     """Kills Ray's processes as soon as Ray has sent them SIGTERM.
 
-    They do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before killing it. They must
-    not be killed any earlier, because the driver has to leave the cluster first.
+    They do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before killing it. They
+    must not be killed any earlier, because the driver has to leave the cluster first.
     """
     done = threading.Event()
 
@@ -332,8 +332,8 @@ def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
 
 
 def _remaining(processes: list[psutil.Process], patience_s: float) -> list[psutil.Process]:
-    """The processes that still run after waiting for `patience_s`. Zombies do not count: reaping them is up to their parent,
-    which may be an init process that takes seconds for it or never does it."""
+    """The processes that still run after waiting for `patience_s`. Zombies do not count: reaping them is up to their
+    parent, which may be an init process that takes seconds for it or never does it."""
     deadline = time.monotonic() + patience_s
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         psutil.wait_procs(alive, timeout=0.02)

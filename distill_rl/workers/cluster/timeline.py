@@ -1,4 +1,4 @@
-"""A Chrome trace of a run, which shows when each actor ran which call. Ray records the calls; this adds the actors' names."""
+"""A Chrome trace of a run: when each actor ran which call. Ray records the calls; this adds the actors' names."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> bool:
     """Writes a trace for chrome://tracing or ui.perfetto.dev. Call it while Ray still runs.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
-    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a cluster, so
-    the trace of a long run covers its end.
+    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a
+    cluster, so the trace of a long run covers its end.
 
     Args:
         path: written atomically.
@@ -48,8 +48,8 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> bool:
 def trace(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str]) -> dict[str, Any]:
     """Converts Ray's events to a trace in Chrome's format that starts at time 0.
 
-    Perfetto needs numbers for processes and threads, with their names in separate events. A process of the trace is a node,
-    named by its address; a thread is a row.
+    Perfetto needs numbers for processes and threads, with their names in separate events. A process of the trace is a
+    node, named by its address; a thread is a row.
 
     Args:
         rows: names by Ray's `tid`; events of other threads are left out.

@@ -42,9 +42,10 @@ class _Running:
 class Evaluations:
     """Runs the suites of `evaluate.suites`; does nothing if there are none.
 
-    All ranks together export the weights to `evals/.weights-<step>` between two steps. The evaluator works on that folder
-    while training continues; the next evaluation waits for it. No random number is drawn and no weight is changed, so
-    training does not depend on evaluations. A folder that an earlier start of the run has left is evaluated on resume.
+    All ranks together export the weights to `evals/.weights-<step>` between two steps. The evaluator works on that
+    folder while training continues; the next evaluation waits for it. No random number is drawn and no weight is
+    changed, so training does not depend on evaluations. A folder that an earlier start of the run has left is
+    evaluated on resume.
 
     Args:
         group: the one evaluator; None if there are no suites.
@@ -91,7 +92,7 @@ class Evaluations:
         self.collect()
 
     def start(self, step: int) -> None:
-        """Starts an evaluation of the present weights. First waits for the one before, so that copies do not pile up."""
+        """Starts an evaluation of the present weights. Waits for the one before, so that copies do not pile up."""
         if self._group is None:
             return
         problem = self._copy(self._weights(step))
@@ -139,7 +140,7 @@ class Evaluations:
         return results
 
     def _end(self, running: _Running) -> None:
-        """Records an evaluation that has ended or is overdue. If it failed, only its scores are lost; the run continues."""
+        """Records an evaluation that has ended or is overdue. A failure costs only its scores."""
         self._running = None
         try:
             if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:

@@ -39,7 +39,7 @@ class Shards:
 
     count: int = 1
     gpus_each: float | None = None
-    """GPUs per actor. None: the GPUs are divided evenly, at most one each; with tensor parallelism, as many as that needs."""
+    """GPUs per actor. None: divided evenly, at most one each; with tensor parallelism, as many as that needs."""
     ray: RayConfig = field(default_factory=RayConfig)
     deadline_s: float = 3600.0
     """For loading a model, and for one call of up to a few batches."""
@@ -105,7 +105,7 @@ class RayExecutor:
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         assert self._group is not None
         waiting = deque(chunks(items, task, self._backend, self._batch_size))
-        # Every rank once per call that it may have queued: a rank is taken to submit a call and returned when it is done.
+        # Every rank once per call that it may have queued: taken when a call is submitted, returned when it is done.
         free = deque([rank for _ in range(CALLS_PER_WORKER) for rank in range(self._shards.count)])
         limit_s = CALLS_PER_WORKER * self._shards.deadline_s  # a call may have to wait for those before it
         running: dict[ray.ObjectRef, _Running] = {}

@@ -3,8 +3,8 @@
 `submit` returns references at once. `settle` waits for a batch and retries what fails, in this order:
 
 1. The batch is aligned. Batch t belongs to aligner t mod N, whatever the depth or the load.
-2. If the aligner raises, dies or overruns its deadline, the batch is aligned once more. An aligner that died or hangs is
-   replaced first; one that merely raised is kept.
+2. If the aligner raises, dies or overruns its deadline, the batch is aligned once more. An aligner that died or hangs
+   is replaced first; one that merely raised is kept.
 3. If that fails too, its rows are tried one by one. Rows that fail on their own are recorded as bad, within
    `aligner.max_bad_rows`, and the batch is aligned without them.
 

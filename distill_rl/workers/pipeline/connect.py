@@ -6,8 +6,8 @@ For each teacher rank that publishes, the hand-shake is:
 2. Those readers open the ring and return receipts, which the teacher accepts.
 3. The teacher publishes a probe of 1 KiB, and the readers check that it arrives as it was sent.
 
-A rank that fails a stage returns a `Problem` instead of raising, so that a second choice can be tried: shared memory as a
-file, otherwise, with `transport: auto`, the object store. A second choice that fails too is an error.
+A rank that fails a stage returns a `Problem` instead of raising, so that a second choice can be tried: shared memory
+as a file, otherwise, with `transport: auto`, the object store. A second choice that fails too is an error.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ class Connector:
         }
         offers = self._call_teachers("open_ring", opening, problems)
         receipts = self._call_readers("open_rings", offers, problems)
-        accepted = self._call_teachers("accept", {route: (given,) for route, given in receipts.items()}, problems)
+        accepted = self._call_teachers(
+            "accept", {route: (from_readers,) for route, from_readers in receipts.items()}, problems
+        )
         probes = self._call_teachers("publish_probe", dict.fromkeys(accepted, ()), problems)
         copies = {route: [probe] * len(route.readers) for route, probe in probes.items()}
         self._call_readers("read_probes", copies, problems)

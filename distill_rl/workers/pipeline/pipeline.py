@@ -7,8 +7,8 @@ student still trains on an earlier one, and only ever waits for the student.
 How one batch moves (`SubBatch` lists the states):
 
 1. `submit` hands the batch to an aligner, cuts the references to its results into sub-batches and queues them.
-2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls the
-   teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
+2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls
+   the teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
 3. `settle` makes the batch the current one and waits for its alignment. The current batch comes first in the queue.
 4. The student group calls the student on each sub-batch whose teachers have been called, and waits for it.
 5. `finish` gives the slots back: every reader has returned, so they can be overwritten. That makes room for step 2.
@@ -61,8 +61,8 @@ class Pipeline:
         return pending
 
     def settle(self, pending: PendingBatch) -> BatchInfo:
-        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers are
-        called again with the new rows."""
+        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers
+        are called again with the new rows."""
         self._current = pending
         self._advance()
         return self._wait_for_alignment(pending)
@@ -79,8 +79,8 @@ class Pipeline:
         self._advance()
 
     def resubmit(self, name: str, replica: int) -> None:
-        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in the
-        original order and with the original slots, which exist in its new ring too."""
+        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in
+        the original order and with the original slots, which exist in its new ring too."""
         t = self._index(name)
         for sub_batch in self._open:
             if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed

@@ -107,7 +107,7 @@ class StudentGroup:
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
-        """Waits for the oldest running sub-batch and frees its slots. After a teacher's death: recovers, and waits again."""
+        """Waits for the oldest running sub-batch and frees its slots. Recovers from a teacher's death."""
         sub_batch = progress.running[0]
         while True:
             try:

@@ -1,7 +1,8 @@
-"""Restarts teachers that die, within a budget. A teacher that cannot be restarted ends the run, or the run goes on without it.
+"""Restarts teachers that die, within a budget. If that fails, the run ends or continues without the teacher.
 
-A replica is replaced as a whole, because its ranks form one process group. The replacement gets a new ring and is called on
-every sub-batch that the student is not done with, in the original order. Weights and rows are the same, so its targets are too.
+A replica is replaced as a whole, because its ranks form one process group. The replacement gets a new ring and is
+called on every sub-batch that the student is not done with, in the original order. Weights and rows are the same, so
+its targets are too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TeacherRecovery:
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
     def find_dead(self, error: DistillError) -> None:
-        """Finds the replicas with a dead rank and ends their other ranks. A teacher that overran its deadline counts as dead.
+        """Finds the replicas with a dead rank and ends their other ranks. An overdue teacher counts as dead.
 
         Raises:
             DistillError: `error`, if no teacher is dead, or a rank of the student is dead too.

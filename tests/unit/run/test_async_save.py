@@ -17,8 +17,8 @@ from distill_rl.types import TrainState
 
 
 class Ranks:
-    """Keeps the contract of the student's ranks: `save` returns at once; the files, then the marker, appear when `go` is
-    set. An error is in the marker and raised by `finish_saving`, or only the latter if `mute`."""
+    """Keeps the contract of the student's ranks: `save` returns at once; the files, then the marker, appear when `go`
+    is set. An error is in the marker and raised by `finish_saving`, or only the latter if `mute`."""
 
     def __init__(self):
         self.go = threading.Event()

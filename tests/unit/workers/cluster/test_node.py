@@ -153,8 +153,8 @@ time.sleep(600)
 
 
 def test_only_a_slow_ray_start_is_retried(tmp_path):
-    """A program stands in for `ray start`, which cannot be made slow. It runs in a child process, because `_start` kills all
-    descendants."""
+    """A program stands in for `ray start`, which cannot be made slow. It runs in a child process, because `_start`
+    kills all descendants."""
     command = [sys.executable, "-c", STARTS, str(tmp_path), RAY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     third, fourth = done.stdout.splitlines()

@@ -95,7 +95,7 @@ def documents(index: int) -> DocumentBatch:
 
 
 def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) -> None:
-    """Does what StudentGroup does: calls a sub-batch once its teachers have been called, and waits for the oldest one."""
+    """Does what StudentGroup does: calls a sub-batch after its teachers, and waits for the oldest one."""
     submitted = [(sub_batch, [list(parts) for parts in sub_batch.teachers]) for sub_batch in batch.sub_batches]
     pipeline.settle(batch)
     for sub_batch, parts in submitted:
