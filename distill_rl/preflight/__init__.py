@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.config import validate
@@ -27,23 +27,14 @@ from distill_rl.transport.room import object_store_room
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight:
-    """The result of `inspect`. Every line of text is complete and begins with the key that it is about."""
-
-    problems: list[str] = field(default_factory=list)
-    unreachable: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
-    facts: Facts = field(default_factory=Facts)
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of `gather`: a configuration and all its problems."""
+    """A configuration, its problems and the facts about its files. Every line begins with the key that it is about."""
 
     config: Config | None
-    """None if one of its files could not be read."""
+    """None if one of its own files could not be read."""
     problems: list[str]
     unreachable: list[str]
+    """What could not be checked, and why."""
     facts: Facts
 
 
@@ -68,10 +59,10 @@ def gather(
     inspected = inspect(config, download=download)
     later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
-    return Checked(config, list(dict.fromkeys(lines)), inspected.unreachable, inspected.facts)
+    return replace(inspected, problems=list(dict.fromkeys(lines)))
 
 
-def inspect(config: Config, *, download: bool = True) -> Preflight:
+def inspect(config: Config, *, download: bool = True) -> Checked:
     """Opens everything that the configuration names. A hub name that cannot be reached is listed as `unreachable`.
 
     Args:
@@ -109,7 +100,7 @@ def inspect(config: Config, *, download: bool = True) -> Preflight:
     problems += space_problems(config, facts)
     if config.ray.address is None:
         attempt("/dev/shm", object_store_room, problems)
-    return Preflight(problems, unreachable, facts)
+    return Checked(config, problems, unreachable, facts)
 
 
 def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[str]:

@@ -221,9 +221,8 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
         for problem in problems:
             warn(f"{problem}; {newest.path.name} is taken instead")
     elif problems:  # starting afresh here would throw away what the user may be able to repair
-        raise CheckpointError.many(
-            [*dict.fromkeys(problems), str(CheckpointError("--resume", _VALID, "none", _AFRESH))]
-        )
+        problems.append(str(CheckpointError("--resume", _VALID, "none", _AFRESH)))
+        raise CheckpointError.many(dict.fromkeys(problems))
     elif resume == "latest":
         raise CheckpointError("--resume", _VALID, "none", f"{_AFRESH}, or use --resume auto")
     return newest
@@ -276,18 +275,13 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
     _require_trust(path, within)
     manifest = _load(path / _MANIFEST, path)
     if manifest.get("format", 0) > _FORMAT:
-        raise CheckpointError(
-            str(path),
-            f"this version reads checkpoint format {_FORMAT}",
-            f"format {manifest['format']}",
-            "update distill_rl",
-        )
+        rule, value = f"this version reads checkpoint format {_FORMAT}", f"format {manifest['format']}"
+        raise CheckpointError(str(path), rule, value, "update distill_rl")
     _require_seal(path, manifest)
     present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {_MANIFEST}
     for name in sorted(present - manifest["files"].keys()):
-        raise CheckpointError(
-            str(path), f"{name} is not in the manifest", remedy="remove it, or use another checkpoint"
-        )
+        remedy = "remove it, or use another checkpoint"
+        raise CheckpointError(str(path), f"{name} is not in the manifest", remedy=remedy)
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.resolve().is_relative_to(path.resolve()):
@@ -309,20 +303,14 @@ def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     Raises:
         CheckpointError: something differs; one line per difference, with both hashes.
     """
-    changed = [
-        str(
-            CheckpointError(
-                f"the {name} of this run",
-                "must be the same as when the checkpoint was saved",
-                f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}",
-                "restore it, or start afresh with --clean",
-            )
-        )
-        for name, value in saved.items()
-        if current.get(name) != value
-    ]
-    if changed:
-        raise CheckpointError.many(changed)
+    rule, remedy = "must be the same as when the checkpoint was saved", "restore it, or start afresh with --clean"
+    problems = []
+    for name, value in saved.items():
+        if current.get(name) != value:
+            values = f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}"
+            problems.append(str(CheckpointError(f"the {name} of this run", rule, values, remedy)))
+    if problems:
+        raise CheckpointError.many(problems)
 
 
 def _short(fingerprint: str) -> str:
@@ -379,9 +367,5 @@ def _load(file: Path, checkpoint: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            str(checkpoint),
-            f"{file.name} must be readable",
-            f"{type(error).__name__}",
-            "this is no checkpoint of distill_rl, or it is damaged",
-        ) from None
+        rule, remedy = f"{file.name} must be readable", "this is no checkpoint of distill_rl, or it is damaged"
+        raise CheckpointError(str(checkpoint), rule, type(error).__name__, remedy) from None

@@ -68,7 +68,7 @@ class Driver:
         """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened."""
         store = checkpoint_store(job)
         store.clean_up()
-        resumed = find_checkpoint(job)
+        resumed = find_checkpoint(job, store)
         start = resumed.state.train if resumed else TrainState()
         train, config = job.config.train, job.config
         loader = Loader(
@@ -108,15 +108,14 @@ class Driver:
 
     def run(self) -> int:
         """Trains until the last step or a request to stop. Returns the process's exit code."""
-        with Lookahead(
-            self.loader, self.actors.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
-        ) as items:
-            for step, item in enumerate(items, start=self.state.step + 1):
-                with self.timer.step(step), item.lease() as (batch, targets):
-                    trained = self.student.train_step(batch, targets)
-                self.state = TrainState(step=step, cursor=item.cursor)
+        submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
+        with Lookahead(self.loader, submit, PendingBatch.release, depth) as batches:
+            for step, batch in enumerate(batches, start=self.state.step + 1):
+                with self.timer.step(step), batch.lease():
+                    trained = self.student.train_step(batch)
+                self.state = TrainState(step=step, cursor=batch.cursor)
                 self.note_skip(trained)
-                self.observer.log(step, trained, item.metrics, self.skips, self.timer.flush())
+                self.observer.log(step, trained, batch.metrics, self.skips, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
@@ -131,9 +130,8 @@ class Driver:
         if self._last_skipped:
             self._num_skipped += 1
             loss, norm = trained["train/loss"].value, trained["train/grad_norm"].value
-            say(
-                f"skipped   step {self.state.step}: loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
-            )
+            reason = f"loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
+            say(f"skipped   step {self.state.step}: {reason}")
 
     @property
     def skips(self) -> dict[str, Metric]:
@@ -159,8 +157,9 @@ class Driver:
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:
-            with self.actors.pipeline.submit(batch).lease() as (pending, targets):
-                parts.append(self.student.evaluate(pending, targets))
+            pending = self.actors.pipeline.submit(batch)
+            with pending.lease():
+                parts.append(self.student.evaluate(pending))
         metrics = merge(parts)
         self.score = None
         if "validation/kl_loss" in metrics and math.isfinite(metrics["validation/kl_loss"].value):
@@ -249,14 +248,13 @@ def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
     )
 
 
-def find_checkpoint(job: Job) -> Checkpoint | None:
+def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it was made from other data, tokenizers or models.
     """
-    resume = job.config.checkpoint.resume
-    checkpoint = checkpoints.find(checkpoint_store(job), resume, lambda text: say(f"damaged   {text}"))
+    checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
     if checkpoint:
         checkpoints.require_same(checkpoint.state.fingerprints, job.fingerprints)
         say(f"resuming  from {checkpoint.path}")

@@ -13,11 +13,11 @@ from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.errors import ConfigError
 from distill_rl.types import Cursor, DocumentBatch
-from distill_rl.workers.actors.rank import Process, identify
+from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 
-class AlignerWorker:
+class AlignerWorker(Worker):
     """Tokenises documents, aligns them with teachers of another tokenizer, and lays them out in rows.
 
     Its only state is tokenizers, so any aligner gives the same rows for a batch.
@@ -34,9 +34,6 @@ class AlignerWorker:
     ):
         self._config, self._data_format, self._plan, self._other_tokenizer = config, data_format, plan, other_tokenizer
         self._gauges = Gauges(config.run.name)
-
-    def identify(self) -> Process:
-        return identify()
 
     def start(self) -> None:
         if ray.is_initialized() and ray.get_gpu_ids():

@@ -15,14 +15,14 @@ from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.options import Asked, Options
 from distill_rl.evals.suites.base import Item
-from distill_rl.workers.actors.rank import Process, identify
+from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.evals.run import Model
 
 
-class EvalWorker:
+class EvalWorker(Worker):
     """One copy of a model. It sees only the GPUs that Ray assigned to it."""
 
     def __init__(self, rank: int, threads: int, run: str = ""):
@@ -33,9 +33,6 @@ class EvalWorker:
         self._gauges = Gauges(run)
         self._executor = LocalExecutor()
         self._loaded: tuple[object, list[Asked]] | None = None
-
-    def identify(self) -> Process:
-        return identify()
 
     def start(self) -> None:
         """Does nothing: the model is loaded by `load` or `evaluate`."""

@@ -66,7 +66,14 @@ def identify() -> Process:
     )
 
 
-class RankWorker:
+class Worker:
+    """The base of all actors."""
+
+    def identify(self) -> Process:
+        return identify()
+
+
+class RankWorker(Worker):
     """One rank of a process group, before its engine is built.
 
     Args:
@@ -79,9 +86,6 @@ class RankWorker:
         self._store: TCPStore | None = None
         self._transports: dict[str, Transport] = {}
         """By name."""
-
-    def identify(self) -> Process:
-        return identify()
 
     def serve_store(self, world_size: int) -> tuple[str, int]:
         """Serves the store through which `world_size` ranks meet. Returns its host and port."""

@@ -46,6 +46,7 @@ _FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_
 _SPARE_OBJECT_STORE = 256 * 2**20
 """Bytes for batches and results, besides the targets."""
 _CONNECT_TIMEOUT_S = 5.0
+_MUST_RUN = "must name a running Ray cluster"
 _START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
 log = logging.getLogger(__name__)
@@ -113,10 +114,8 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                     _temp_dir=str(directory),
                 )
             except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise WorkerError(
-                    "Ray", "must start on this machine", cause, "see ray.* in the configuration"
-                ) from error
+                cause, remedy = f"{type(error).__name__}: {error}", "see ray.* in the configuration"
+                raise WorkerError("Ray", "must start on this machine", cause, remedy) from error
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
@@ -142,9 +141,8 @@ def _joined_ray(address: str) -> Iterator[None]:
             runtime_env={"env_vars": worker_environment()},
         )
     except Exception as error:
-        raise ConfigError(
-            "ray.address", "must name a running Ray cluster", f"{address} ({type(error).__name__})", _START_ONE
-        ) from error
+        value = f"{address} ({type(error).__name__})"
+        raise ConfigError("ray.address", _MUST_RUN, value, _START_ONE) from error
     try:
         if address == "auto":
             access.require_entry(ray.get_runtime_context().gcs_address)
@@ -167,9 +165,7 @@ def _require_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise ConfigError(
-            "ray.address", "must name a running Ray cluster", f"{address} ({error})", _START_ONE
-        ) from None
+        raise ConfigError("ray.address", _MUST_RUN, f"{address} ({error})", _START_ONE) from None
     access.require_entry(address)
 
 
@@ -274,9 +270,8 @@ def _object_store_bytes(target_bytes: int) -> int:
         spilled, room = wanted - int(0.8 * free), shutil.disk_usage("/tmp").free
         if spilled > room:
             rule = f"what Ray spills to /tmp needs {spilled} bytes: /dev/shm has {free} for targets of {target_bytes}"
-            raise ConfigError(
-                "/tmp", rule, f"{room} bytes free", "free some space, or lower prefetch.depth or loss.top_k"
-            )
+            remedy = "free some space, or lower prefetch.depth or loss.top_k"
+            raise ConfigError("/tmp", rule, f"{room} bytes free", remedy)
     return max(LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 

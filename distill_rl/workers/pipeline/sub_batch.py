@@ -95,10 +95,10 @@ class PendingBatch:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     @contextmanager
-    def lease(self) -> Iterator[tuple[PendingBatch, list[SubBatch]]]:
-        """The batch and its sub-batches for one step; released when the block ends, whatever happens."""
+    def lease(self) -> Iterator[None]:
+        """Keeps the batch for one step; it is released when the block ends, whatever happens."""
         try:
-            yield self, self.sub_batches
+            yield
         finally:
             self.release()
 
