@@ -103,24 +103,23 @@ class WorkerGroup:
         """Actor names by Ray worker id."""
         return {process.worker_id: name for process, name in zip(self._processes, self.names)}
 
-    def rendezvous(
-        self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None
-    ) -> dict[int, tuple[str, int]]:
-        """Starts a store for each process group, which is `size` consecutive ranks. Returns the address of the store
-        for every rank, or for `ranks`."""
+    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Makes all ranks, or `ranks`, join process groups and load their models.
+
+        A process group is `size` consecutive ranks, which meet through a store that the first of them serves.
+
+        Returns:
+            The calls that load the models, for the caller to wait for.
+        """
         members = range(len(self.actors)) if ranks is None else ranks
         leaders = [rank for rank in members if rank % size == 0]
+        stores = self.submit("serve_store", size, ranks=leaders)
+        addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
         calls: dict[ray.ObjectRef, str] = {}
-        for leader in leaders:
-            calls |= self.submit("serve_store", size, ranks=[leader])
-        addresses = dict(zip(leaders, self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)))
-        return {rank: addresses[rank - rank % size] for rank in members}
-
-    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Makes ranks join process groups of `size` and load their models. Returns the calls without waiting."""
-        calls: dict[ray.ObjectRef, str] = {}
-        for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
-            calls |= self.submit("start", *address, self._plan.placements[self.names[rank]].gpu_memory, ranks=[rank])
+        for rank in members:
+            host, port = addresses[rank - rank % size]
+            gpu_memory = self._plan.placements[self.names[rank]].gpu_memory
+            calls |= self.submit("start", host, port, gpu_memory, ranks=[rank])
         return calls
 
     def kill(self) -> None:

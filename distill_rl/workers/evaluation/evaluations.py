@@ -116,7 +116,7 @@ class Evaluations:
             step = self._waiting.popleft()
             model = Model(f"step-{step}", self._weights(step), self._folder / f"step-{step}")
             deadline = time.monotonic() + self._config.evaluate.timeout_s
-            self._running = _Running(step, self._call(model, self._options(self._config.evaluate.limit)), deadline)
+            self._running = _Running(step, self._submit(model, self._config.evaluate.limit), deadline)
 
     def wait(self) -> None:
         """Waits for all evaluations that were started."""
@@ -132,7 +132,7 @@ class Evaluations:
         if self._group is None:
             return {}
         self.wait()
-        call = self._call(Model("student", model, self._folder / "student"), self._options(None))
+        call = self._submit(Model("student", model, self._folder / "student"), limit=None)
         timeout_s = self._config.evaluate.timeout_s
         results = self._calls.gather(call, what="evaluating the export", timeout_s=timeout_s)[0]
         self._record(step, scores(results))
@@ -155,19 +155,21 @@ class Evaluations:
             report(f"step {running.step}", results)
         shutil.rmtree(self._weights(running.step), ignore_errors=True)
 
-    def _call(self, model: Model, options: Options) -> dict[ray.ObjectRef, str]:
+    def _submit(self, model: Model, limit: int | None) -> dict[ray.ObjectRef, str]:
+        """Calls the evaluator with at most `limit` items per suite; None: all items."""
         assert self._group is not None
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
         data = Path(evaluate.data or "").expanduser().absolute()
         suites = [str(Path(name).expanduser().absolute()) if name.endswith(".py") else name for name in evaluate.suites]
+        options = Options(
+            limit=limit,
+            seed=self._config.run.seed,
+            replace_others=True,
+            backend=evaluate.backend,
+            settings=Settings(batch_size=evaluate.batch_size),
+        )
         return self._group.submit("evaluate", model, suites, data, options)
-
-    def _options(self, limit: int | None) -> Options:
-        evaluate = self._config.evaluate
-        settings = Settings(batch_size=evaluate.batch_size)
-        seed = self._config.run.seed
-        return Options(limit=limit, seed=seed, replace_others=True, backend=evaluate.backend, settings=settings)
 
     def _replace(self) -> None:
         """Starts a new evaluator for the next evaluation, because the old one may be dead or hang."""
