@@ -130,8 +130,8 @@ class Driver:
         if self._last_skipped:
             self._num_skipped += 1
             loss, norm = trained["train/loss"].value, trained["train/grad_norm"].value
-            reason = f"loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
-            say(f"skipped   step {self.state.step}: {reason}")
+            details = f"loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
+            say(f"skipped   step {self.state.step}: {details}")
 
     @property
     def skips(self) -> dict[str, Metric]:

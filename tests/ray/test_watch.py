@@ -27,7 +27,7 @@ class Worker:
         return identify()
 
 def watchers():
-    return [each for each in psutil.process_iter() if each.name().startswith("ray::NodeMonitor")]
+    return [each for each in psutil.process_iter() if each.name().startswith("ray::NodeMonito")]
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="watch")
 own = ray.get_runtime_context().get_node_id()
