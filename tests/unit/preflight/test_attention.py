@@ -42,8 +42,8 @@ def test_flash_attention_needs_its_package_and_bf16(packages: set[str]) -> None:
         "{key}.attention: needs the package flash_attn, which is not installed; got flash_attention_2; "
         "pip install flash-attn, or set {key}.attention=auto"
     )
-    found = problems("flash_attention_2", "flash_attention_2")
-    assert found == [wanted.format(key=key) for key in ("student", "teachers.0")]
+    lines = problems("flash_attention_2", "flash_attention_2")
+    assert lines == [wanted.format(key=key) for key in ("student", "teachers.0")]
     packages.add("flash_attn")
     assert problems("flash_attention_2", "flash_attention_2") == []
     (line,) = problems("flash_attention_2", dtype="fp32")
@@ -92,9 +92,9 @@ def test_varlen_is_refused_for_unsupported_models(settings: dict[str, Any], expe
 def test_rows_must_fit_a_table_of_positions(length: int, positions: int, gpus: int, expected: str | None) -> None:
     config = Config(student=StudentConfig(model="s"))
     config.data.max_length = length
-    found = list(width_problems(config, "student", GPT2Config(n_positions=positions), gpus=gpus))
-    assert len(found) == (expected is not None)
-    assert all(line.startswith("data.max_length: ") and line.endswith(str(expected)) for line in found)
+    lines = list(width_problems(config, "student", GPT2Config(n_positions=positions), gpus=gpus))
+    assert len(lines) == (expected is not None)
+    assert all(line.startswith("data.max_length: ") and line.endswith(str(expected)) for line in lines)
     if length <= positions:  # rotary positions go on
         other = LlamaConfig(max_position_embeddings=positions)
         assert list(width_problems(config, "student", other, gpus=gpus)) == []

@@ -35,10 +35,10 @@ def test_without_suites_nothing_is_checked(tmp_path: Path) -> None:
     ("suites", "words"), [(("mmul",), "must be among"), (("mmlu",), "mmlu"), (("mmlu", "gsm8k"), "gsm8k")]
 )
 def test_unknown_suites_and_missing_data_are_one_line_each(tmp_path: Path, suites: tuple[str, ...], words: str) -> None:
-    found = suite_problems(config_with(*suites, data=tmp_path), STUDENT)
-    assert all(line.startswith("evaluate.suites: ") for line in found)
-    assert words in " ".join(found)
-    assert len(found) == len(suites)
+    lines = suite_problems(config_with(*suites, data=tmp_path), STUDENT)
+    assert all(line.startswith("evaluate.suites: ") for line in lines)
+    assert words in " ".join(lines)
+    assert len(lines) == len(suites)
 
 
 def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:

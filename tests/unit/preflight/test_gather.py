@@ -30,9 +30,9 @@ def test_good_configuration_has_all_facts(material):
 
 
 def test_inspect_agrees_with_gather(material):
-    found = inspect(load_config(material / "run.yaml"))
-    assert (found.problems, found.unreachable) == ([], [])
-    assert found.facts == gather(material / "run.yaml").facts
+    inspected = inspect(load_config(material / "run.yaml"))
+    assert (inspected.problems, inspected.unreachable) == ([], [])
+    assert inspected.facts == gather(material / "run.yaml").facts
 
 
 def test_validation_split_is_counted_separately(material):

@@ -29,10 +29,10 @@ def steps_in(folder):
 
 def test_newest_returns_what_was_saved(tmp_path):
     save(store_in(tmp_path), 5, score=0.25)
-    found = store_in(tmp_path).newest()
-    assert found.path.name == "step-5"
-    assert found.state == SavedState(TrainState(5, Cursor(1, 35)), {"data": "d" * 64}, 0.25)
-    assert (found.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
+    checkpoint = store_in(tmp_path).newest()
+    assert checkpoint.path.name == "step-5"
+    assert checkpoint.state == SavedState(TrainState(5, Cursor(1, 35)), {"data": "d" * 64}, 0.25)
+    assert (checkpoint.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
 
 
 def test_newest_and_best_are_kept(tmp_path):

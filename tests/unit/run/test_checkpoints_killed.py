@@ -17,8 +17,8 @@ from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)
 store.clean_up()
-found = store.newest()
-first = found.state.train.step + 1 if found else 1
+checkpoint = store.newest()
+first = checkpoint.state.train.step + 1 if checkpoint else 1
 print("saving", flush=True)
 for step in itertools.count(first):
     draft = store.begin(SavedState(TrainState(step), {}, float(step % 7)))
@@ -41,11 +41,11 @@ def test_twenty_kills_during_saves_lose_nothing(tmp_path):
             time.sleep(draw.uniform(0, took_s))  # so that the kill can hit any moment of a save
             child.kill()
         interrupted += any(tmp_path.glob(".tmp-*"))
-        found = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
-        step = found.state.train.step if found else 0
+        checkpoint = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
+        step = checkpoint.state.train.step if checkpoint else 0
         assert step >= last
-        for name in "abc" if found else ():
-            assert (found.student / name).read_bytes() == f"{step}{name}".encode() * 9000
+        for name in "abc" if checkpoint else ():
+            assert (checkpoint.student / name).read_bytes() == f"{step}{name}".encode() * 9000
         last = step
     assert last > 0
     assert interrupted > 0

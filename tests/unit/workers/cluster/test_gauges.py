@@ -57,6 +57,6 @@ def test_targets_list_the_agents_of_all_living_nodes(tmp_path: Path, monkeypatch
 
 
 def test_agent_is_detected_by_a_package_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in (None, ModuleSpec("aiohttp_cors", None)):
-        monkeypatch.setattr(gauges, "find_spec", lambda name, found=found: found)
-        assert gauges.has_agent() is (found is not None)
+    for spec in (None, ModuleSpec("aiohttp_cors", None)):
+        monkeypatch.setattr(gauges, "find_spec", lambda name, spec=spec: spec)
+        assert gauges.has_agent() is (spec is not None)

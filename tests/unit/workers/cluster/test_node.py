@@ -113,9 +113,9 @@ def test_daemon_that_blocks_signals_ends_with_the_node():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_node_ends_on_request_but_not_on_scheduler_signal(tmp_path, number):
     """The node waits for its head, so that Ray is not started."""
-    made = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", "RAY_START_TIMEOUT": "60"}
+    environment = os.environ | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "n2", "RAY_START_TIMEOUT": "60"}
     command = [sys.executable, "-m", "distill_rl.workers.cluster.node", str(tmp_path), str(tmp_path)]
-    waiting = subprocess.Popen(command, env=made, stderr=subprocess.PIPE)
+    waiting = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     try:
         until((tmp_path / "here-n2").exists, "the node")
         waiting.send_signal(number)
