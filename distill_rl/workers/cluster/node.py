@@ -258,9 +258,8 @@ def require_free_ports(node: Node) -> None:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a port in TIME_WAIT, left by an ended job, is free
+        # A port in TIME_WAIT, left by an ended job, is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:
