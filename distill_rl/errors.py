@@ -1,17 +1,17 @@
-"""Every error this package raises on purpose.
+"""All errors that this package raises on purpose.
 
     DistillError                 exit code 1
     ├── ConfigError              exit code 2   a setting, or settings that do not fit together
     ├── DataError                exit code 2   rows, columns, files
     ├── AlignmentError           exit code 1   two tokenizations that cannot be matched
     ├── TransportError           exit code 1   a slot, a handle, a generation
-    ├── WorkerError              exit code 1   an actor that raised, died or overran its deadline
+    ├── WorkerError              exit code 1   an actor raised, died or overran its deadline
     ├── CheckpointError          exit code 2   foreign, newer, damaged or missing checkpoint
     ├── NumericsError            exit code 1   NaN or Inf where none may be
-    └── GpuMemoryError           exit code 1   a GPU has no memory left for what was asked
+    └── GpuMemoryError           exit code 1   a GPU has too little memory left
 
-A message is one line: what, the rule, the value received, the remedy. Every error survives pickling,
-because most of them are born in another process.
+A message is one line: what, the rule, the value received, the remedy. Every error survives pickling, because most
+errors are raised in another process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class DistillError(Exception):
     """Root of the tree.
 
     Args:
-        what: the thing that is wrong, named as the user knows it (`data.path`, `student rank 3`).
-        rule: what must hold.
-        value: what was received instead; shown with `repr` unless it is a string.
-        remedy: what to do about it.
+        what: what is wrong, by the name that the user knows (`data.path`, `student rank 3`).
+        rule: the condition that must hold.
+        value: the value received instead; shown with `repr` unless it is a string.
+        remedy: what the user can do about it.
     """
 
     exit_code = 1
@@ -75,14 +75,14 @@ class ConfigError(DistillError):
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """The lines of the ConfigErrors that checks raise, each asked whatever the others say."""
-    found: list[str] = []
+    """Runs every check and collects the lines of all ConfigErrors."""
+    problems: list[str] = []
     for check in checks:
         try:
             check()
         except ConfigError as error:
-            found += error.problems
-    return found
+            problems += error.problems
+    return problems
 
 
 class DataError(DistillError):

@@ -1,4 +1,4 @@
-"""What crosses a process: frozen dataclasses of plain values and numpy arrays, never tensors.
+"""Types that are sent between processes: frozen dataclasses of plain values and numpy arrays, never tensors.
 
 Shape legend, used everywhere in this package
     R   rows of a batch (a row holds one document, or several when packed)
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 IGNORE_INDEX = -100
-"""The label of a position from which nothing is learnt."""
+"""The label of a position that is not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,14 @@ class DocumentBatch:
 
     `index` counts global batches from 0 over the whole run; batch i is trained on by step i + 1.
     `cursor` is the position after this batch, the one to resume from once it has been trained on.
-    Each document is a row of the data set, reduced to its text or its messages, with the row's
-    number under `"row"` for error messages.
+    Each document is a row of the data set, reduced to its text or its messages, with the row number under `"row"`.
     """
 
     index: int
     documents: tuple[Mapping[str, Any], ...]
     cursor: Cursor
     source: str = "train"
-    """`train` or `validation`: whose rows the numbers are"""
+    """`train` or `validation`: the data that the row numbers refer to."""
 
     @property
     def row_numbers(self) -> tuple[int, ...]:
@@ -63,15 +62,15 @@ class DocumentBatch:
 class TokenRows:
     """Token rows for one model; all arrays are [R, S].
 
-    A position restart (`position_ids == 0`) begins a new document, and attention never crosses it. The padding at
-    the end of a row continues the last document and its positions: attention is causal, so that no token sees it, and
-    its labels are ignored. A row that only fills the batch up is one document of padding.
+    A position restart (`position_ids == 0`) begins a new document, and attention never crosses it. The padding at the
+    end of a row continues the last document and its positions: attention is causal, so no token attends to it, and its
+    labels are ignored. A row that only fills up the batch is one document of padding.
     """
 
     input_ids: np.ndarray
     """int32 [R, S]"""
     labels: np.ndarray
-    """int32 [R, S], already shifted: position s predicts labels[s]; IGNORE_INDEX where nothing is learnt"""
+    """int32 [R, S], already shifted: position s predicts labels[s]; IGNORE_INDEX where nothing is trained"""
     position_ids: np.ndarray
     """int32 [R, S], from 0 in every document"""
 
@@ -85,10 +84,11 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """What a student and a teacher of another tokenizer compare: stretches of text, each some tokens of either side.
+    """The stretches of text (chunks) over which a student is compared with a teacher that has another tokenizer.
 
-    A number stands where a *prediction* is made: position p of a row belongs to the chunk of the token at p + 1. Chunks
-    are numbered from 0 in each row; -1 belongs to none. Every chunk has a position on both sides.
+    A chunk spans one or more tokens on each side. The arrays give the chunk number of every position. The number is
+    stored where a *prediction* is made: position p of a row has the chunk of the token at p + 1. Chunks are numbered
+    from 0 in each row; -1 means no chunk. Every chunk has at least one position on both sides.
     """
 
     student: np.ndarray
@@ -96,11 +96,11 @@ class ChunkRows:
     teacher: np.ndarray
     """int32 [R, St], for the teacher's rows of the same documents"""
     num_chunks: int
-    """over the *global* batch: the denominator of this teacher's KD"""
+    """Over the *global* batch: the denominator of this teacher's KD."""
     num_one_to_one: int
-    """of these, those of one token on either side: the denominator of a loss that compares no others"""
+    """Chunks of one token on both sides: the denominator of a loss that compares only those."""
     num_covered: int
-    """labelled student tokens inside a chunk, over the global batch"""
+    """Labelled student tokens inside a chunk, over the global batch."""
 
     def __getitem__(self, rows: slice) -> ChunkRows:
         return replace(self, student=self.student[rows], teacher=self.teacher[rows])
@@ -108,11 +108,11 @@ class ChunkRows:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """One data-parallel rank's contiguous part of a global batch, as a student or a teacher reads it.
+    """The contiguous part of a global batch that one data-parallel rank of a student or teacher reads.
 
-    `first_row` is the place of the part's first row in the global batch. The number of rows is a
-    multiple of the rank's micro-batch size; rows added to make it so have only ignored labels.
-    `num_labels` is the count over the *global* batch: the denominator of every mean.
+    `first_row` is the index of the part's first row in the global batch. The number of rows is a multiple of the rank's
+    micro-batch size; rows added for that have only ignored labels. `num_labels` is the count over the *global* batch,
+    the denominator of every mean.
     """
 
     index: int
@@ -120,36 +120,36 @@ class RankBatch:
     rows: TokenRows
     num_labels: int
     chunks: tuple[ChunkRows | None, ...] = ()
-    """the student's only: per running teacher, None for one that reads the student's own rows"""
+    """For the student only: one per running teacher, None for a teacher that reads the student's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrossTokenizerSpec:
-    """How a student learns from a teacher of another tokenizer: by which loss, over which vocabulary projection."""
+    """How a student learns from a teacher with another tokenizer: the loss and the vocabulary projection."""
 
     method: str
     projection: str
-    """path of the projection's file, which every worker can read"""
+    """Path of the projection's file, which every worker can read."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlignmentInfo:
-    """How well one batch's rows of a student and of one teacher match; counts over the global batch."""
+    """How well the student's and one teacher's rows of a batch match. All counts are over the global batch."""
 
     teacher: str
     num_chunks: int
     num_one_to_one: int
     num_covered: int
-    """labelled student tokens inside a chunk"""
+    """Labelled student tokens inside a chunk."""
     num_exact: int
-    """documents whose two tokenizations spell the same bytes"""
+    """Documents whose two tokenizations spell the same bytes."""
     methods: Mapping[str, int]
-    """documents by the method that aligned them; `dp` with the engine that ran, as `dp/numba`"""
+    """Number of documents by the method that aligned them; `dp` is followed by its engine, as in `dp/numba`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A document that no aligner could work on: its row in the data, and why."""
+    """A document that could not be aligned: its row in the data, and the reason."""
 
     row: int
     reason: str
@@ -157,31 +157,31 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """Aligner → driver: what the driver needs to know of a batch that it never sees."""
+    """Aligner → driver: a summary of a batch whose rows the driver never receives."""
 
     index: int
     cursor: Cursor
     num_documents: int
     num_rows: int
     num_tokens: int
-    """document tokens after truncation, without padding"""
+    """Document tokens after truncation, without padding."""
     num_labels: int
     num_truncated: int
-    """documents cut at data.max_length"""
+    """Documents cut at data.max_length."""
     seconds: float
     alignments: tuple[AlignmentInfo, ...] = ()
-    """one per teacher of another tokenizer"""
+    """One per teacher with another tokenizer."""
     bad_rows: tuple[BadRow, ...] = ()
-    """documents left out"""
+    """Documents left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory, the only place a run writes to."""
+    """The run directory, the only place that a run writes to."""
 
     root: Path
     attempt: int = 1
-    """Which start of the run this is, from 1: each has its own folder of logs."""
+    """Number of this start of the run, from 1; every start has its own folder of logs."""
 
     @property
     def config(self) -> Path:
@@ -193,7 +193,7 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        """Of this attempt: `driver.log` and what its workers printed. `logs/latest` is a link to the newest."""
+        """The logs of this attempt: `driver.log` and its workers' output. `logs/latest` links to the newest attempt."""
         return self.root / "logs" / f"attempt_{self.attempt}"
 
     @property
@@ -203,7 +203,7 @@ class RunPaths:
 
     @property
     def prometheus(self) -> Path:
-        """Where Prometheus finds the metrics agents of the newest attempt's Ray."""
+        """Tells Prometheus the addresses of the metrics agents of the newest attempt."""
         return self.root / "logs" / "prometheus" / "targets.json"
 
     @property
@@ -216,7 +216,7 @@ class RunPaths:
 
     @property
     def bad_rows(self) -> Path:
-        """Documents that were left out, one JSON object per line; absent where there are none."""
+        """Documents that were left out, one JSON object per line; absent if there are none."""
         return self.root / "bad_rows.jsonl"
 
     @property

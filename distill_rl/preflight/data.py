@@ -1,4 +1,4 @@
-"""What can be told of the data by opening them and reading a sample of rows."""
+"""Checks the data by opening them and reading a sample of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distill_rl.preflight.opened import Opened, attempt, line
 from distill_rl.preflight.pairs import alignment_problems, template_problems
 
 SAMPLED_ROWS = 64
-"""Rows read from the start, and as many spread over the data."""
+"""Number of rows read from the start; as many more are read evenly spaced over the data."""
 
 
 def data_facts(
@@ -22,7 +22,11 @@ def data_facts(
     unreachable: list[str],
     download: bool,
 ) -> Facts:
-    """Opens the data as the loader will, reads a sample of rows, and counts."""
+    """Opens the data as the loader will, reads a sample of rows, and counts the documents.
+
+    Args:
+        download: download a hub data set; otherwise only its existence is checked.
+    """
     from distill_rl.data.sources import HubError, is_hub_name, open_source, split_validation
     from distill_rl.models.facts import find_data_set
 
@@ -48,17 +52,14 @@ def data_facts(
     problems += _row_problems(training)
     problems += _row_problems(validation) if validation is not None else []
     if len(training) < config.train.global_batch_size:
-        problems.append(line(
-            "data.path",
-            f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}",
-            data.path,
-            "lower train.global_batch_size, or give more data",
-        ))  # fmt: skip
+        rule = f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}"
+        problems.append(line("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
     if source.kind == "text" and data.loss_on == "assistant":
-        problems.append(line(
-            "data.loss_on", "assistant turns are found in chat messages only", "rows of text",
+        rule, remedy = (
+            "assistant turns are found in chat messages only",
             "use data.loss_on=all, or data that has messages",
-        ))  # fmt: skip
+        )
+        problems.append(line("data.loss_on", rule, "rows of text", remedy))
     problems += template_problems(config, source.kind, student, teachers)
     if not problems:
         problems += alignment_problems(config, training, student, teachers)
@@ -70,7 +71,7 @@ def data_facts(
 
 
 def _row_problems(source: Any) -> list[str]:
-    """The first bad row among the first and among evenly spaced ones; the loader checks every row it reads."""
+    """The first bad row among those at the start and evenly spaced ones. The loader checks every row it reads."""
     count = len(source)
     stride = max(1, count // SAMPLED_ROWS)
     rows = sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, stride)})

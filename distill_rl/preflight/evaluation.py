@@ -1,4 +1,4 @@
-"""What can be told of the suites that a run is evaluated on, before it starts."""
+"""Checks the suites on which a run evaluates its student."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distill_rl.preflight.opened import Opened, line
 
 
 def suite_problems(config: Config, student: Opened) -> list[str]:
-    """Unknown suites, bad data, a student that they cannot ask, an engine that is not installed."""
+    """Unknown suites, bad data, a missing backend, and suites of chats for a student without a chat template."""
     evaluate = config.evaluate
     if not evaluate.suites:
         return []
@@ -20,14 +20,14 @@ def suite_problems(config: Config, student: Opened) -> list[str]:
         remedy = "install the vllm extra, or set evaluate.backend=hf"
         problems.append(line("evaluate.backend", "needs vllm, which is not installed", "vllm", remedy))
     if not evaluate.data:
-        return problems  # said by the rules of the settings
+        return problems  # the rules of the configuration report this
     from distill_rl.evals.options import Options, chat_problem, chat_suites, load_questions
 
     try:
-        asked = load_questions(evaluate.suites, Path(evaluate.data).expanduser(), Options())
+        questions = load_questions(evaluate.suites, Path(evaluate.data).expanduser(), Options())
     except DistillError as error:
         return [*problems, *(f"evaluate.suites: {problem}" for problem in error.problems)]
-    chats = chat_suites(asked)
+    chats = chat_suites(questions)
     if chats and student.tokenizer is not None and not student.tokenizer.chat_template:
         problems.append(chat_problem(chats, "student"))
     return problems

@@ -1,4 +1,4 @@
-"""All that a run is made of, opened and checked before the first process starts."""
+"""The job: everything that a run is made of, opened before the first process starts."""
 
 from __future__ import annotations
 
@@ -30,60 +30,63 @@ class Job:
     validation: Source | None
     plan: BatchPlan
     vocabulary_size: int
-    """ids of the student's tokenizer"""
+    """Number of ids of the student's tokenizer."""
     cross_tokenizer_specs: tuple[CrossTokenizerSpec | None, ...]
-    """per running teacher, None for one that has the student's tokenizer"""
+    """One per running teacher; None for a teacher with the student's tokenizer."""
     teacher_vocabularies: tuple[int, ...]
-    """ids of each running teacher's tokenizer"""
+    """Number of ids of each running teacher's tokenizer."""
     teacher_facts: tuple[ModelFacts, ...]
-    """of each running teacher"""
+    """One per running teacher."""
     student_facts: ModelFacts
     fingerprints: dict[str, str]
-    """What a resumed run must find unchanged: name → hash."""
+    """Hashes, by name, of everything that must be unchanged when the run is resumed."""
 
     @property
     def data_format(self) -> str:
-        """`text` or `messages`, as the data turned out to be."""
+        """`text` or `messages`, as found in the data."""
         return self.train.kind
 
 
 def prepare(config: Config, paths: RunPaths) -> Job:
-    """Opens the data of a configuration that preflight found good; builds the projections that are not there yet."""
+    """Opens the data of a configuration that has passed preflight, and builds the missing projections."""
     source = open_source(config.data)
     train, validation = split_validation(source, config.data, config.run.seed)
     tokenizer = tokenizer_of(config.student)
-    running = running_teachers(config)
-    tokenizers = [tokenizer_of(teacher) for teacher in running]
-    models = _models(config)
-    cross_tokenizer_specs = tuple(
-        _cross_tokenizer_spec(config, teacher, tokenizer, its) for teacher, its in zip(running, tokenizers)
+    teachers = running_teachers(config)
+    teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]
+    models = _model_fingerprints(config)
+    specs = tuple(
+        _cross_tokenizer_spec(config, teacher, tokenizer, teacher_tokenizer)
+        for teacher, teacher_tokenizer in zip(teachers, teacher_tokenizers)
     )
-    others = [(each, its) for each, its, found in zip(running, tokenizers, cross_tokenizer_specs) if found is not None]
+    chat_tokenizers = {"chat template": tokenizer}
+    pairs: dict[str, str] = {}
+    for teacher, teacher_tokenizer, spec in zip(teachers, teacher_tokenizers, specs):
+        if spec is not None:
+            chat_tokenizers[f"chat template of teacher {teacher.name}"] = teacher_tokenizer
+            pair = f"tokenizer {tokenizer_hash(teacher_tokenizer)}, loss {spec.method}"
+            pair += f", projection {sha256(spec.projection)}"
+            if config.projection.learnable:
+                pair += ", learnt"
+            pairs[f"tokenizer pair with teacher {teacher.name}"] = pair
     return Job(
         config,
         paths,
         train,
         validation,
-        BatchPlan.from_config(config, pad_id(tokenizer), padded=any(cross_tokenizer_specs)),
+        BatchPlan.from_config(config, pad_id(tokenizer), padded=any(specs)),
         vocabulary_size=vocabulary_size(tokenizer),
-        cross_tokenizer_specs=cross_tokenizer_specs,
-        teacher_vocabularies=tuple(vocabulary_size(its) for its in tokenizers),
-        teacher_facts=tuple(_facts(teacher) for teacher in running),
+        cross_tokenizer_specs=specs,
+        teacher_vocabularies=tuple(vocabulary_size(other) for other in teacher_tokenizers),
+        teacher_facts=tuple(_facts(teacher) for teacher in teachers),
         student_facts=_facts(config.student),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
             "tokenizer": tokenizer_hash(tokenizer),
-            **_chat_templates(train, {"": tokenizer} | {f" of teacher {each.name}": its for each, its in others}),
+            **_template_fingerprints(train, chat_tokenizers),
             **models,
-            **{
-                f"crossing to teacher {teacher.name}": (
-                    f"tokenizer {tokenizer_hash(its)}, loss {found.method}, projection {sha256(found.projection)}"
-                    f"{', learnt' if config.projection.learnable else ''}"
-                )
-                for teacher, its, found in zip(running, tokenizers, cross_tokenizer_specs)
-                if found is not None
-            },
+            **pairs,
         },
     )
 
@@ -94,8 +97,11 @@ def _facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     )
 
 
-def _cross_tokenizer_spec(config: Config, teacher: TeacherConfig, ours: Any, theirs: Any) -> CrossTokenizerSpec | None:
-    method = cross_tokenizer_loss(config, teacher, same=tokenizer_hash(ours) == tokenizer_hash(theirs))
+def _cross_tokenizer_spec(
+    config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any
+) -> CrossTokenizerSpec | None:
+    same = tokenizer_hash(student_tokenizer) == tokenizer_hash(teacher_tokenizer)
+    method = cross_tokenizer_loss(config, teacher, same=same)
     if method is None:
         return None
     if config.projection.path is not None:
@@ -107,9 +113,14 @@ def _cross_tokenizer_spec(config: Config, teacher: TeacherConfig, ours: Any, the
     teacher_columns = read_config(teacher.model, teacher.revision).vocab_size
     try:
         path = cached_projection(
-            folder, ours, theirs, student_columns=student_columns, teacher_columns=teacher_columns,
-            student_stops=stops_of(config.student), teacher_stops=stops_of(teacher),
-        )  # fmt: skip
+            folder,
+            student_tokenizer,
+            teacher_tokenizer,
+            student_columns=student_columns,
+            teacher_columns=teacher_columns,
+            student_stops=stops_of(config.student),
+            teacher_stops=stops_of(teacher),
+        )
         return CrossTokenizerSpec(method, os.fspath(path))
     except (ValueError, OSError) as error:
         raise ConfigError(
@@ -117,16 +128,16 @@ def _cross_tokenizer_spec(config: Config, teacher: TeacherConfig, ours: Any, the
         ) from error
 
 
-def _chat_templates(source: Source, tokenizers: Mapping[str, Any]) -> dict[str, str]:
-    """Fingerprints of the templates that make text of chats; of none where the data are plain text."""
+def _template_fingerprints(source: Source, tokenizers: Mapping[str, Any]) -> dict[str, str]:
+    """Hashes of the tokenizers' chat templates, by fingerprint name; none if the data are plain text."""
     if source.kind != "messages":
         return {}
-    texts = {whose: json.dumps(tokenizer.chat_template, sort_keys=True) for whose, tokenizer in tokenizers.items()}
-    return {f"chat template{whose}": hashlib.sha256(text.encode()).hexdigest() for whose, text in texts.items()}
+    texts = {name: json.dumps(tokenizer.chat_template, sort_keys=True) for name, tokenizer in tokenizers.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
-def _models(config: Config) -> dict[str, str]:
-    """Fingerprints of the student's shape and of every running teacher; hub models are fetched here, once, not by every worker."""
+def _model_fingerprints(config: Config) -> dict[str, str]:
+    """Hashes of the student's shape and of every running teacher. Downloads hub models, once for all workers."""
     student = resolve(config.student.model, config.student.revision, weights=True)
     teachers = {
         f"teacher {teacher.name}": fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))

@@ -1,4 +1,4 @@
-"""Models and tokenizers opened as far as they can be; what cannot becomes a line."""
+"""Opens models and tokenizers as far as possible, and turns what fails into lines of problems."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
+    """What could be opened of one model; None for the rest."""
+
     config: Any = None
-    """transformers' configuration"""
+    """The configuration of transformers."""
     facts: ModelFacts | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     vocabulary_size: int | None = None
     tokenizer_hash: str | None = None
     stops: tuple[int, ...] = ()
-    """by which the model ends an answer, besides what its tokenizer names"""
+    """Ids by which the model ends an answer, besides those that its tokenizer names."""
     cross_tokenizer_loss: str | None = None
-    """a teacher's loss across tokenizers, None where its tokenizer is the student's"""
+    """For a teacher: its cross-tokenizer loss; None if its tokenizer is the student's."""
 
 
 def open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[str], unreachable: list[str]) -> Opened:
-    """As much of a model as can be opened; what cannot goes to one of the lists."""
+    """Opens as much of a model as possible. Adds a line to `problems` or `unreachable` for the rest."""
     opened = Opened()
     folder = _folder(f"{key}.model", model.model, model.revision, problems, unreachable)
     if folder is not None:
@@ -45,13 +47,17 @@ def open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[st
 
 
 def _open_weights(key: str, folder: Path, opened: Opened, problems: list[str], *, needed: bool) -> None:
-    """config.json and the headers of the weights; of a hub model only the small files need be here."""
+    """Reads config.json and the headers of the weights.
+
+    Args:
+        needed: whether missing weights are a problem; those of a hub model may still have to be downloaded.
+    """
     from distill_rl.models.facts import folder_problems, read_model_facts
     from distill_rl.models.hub import configured_stops, read_config
 
-    bad = folder_problems(key, folder, weights=needed)
-    problems += bad
-    if bad:
+    in_folder = folder_problems(key, folder, weights=needed)
+    problems += in_folder
+    if in_folder:
         return
     opened.config = attempt(key, lambda: read_config(folder), problems)
     opened.stops = attempt(key, lambda: configured_stops(folder), problems) or ()
@@ -82,22 +88,27 @@ def _open_tokenizer(key: str, folder: Path, opened: Opened, problems: list[str])
 def attempt(
     key: str, read: Callable[[], Any], problems: list[str], *, let_pass: type[Exception] | tuple[()] = ()
 ) -> Any:
-    """What `read` returns, or None with its error as a line. Foreign files raise errors of every kind."""
+    """The result of `read`, or None with its error as a line in `problems`.
+
+    Every exception is caught, because damaged files can raise anything.
+    """
     try:
         return read()
     except let_pass:
         raise
     except DistillError as error:
-        problems += [line if line.startswith(key) else f"{key}: {line}" for line in error.problems]
+        problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         problems.append(line(key, f"cannot be read ({type(error).__name__})", reason))
     return None
 
 
-def who(key: str, config: Config) -> str:
+def model_name(key: str, config: Config) -> str:
+    """`student`, or `teacher NAME` for `teachers.0`."""
     return key if key == "student" else f"teacher {config.teachers[int(key.rpartition('.')[2])].name}"
 
 
 def line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
+    """A problem as one line."""
     return str(ConfigError(key, rule, value, remedy))

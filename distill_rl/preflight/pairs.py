@@ -1,4 +1,4 @@
-"""Whether a student and its teachers speak of the same tokens, or can be compared across tokenizers."""
+"""Checks that a student and its teachers share a vocabulary or can be compared across tokenizers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from distill_rl.config.derive import EXPORTS, cross_tokenizer_loss
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
-from distill_rl.preflight.opened import Opened, attempt, line, who
+from distill_rl.preflight.opened import Opened, attempt, line, model_name
 
 ALIGNED_ROWS = 8
 ALIGNED_CHARACTERS = 2000
-"""Documents, and characters of each, that are aligned to see whether a pair of tokenizers has anything in common."""
+"""Documents, and characters of each, that are aligned to see whether two tokenizers have anything in common."""
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    """Problems with the vocabularies; sets `cross_tokenizer_loss` of the teachers on the way."""
     for index, (teacher, settings) in enumerate(zip(teachers, running_teachers(config))):
-        ours, theirs = student.tokenizer_hash, teacher.tokenizer_hash
-        if not ours or not theirs:
+        student_hash, teacher_hash = student.tokenizer_hash, teacher.tokenizer_hash
+        if not student_hash or not teacher_hash:
             continue
         try:
-            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=ours == theirs)
+            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=student_hash == teacher_hash)
         except ConfigError as error:
-            hashes = f"student {ours[:12]}, {who(f'teachers.{index}', config)} {theirs[:12]}"
+            name = model_name(f"teachers.{index}", config)
+            hashes = f"student {student_hash[:12]}, {name} {teacher_hash[:12]}"
             yield line(f"teachers.{index}", error.rule, hashes, error.remedy)
             continue
         if teacher.cross_tokenizer_loss is not None:
@@ -38,7 +40,7 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
 
 
 def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
-    """What a teacher with another tokenizer needs."""
+    """Problems with one teacher that has another tokenizer: its export, `loss.top_k`, and the common vocabulary."""
     from distill_rl.align import Vocabulary
     from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 
@@ -54,7 +56,7 @@ def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened)
         )
     size = teacher.vocabulary_size
     if settings.export == "topk" and size is not None and config.loss.top_k > size:
-        rule = f"must not exceed the {size} ids of the tokenizer of {who(f'teachers.{index}', config)}"
+        rule = f"must not exceed the {size} ids of the tokenizer of {model_name(f'teachers.{index}', config)}"
         yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
     unreadable: list[str] = []
     pair = (("student.tokenizer", student), (f"teachers.{index}.tokenizer", teacher))
@@ -64,14 +66,15 @@ def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened)
     yield from unreadable
     if unreadable:
         return
-    ours, _ = common_vocabulary(*vocabularies)
-    if method not in ("alm", "uld") and vocabularies[0].special[ours].all():  # the ends of a text alone are nothing
+    common, _ = common_vocabulary(*vocabularies)
+    # Special tokens alone, such as the end of a text, do not make a common vocabulary.
+    if method not in ("alm", "uld") and vocabularies[0].special[common].all():
         rule = f"the loss {method} compares ids that spell the same bytes in both tokenizers; the common vocabulary is empty"
         yield line(f"teachers.{index}", rule, None, "use loss.cross_tokenizer=alm, or check the tokenizers")
 
 
 def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """A projection that the user gives must be of the one pair that there is."""
+    """A projection given by the user must fit the only teacher that has another tokenizer."""
     from distill_rl.align import Vocabulary
     from distill_rl.align.projection import load_projection
 
@@ -80,7 +83,7 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
         return
     cross_tokenizer_teachers = [model for model in teachers if model.cross_tokenizer_loss is not None]
     if len(cross_tokenizer_teachers) != 1:
-        rule = f"is of one teacher with another tokenizer; {len(cross_tokenizer_teachers)} of the teachers have one"
+        rule = f"fits one teacher with another tokenizer; {len(cross_tokenizer_teachers)} of the teachers have one"
         yield line("projection.path", rule, path, "leave it out: projections are built and kept")
         return
     teacher = cross_tokenizer_teachers[0]
@@ -105,25 +108,32 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
 
 
 def template_problems(config: Config, kind: str, student: Opened, teachers: list[Opened]) -> Iterator[str]:
+    """Every tokenizer that turns chat messages into text needs a chat template.
+
+    Args:
+        kind: `text` or `messages`.
+    """
     if kind != "messages":
         return
     readers = [("student", student)]
     readers += [(f"teachers.{i}", model) for i, model in enumerate(teachers) if model.cross_tokenizer_loss is not None]
     for key, model in readers:
         if model.tokenizer is not None and not model.tokenizer.chat_template:
-            whose = "the student's tokenizer" if key == "student" else f"the tokenizer of {who(key, config)}"
-            rule = f"chat messages need a chat template, which {whose} has not"
+            owner = "the student's tokenizer" if key == "student" else f"the tokenizer of {model_name(key, config)}"
+            rule = f"chat messages need a chat template; {owner} has none"
             yield line("data.format", rule, kind, f"set {key}.tokenizer to one that has a template")
 
 
 def alignment_problems(config: Config, source: Any, student: Opened, teachers: list[Opened]) -> list[str]:
-    """A pair of tokenizers of which no sampled document aligns anywhere would teach nothing; a chat that a template
-    refuses would end the run when its turn comes."""
+    """Aligns a sample of documents with every cross-tokenizer teacher.
+
+    If none aligns anywhere, training would have no effect; a chat that a template refuses would end the run later.
+    """
     problems: list[str] = []
     for index, teacher in enumerate(teachers):
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
             key = f"teachers.{index}"
-            attempt(key, partial(_require_chunks, config, source, student, teacher, who(key, config)), problems)
+            attempt(key, partial(_require_chunks, config, source, student, teacher, model_name(key, config)), problems)
     return problems
 
 
@@ -132,22 +142,25 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
 
     settings = config.aligner
     aligner = TokenAligner(
-        student.tokenizer, teacher.tokenizer, settings.method, band=settings.dp.band,
-        student_stops=student.stops, teacher_stops=teacher.stops,
-    )  # fmt: skip
-    rows = [source[row] for row in range(min(len(source), ALIGNED_ROWS))]
+        student.tokenizer,
+        teacher.tokenizer,
+        settings.method,
+        band=settings.dp.band,
+        student_stops=student.stops,
+        teacher_stops=teacher.stops,
+    )
+    rows = [source[i] for i in range(min(len(source), ALIGNED_ROWS))]
     for row in rows:
         try:
-            found = (
-                aligner.align_messages(row["messages"])
-                if "messages" in row
-                else aligner.align(row["text"][:ALIGNED_CHARACTERS])
-            )
-        except Exception as error:  # a template raises what it likes
+            if "messages" in row:
+                alignment = aligner.align_messages(row["messages"])
+            else:
+                alignment = aligner.align(row["text"][:ALIGNED_CHARACTERS])
+        except Exception as error:  # a chat template can raise anything
             raise ConfigError(
                 f"row {row['row']}", f"must be readable by the student and {name}", f"{type(error).__name__}: {error}"
             ) from error
-        if found.num_chunks:
+        if alignment.num_chunks:
             return
     if any(row.get("messages") or row.get("text") for row in rows):
         rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {name}"

@@ -1,4 +1,4 @@
-"""The run directory: taken for one run at a time, never overwritten by accident."""
+"""The run directory: used by one process at a time, never overwritten by accident."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pathlib import Path
 from distill_rl.config.load import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
+from distill_rl.preflight.opened import line
 from distill_rl.system import ownership
 from distill_rl.types import RunPaths
 
 _LOCK = ".lock"
 SUBMISSION = ("submit.yaml", "submit.sbatch")
-"""What `train --dry-run` leaves in a run directory; it is not in use for that."""
+"""Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
 _ATTEMPT = "DISTILL_RL_ATTEMPT"
-"""Set by a batch script, whose own logs go into the same folder; see `RunPaths.attempt`."""
+"""Set by a batch script, which writes its own logs to the same folder; see `RunPaths.attempt`."""
 
 
 def paths_of(config: Config) -> RunPaths:
@@ -29,70 +30,46 @@ def paths_of(config: Config) -> RunPaths:
 
 
 def problems(config: Config, *, clean: bool) -> list[str]:
-    """What stands in the way of using the run directory; one line each."""
+    """Why the run directory cannot be used, one line per reason."""
     root = paths_of(config).root
-    found = []
-    if root.exists() and not root.is_dir():
-        found.append(
-            ConfigError(
-                f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
-            )
-        )
-    elif outside := _outside(root):
-        found.append(
-            ConfigError(
-                f"{outside}",
-                "a run writes nowhere but in its directory",
-                f"a link to {outside.resolve()}",
-                "remove the link; run.dir can name any folder",
-            )
-        )
-    elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
-        if clean and not any((root / name).exists() for name in (_LOCK, "metrics.jsonl")):
-            found.append(
-                ConfigError(
-                    f"{root}",
-                    "holds files and is no run directory (it has neither .lock nor metrics.jsonl)",
-                    remedy="choose another run.name or run.dir",
-                )
-            )
-        elif not clean and config.checkpoint.resume is None:
-            found.append(
-                ConfigError(
-                    f"{root}",
-                    "the run directory is in use",
-                    remedy="go on with --resume, start over with --clean, or choose another run.name",
-                )
-            )
+    lines = list(_folder_problems(root, clean=clean, resume=config.checkpoint.resume is not None))
     if clean and config.checkpoint.resume is not None:
-        found.append(
-            ConfigError(
-                "checkpoint.resume",
-                "--clean leaves nothing to resume from",
-                config.checkpoint.resume,
-                "drop one of the two",
-            )
-        )
-    if not found and not _writable(root):
-        found.append(
-            ConfigError(
-                f"{root}", "the run directory must be writable", remedy="choose another run.dir or mend its permissions"
-            )
-        )
-    return [str(problem) for problem in found]
+        rule = "--clean leaves nothing to resume from"
+        lines.append(line("checkpoint.resume", rule, config.checkpoint.resume, "drop one of the two"))
+    if not lines and not _writable(root):
+        remedy = "choose another run.dir or fix its permissions"
+        lines.append(line(f"{root}", "the run directory must be writable", remedy=remedy))
+    return lines
+
+
+def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
+    """At most one problem with what is in the place of the run directory now."""
+    if root.exists() and not root.is_dir():
+        yield line(f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir")
+    elif link := _link_to_outside(root):
+        rule, remedy = "a run writes nowhere but in its directory", "remove the link; run.dir can name any folder"
+        yield line(f"{link}", rule, f"a link to {link.resolve()}", remedy)
+    elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
+        is_run = any((root / name).exists() for name in (_LOCK, "metrics.jsonl"))
+        if clean and not is_run:
+            rule = "holds files and is no run directory (it has neither .lock nor metrics.jsonl)"
+            yield line(f"{root}", rule, remedy="choose another run.name or run.dir")
+        elif not clean and not resume:
+            remedy = "go on with --resume, start over with --clean, or choose another run.name"
+            yield line(f"{root}", "the run directory is in use", remedy=remedy)
 
 
 @contextmanager
 def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
-    """Makes the run directory, to which nobody else can write, and holds it against other processes until the block ends.
+    """Creates the run directory, closes it to other users' writes, and locks it until the block ends.
 
     Raises:
-        ConfigError: another process runs in it.
+        ConfigError: another process uses it.
     """
     paths = paths_of(config)
     paths.root.mkdir(parents=True, exist_ok=True)
     for folder in (paths.root, paths.checkpoints):
-        ownership.close_place(folder)
+        ownership.close_folder(folder)
     with (paths.root / _LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,39 +95,36 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
 
 
 def record_config(config: Config, paths: RunPaths) -> None:
-    """Writes config.yaml; how the run was resumed is no part of it."""
+    """Writes config.yaml, without `checkpoint.resume`."""
     save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
 
 
 def _attempt(logs: Path) -> int:
-    """The number of this start of the run: what the batch script says, or one more than the highest there is.
+    """The number of this start of the run: given by the batch script, or one more than the highest existing number.
 
     Raises:
-        ConfigError: the batch script says something else than a number from 1.
+        ConfigError: the batch script gives something other than a number from 1.
     """
-    said = os.environ.get(_ATTEMPT)
-    if said is not None:
-        if not (said.isdecimal() and said.isascii() and int(said) >= 1):
-            raise ConfigError(_ATTEMPT, "must be a whole number from 1", said, "unset it: the next number is taken")
-        return int(said)
-    return max((int(name.removeprefix("attempt_")) for name in _attempts(logs)), default=0) + 1
-
-
-def _attempts(logs: Path) -> list[str]:
+    text = os.environ.get(_ATTEMPT)
+    if text is not None:
+        if not (text.isdecimal() and text.isascii() and int(text) >= 1):
+            raise ConfigError(_ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
+        return int(text)
     names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
-    return [name for name in names if re.fullmatch(r"attempt_[0-9]+", name)]
+    matches = [re.fullmatch(r"attempt_([0-9]+)", name) for name in names]
+    return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
 def _point_latest_at(folder: Path) -> None:
-    """Makes `latest` beside it a relative link to it; there is a `latest` at every moment."""
+    """Makes `latest`, beside the folder, a relative link to it. It is replaced atomically, so that it always exists."""
     link = folder.with_name(f".latest.{os.getpid()}")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
     link.replace(folder.with_name("latest"))
 
 
-def _outside(root: Path) -> Path | None:
-    """The run directory, or something that runs write to in it, if it is a link that leads out of it."""
+def _link_to_outside(root: Path) -> Path | None:
+    """The run directory, or an entry of it that runs write to, if it is a link to somewhere outside."""
     if root.is_symlink():
         return root
     within = root.resolve()

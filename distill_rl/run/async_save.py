@@ -1,12 +1,12 @@
-"""When checkpoints are written: at once, or beside the training by threads of the ranks and one of the driver.
+"""Writes checkpoints, either while the run waits or in the background, by threads of the ranks and of the driver.
 
-Beside the training, a save is
+A background save takes three steps:
 
-    ranks, called:       copy what is trained into host memory, and return
-    ranks, in threads:   write it; the first rank leaves a marker when all are done
+    ranks, called:       copy what is trained to host memory, and return
+    ranks, in threads:   write the copy; the first rank leaves a marker when all have finished
     driver, in a thread: wait for the marker, hash, flush, rename, prune
 
-and only one is in flight: the next waits for it. Its error is raised by the next save, or by `settle` at the end.
+At most one save is in flight; the next one waits for it. The next save, or `settle` at the end, raises its error.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from distill_rl.system.files import size_of
 
 _POLL_S = 0.1
 _PATIENCE_S = 10.0
-"""A run that ends with an error waits for a save in flight as long as more of it is written within this."""
-_SEEN_S = 120.0
-"""in which files of another node must be seen here; network file systems keep what they know of a folder for a minute"""
-_ASK_S = 1.0
-"""between two questions whether the ranks live"""
+"""A run that ends with an error waits for a save in flight until nothing more of it has been written for this long."""
+_VISIBLE_S = 120.0
+"""Deadline for files of another node to become visible here; network file systems cache a folder for a minute."""
+_LIVENESS_POLL_S = 1.0
+"""Interval between two checks that the ranks are alive."""
 
 log = logging.getLogger(__name__)
 
 
 class Collective(Protocol):
-    """Calls a method of all ranks and waits for what they return."""
+    """Calls a method on all ranks and waits for their results."""
 
     def __call__(self, method: str, *arguments: Any, what: str) -> list[Any]: ...
 
@@ -44,11 +44,11 @@ class Collective(Protocol):
 class Saver:
     """
     Args:
-        collective: calls the student.
-        dead: whether a rank of the student is known to be gone.
-        beside: save beside the training.
+        collective: calls the student's ranks.
+        in_background: save in the background.
         deadline_s: for the ranks to write a checkpoint.
-        interrupted: asked while there is only waiting to do; may raise.
+        dead: whether a rank of the student is known to be dead.
+        interrupted: called at every poll of a wait; may raise.
     """
 
     def __init__(
@@ -56,112 +56,113 @@ class Saver:
         store: CheckpointStore,
         collective: Collective,
         *,
-        beside: bool,
+        in_background: bool,
         deadline_s: float,
         dead: Callable[[], bool] = lambda: False,
         interrupted: Callable[[], None] = lambda: None,
     ):
-        self._store, self._collective, self._beside = store, collective, beside
+        self._store, self._collective, self._in_background = store, collective, in_background
         self._deadline_s, self._dead, self._interrupted = deadline_s, dead, interrupted
-        self._flight: _Flight | None = None
-        self._earlier: WorkerError | None = None
+        self._in_flight: _BackgroundSave | None = None
+        self._earlier_error: WorkerError | None = None
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Of a run that failed: a save in flight is completed if the ranks live, and dropped if they do not."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        """Ends a save that is still in flight because the run failed: completes it if the ranks live, else drops it."""
+        save, self._in_flight = self._in_flight, None
+        if save is not None:
             try:
-                flight.complete(self._dead)
+                save.complete(self._dead)
             finally:
-                flight.end()
-            log.warning("%s, when the run ended: %s", flight.what, flight.error or "completed")
+                save.end()
+            log.warning("%s, when the run ended: %s", save.what, save.error or "completed")
 
     def save(self, state: SavedState, *, at_once: bool = False) -> None:
-        """A checkpoint of the student as it is.
+        """Saves a checkpoint of the student in its present state.
 
         Args:
-            at_once: the run has nothing else to do: without a copy, and committed on return; tried also where the save
-                before it failed (`settled`).
+            at_once: save without a copy and commit before returning, because the run has nothing else to do. It is
+                tried even if the save before it failed (`try_settle`).
 
         Raises:
-            WorkerError: it failed, or the save before it did. Older checkpoints are intact.
+            WorkerError: this save failed, or the one before it. Older checkpoints are intact.
         """
         if at_once:
-            self.settled()
+            self.try_settle()
         else:
             self.settle()
-        what, beside = f"saving step {state.train.step}", self._beside and not at_once
+        what, in_background = f"saving step {state.train.step}", self._in_background and not at_once
         with _failing(what):
             draft = self._store.begin(state, lambda: self._collective("checkpoint_bytes", what=what)[0])
-            marker = os.fspath(draft.marker) if beside else None
-            kept = False
+            marker = os.fspath(draft.marker) if in_background else None
+            keep_draft = False
             try:
                 self._collective("save", os.fspath(draft.student), marker, what=what)
-                if not beside:
+                if not in_background:
                     self._store.commit(draft)
-                kept = beside
+                keep_draft = in_background
             except (CheckpointError, OSError) as error:
                 raise self._store.explain(draft, error) from error
             finally:
-                if not kept:
+                if not keep_draft:
                     self._store.drop(draft)
-            if beside:
-                self._flight = _Flight(self._store, draft, what, self._deadline_s)
+            if in_background:
+                self._in_flight = _BackgroundSave(self._store, draft, what, self._deadline_s)
 
-    def settled(self) -> bool:
-        """Waits until what was saved last is committed; whether it is. An error is kept for `raise_earlier`."""
+    def try_settle(self) -> bool:
+        """`settle`, but returns whether the last save is committed. An error is kept for `raise_earlier_error`."""
         try:
             self.settle()
         except WorkerError as error:
             log.warning("%s; the last checkpoint is tried all the same", error)
-            self._earlier = error
+            self._earlier_error = error
             return False
         return True
 
-    def raise_earlier(self) -> None:
+    def raise_earlier_error(self) -> None:
         """
         Raises:
-            WorkerError: a save failed before the last one, which was made all the same.
+            WorkerError: a save before the last one failed (see `try_settle`).
         """
-        if self._earlier is not None:
-            raise self._earlier
+        if self._earlier_error is not None:
+            raise self._earlier_error
 
     def settle(self) -> None:
-        """Waits until what was saved last is committed.
+        """Waits until the last save is committed.
 
         Raises:
             WorkerError: it failed. Older checkpoints are intact.
         """
-        flight = self._flight
-        if flight is None:
+        save = self._in_flight
+        if save is None:
             return
-        with _failing(flight.what):
-            if not flight.written:  # hears of errors that could not be written, and of ranks that die
+        with _failing(save.what):
+            if not save.written:  # the call also reports errors that did not reach the marker, and ranks that die
                 try:
-                    self._collective("finish_saving", what=flight.what)
+                    self._collective("finish_saving", what=save.what)
                 except CheckpointError as error:
-                    self._flight = None
-                    explained = self._store.explain(flight.draft, error)
-                    flight.end()
+                    self._in_flight = None
+                    explained = self._store.explain(save.draft, error)
+                    save.end()
                     raise explained from error
-            deadline = time.monotonic() + 2 * self._deadline_s + _SEEN_S  # to write, to be seen, to hash and flush
-            while flight.busy:
-                flight.join(_POLL_S)
+            # One deadline to write, the time to become visible, and one deadline to hash and flush.
+            deadline = time.monotonic() + 2 * self._deadline_s + _VISIBLE_S
+            while save.busy:
+                save.join(_POLL_S)
                 self._interrupted()
                 if time.monotonic() > deadline:
-                    self._flight = None  # its thread is stuck in the file system, and nobody can wait for it
+                    self._in_flight = None  # its thread is stuck in the file system and cannot be waited for
                     rule = f"must be written and committed within twice ray.step_timeout_s={self._deadline_s:g} s"
-                    raise CheckpointError("the checkpoint", rule, "not done", "look at the storage of checkpoints/")
-            self._flight = None
-            if flight.error is not None:
-                raise flight.error
+                    raise CheckpointError("the checkpoint", rule, "not done", "check the storage of checkpoints/")
+            self._in_flight = None
+            if save.error is not None:
+                raise save.error
 
 
-class _Flight:
-    """A save that the ranks write, and the thread that commits it."""
+class _BackgroundSave:
+    """A save that the ranks write, with the thread that commits it."""
 
     def __init__(self, store: CheckpointStore, draft: Draft, what: str, deadline_s: float):
         self._store, self.draft, self.what = store, draft, what
@@ -177,30 +178,30 @@ class _Flight:
 
     @property
     def written(self) -> bool:
-        """Whether the ranks are done, well or not."""
+        """Whether the ranks have finished, successfully or not."""
         return self._written.is_set() or not self.busy
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def complete(self, dead: Callable[[], bool]) -> None:
-        """Waits as long as the ranks live and write; a commit that has begun needs them no more."""
-        size, since, asked = -1, time.monotonic(), time.monotonic()
+        """Waits as long as the ranks live and keep writing. A commit that has begun no longer needs them."""
+        size, grown_at, checked_at = -1, time.monotonic(), time.monotonic()
         while not self.written:
             self.join(_POLL_S)
-            now, found = time.monotonic(), size_of(self.draft.folder)
-            if found != size:
-                size, since = found, now
-            if now - since > _PATIENCE_S:
+            now, new_size = time.monotonic(), size_of(self.draft.folder)
+            if new_size != size:
+                size, grown_at = new_size, now
+            if now - grown_at > _PATIENCE_S:
                 return
-            if now - asked > _ASK_S:
-                asked = now
-                if _holds(dead):
+            if now - checked_at > _LIVENESS_POLL_S:
+                checked_at = now
+                if _true_or_fails(dead):
                     return
         self._thread.join(self._deadline_s)
 
     def end(self) -> None:
-        """Drops what is not written, and ends the thread."""
+        """Ends the thread; a save that is not fully written is dropped."""
         self._cancelled.set()
         self._thread.join(_PATIENCE_S)
 
@@ -208,7 +209,7 @@ class _Flight:
         try:
             self._await_ranks()
             self._store.commit(self.draft)
-        except Exception as error:  # a thread has nobody to raise to: the next save does
+        except Exception as error:  # kept here for the next save to raise
             self.error = CheckpointError(f"{type(error).__name__}: {error}")
             self.error = self._store.explain(self.draft, error)
             if not self._cancelled.is_set():
@@ -219,18 +220,20 @@ class _Flight:
     def _await_ranks(self) -> None:
         """
         Raises:
-            CheckpointError: they failed, or were not done in time.
+            CheckpointError: they failed, or were too late.
         """
         marker = self.draft.marker
         rule = f"must be written within ray.step_timeout_s={self._deadline_s:g} s"
         self._await(marker.exists, rule, self._deadline_s)
         self._written.set()
-        said = json.loads(marker.read_text())
-        if said["error"] is not None:
-            raise CheckpointError(said["error"])
-        # On a shared file system, what another node wrote may be seen some time after the first rank's word.
-        files = [self.draft.student / name for name in said["files"]]
-        self._await(lambda: all(file.is_file() for file in files), "must lie on storage that all ranks share", _SEEN_S)
+        result = json.loads(marker.read_text())
+        if result["error"] is not None:
+            raise CheckpointError(result["error"])
+        # On a shared file system, files of another node may become visible some time after the first rank's marker.
+        files = [self.draft.student / name for name in result["files"]]
+        self._await(
+            lambda: all(file.is_file() for file in files), "must be on storage that all ranks share", _VISIBLE_S
+        )
 
     def _await(self, condition: Callable[[], bool], rule: str, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
@@ -241,8 +244,8 @@ class _Flight:
                 raise CheckpointError("the checkpoint", rule, "not seen")
 
 
-def _holds(condition: Callable[[], bool]) -> bool:
-    """Also where it cannot be asked any more."""
+def _true_or_fails(condition: Callable[[], bool]) -> bool:
+    """Whether a condition holds or can no longer be evaluated."""
     try:
         return condition()
     except Exception:

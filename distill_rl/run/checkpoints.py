@@ -1,12 +1,12 @@
-"""The checkpoint folder of a run: what is committed, what is valid, what is kept.
+"""The checkpoint folder of a run: how a checkpoint is committed, verified and pruned.
 
     checkpoints/step-120/
         MANIFEST.json      every file's size and sha256, versions, fingerprints; written last
         state.json         step, cursor, fingerprints, validation loss
-        student/           what the student's ranks wrote (torch.distributed.checkpoint)
+        student/           written by the student's ranks (torch.distributed.checkpoint)
 
-A checkpoint is written as `.tmp-step-N-<id>`, flushed, then renamed: a folder named `step-N` is whole.
-Owner, mode, place and manifest are checked before anything in it is read.
+A checkpoint is written as `.tmp-step-N-<id>`, flushed, then renamed, so a folder named `step-N` is always complete.
+Its owner, mode, location and manifest are checked before anything in it is read.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _DAMAGED = "the checkpoint is damaged; use an older one"
 _VALID = "needs a valid checkpoint in the run directory"
 _AFRESH = "start afresh with --clean"
 _BLOCK = 4096
-"""bytes; with less than one block free, a write that failed failed for want of room"""
+"""Bytes. With less than one block free, a failed write is blamed on lack of space."""
+_FORMER_PAIR, _PAIR = "crossing to teacher ", "tokenizer pair with teacher "
+"""Fingerprint of a tokenizer pair: the name in older checkpoints, and the name now."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a checkpoint says of itself.
-
-    `fingerprints` name what must not change between saving and resuming (data, tokenizer, models).
-    `score` is validation/kl_loss at this step, if it was measured: lower is better.
-    """
+    """The driver's part of a checkpoint, kept in state.json."""
 
     train: TrainState
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what must not change between saving and resuming (data, tokenizer, models), by name."""
     score: float | None = None
+    """validation/kl_loss at this step, if it was measured; lower is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,39 +71,39 @@ class Draft:
     folder: Path
     state: SavedState
     num_bytes: int
-    """that it is expected to need; 0 where nobody knows"""
+    """Expected size; 0 if unknown."""
 
     @property
     def student(self) -> Path:
-        """For the ranks to fill."""
+        """Filled by the student's ranks."""
         return self.folder / "student"
 
     @property
     def marker(self) -> Path:
-        """Where the first rank says that all ranks are done."""
+        """Written by the first rank when all ranks are done."""
         return self.folder / "written.json"
 
 
 class CheckpointStore:
     """
     Args:
-        about: said in every manifest, for people.
+        about: extra entries of every manifest, for human readers.
     """
 
     def __init__(self, root: Path, *, keep_last: int, keep_best: int, about: Mapping[str, Any] = MappingProxyType({})):
         self._root, self._keep_last, self._keep_best, self._about = root, keep_last, keep_best, about
 
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
-        """A folder for the student's ranks to fill: `commit` or `drop` it.
+        """Makes a folder for the student's ranks to fill; `commit` or `drop` it afterwards.
 
         Args:
-            num_bytes: asked for the size of a checkpoint where there is none yet to go by.
+            num_bytes: called for the size of a checkpoint if there is no earlier one to measure.
 
         Raises:
-            CheckpointError: there is less room than the last checkpoint took.
+            CheckpointError: there is less free space than a checkpoint needs.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        ownership.close_place(self._root)
+        ownership.close_folder(self._root)
         needed = self._size_of_last() or num_bytes()
         free = shutil.disk_usage(self._root).free
         if free < needed:
@@ -115,17 +115,20 @@ class CheckpointStore:
     def commit(self, draft: Draft) -> None:
         """Flushes and renames what the ranks have written, then prunes.
 
+        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every
+        moment a complete one exists under its own name or under the name that `clean_up` restores it from.
+
         Raises:
-            OSError: it cannot be written; older checkpoints are as they were.
+            OSError: it cannot be written; older checkpoints are unchanged.
         """
         draft.marker.unlink(missing_ok=True)
         write_json(draft.folder / "state.json", _to_json(draft.state))
-        ownership.close_to_others(draft.folder)
+        ownership.close_tree(draft.folder)
         write_json(draft.folder / _MANIFEST, sealed({**self._about, **_manifest(draft.folder)}))
-        ownership.close_to_others(draft.folder)
+        ownership.close_tree(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
-        if final.exists():  # the same step again: set aside first, so that no moment has half of one
+        if final.exists():
             final.rename(self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
         draft.folder.rename(final)
         sync_directory(self._root)
@@ -136,7 +139,7 @@ class CheckpointStore:
         shutil.rmtree(draft.folder, ignore_errors=True)
 
     def explain(self, draft: Draft, error: Exception) -> CheckpointError:
-        """An error of writing, with the room that was missing if that is the reason."""
+        """The error of a failed write; it gives the missing space if that is the reason."""
         missing = draft.num_bytes - size_of(draft.folder)
         free = shutil.disk_usage(self._root).free
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -145,7 +148,7 @@ class CheckpointStore:
         return CheckpointError(str(self._root), "a checkpoint must be writable", text)
 
     def newest(self, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
-        """The newest valid checkpoint; `warn` is told of those that are passed over."""
+        """The newest valid checkpoint. `warn` is called with the problem of every newer one."""
         for path in reversed(self._folders()):
             try:
                 return read(path, within=self._root)
@@ -153,17 +156,18 @@ class CheckpointStore:
                 warn(str(error))
         return None
 
-    def sweep(self) -> None:
-        """Removes what a killed process was writing, replacing or pruning. Nobody may be saving."""
-        for left in self._root.glob(f"{_REPLACED}step-*"):  # killed between two renames: it is the only one of its step
-            whole = self._root / left.name.removeprefix(_REPLACED).rpartition("-")[0]
-            if not whole.exists():
-                left.rename(whole)
-        for left in self._root.glob(".tmp-*step-*"):
-            shutil.rmtree(left, ignore_errors=True)
+    def clean_up(self) -> None:
+        """Removes what a killed process was writing, replacing or pruning. No save may be in progress."""
+        for replaced in self._root.glob(f"{_REPLACED}step-*"):
+            original = self._root / replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
+            if not original.exists():  # killed between the two renames of `commit`: this is the only one of its step
+                replaced.rename(original)
+        for leftover in self._root.glob(".tmp-*step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
-        """Renames checkpoints of later steps: a run that went on from `step` has another future, and prunes by age."""
+        """Renames checkpoints of steps after `step`, from which the run resumes. They belong to another course of the
+        run, and by their step numbers they would be kept in preference to new ones."""
         for path in self._folders():
             if _step(path) > step:
                 kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
@@ -174,7 +178,7 @@ class CheckpointStore:
         return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
     def _size_of_last(self) -> int:
-        """Bytes of the newest checkpoint, by its manifest; 0 where there is none."""
+        """Bytes of the newest checkpoint according to its manifest; 0 if there is none."""
         for path in reversed(self._folders()):
             try:
                 return sum(int(file["size"]) for file in _load(path / _MANIFEST, path)["files"].values())
@@ -183,26 +187,29 @@ class CheckpointStore:
         return 0
 
     def _prune(self) -> None:
+        """Keeps the newest `keep_last` checkpoints and the `keep_best` with the lowest scores."""
         folders = self._folders()
-        scores = {path: _peek_score(path) for path in folders} if self._keep_best else {}
-        best = sorted(
-            (path for path, score in scores.items() if score is not None), key=lambda path: scores[path] or 0.0
-        )
-        kept = set(folders[-self._keep_last :]) | set(best[: self._keep_best])
+        kept = set(folders[-self._keep_last :])
+        if self._keep_best:
+            scored = [(score, path) for path in folders if (score := _read_score(path)) is not None]
+            scored.sort(key=lambda entry: entry[0])  # stable: of equal scores the older one is kept
+            kept |= {path for _, path in scored[: self._keep_best]}
         for path in folders:
-            if path not in kept:  # renamed first: a folder of its name is whole at every moment
+            if (
+                path not in kept
+            ):  # renamed before it is deleted, so that a folder named step-N is complete at every moment
                 path.rename(path.with_name(f".tmp-pruned-{path.name}-{secrets.token_hex(4)}"))
-        self.sweep()
+        self.clean_up()
 
 
 def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
-    """The checkpoint that `resume` means: None (none), `latest`, `auto`, or a step folder.
+    """The checkpoint that `resume` names: None (no checkpoint), `latest`, `auto`, or a step folder.
 
-    `warn` is told of damaged ones for which an older one is taken.
+    `warn` is called for damaged ones if an older one is used instead.
 
     Raises:
-        CheckpointError: `latest` where there is no valid one, `auto` where there are some and none is valid, or a
-            folder that is none.
+        CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a folder
+            that is not a checkpoint.
     """
     if resume is None:
         return None
@@ -213,32 +220,29 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
     if newest is not None:
         for problem in problems:
             warn(f"{problem}; {newest.path.name} is taken instead")
-    elif problems:  # to begin afresh here would be to throw away what a person may be able to mend
-        raise CheckpointError.many(
-            [*dict.fromkeys(problems), str(CheckpointError("--resume", _VALID, "none", _AFRESH))]
-        )
+    elif problems:  # starting afresh here would throw away what the user may be able to repair
+        problems.append(str(CheckpointError("--resume", _VALID, "none", _AFRESH)))
+        raise CheckpointError.many(dict.fromkeys(problems))
     elif resume == "latest":
         raise CheckpointError("--resume", _VALID, "none", f"{_AFRESH}, or use --resume auto")
     return newest
 
 
 def read(path: Path, *, within: Path | None = None) -> Checkpoint:
-    """Verifies a checkpoint, its owner and mode first, then file by file, and reads its state.
+    """Verifies a checkpoint (owner and mode first, then file by file) and reads its state.
 
     Args:
-        within: the folder that it must lie in, links followed.
+        within: the folder that must contain it once links are followed.
 
     Raises:
-        CheckpointError: not a checkpoint, somebody else's or open to others, made by a newer format, or with a
-            missing, cut or changed file.
+        CheckpointError: it is not a checkpoint, belongs to another user, is open to other writers, has a newer format,
+            or has a missing, truncated or changed file.
     """
     try:
         return _read(path, within)
-    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:  # JSON, but not what was written
-        raise CheckpointError(
-            str(path), "MANIFEST.json and state.json must be as they were written", f"{type(error).__name__}: {error}",
-            _DAMAGED,
-        ) from None  # fmt: skip
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:  # valid JSON with unexpected content
+        rule, value = "MANIFEST.json and state.json must be as they were written", f"{type(error).__name__}: {error}"
+        raise CheckpointError(str(path), rule, value, _DAMAGED) from None
 
 
 def _require_trust(path: Path, within: Path | None) -> None:
@@ -246,19 +250,19 @@ def _require_trust(path: Path, within: Path | None) -> None:
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
     for place in (folder, folder.parent) if folder.name == "checkpoints" else (folder,):
-        if problem := ownership.place_problem(place):
-            rule = "must be this user's or root's, and closed to other writers: they could exchange its checkpoints"
+        if problem := ownership.parent_problem(place):
+            rule = "must be this user's or root's, and closed to other writers, who could swap its checkpoints"
             raise CheckpointError(str(place), rule, problem, f"if you trust it, chown it, or chmod go-w {place}")
-    found = list(ownership.problems(path))
+    problems = list(ownership.problems(path))
     if within is not None and path.resolve().parent != within.resolve():
-        found.insert(0, f"it leads to {path.resolve()}")
-    if found:
-        more = f", and {len(found) - 1} more like it" if len(found) > 1 else ""
+        problems.insert(0, f"it leads to {path.resolve()}")
+    if problems:
+        more = f", and {len(problems) - 1} more like it" if len(problems) > 1 else ""
         raise CheckpointError(
             str(path),
             "a checkpoint must be this user's or root's, closed to other writers, and without links",
-            f"{found[0]}{more}",
-            "if you trust it, mend it with chown and chmod -R go-w, or copy it",
+            f"{problems[0]}{more}",
+            "if you trust it, fix it with chown and chmod -R go-w, or copy it",
         )
 
 
@@ -271,80 +275,66 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
     _require_trust(path, within)
     manifest = _load(path / _MANIFEST, path)
     if manifest.get("format", 0) > _FORMAT:
-        raise CheckpointError(
-            str(path),
-            f"this version reads checkpoint format {_FORMAT}",
-            f"format {manifest['format']}",
-            "update distill_rl",
-        )
+        rule, value = f"this version reads checkpoint format {_FORMAT}", f"format {manifest['format']}"
+        raise CheckpointError(str(path), rule, value, "update distill_rl")
     _require_seal(path, manifest)
     present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {_MANIFEST}
     for name in sorted(present - manifest["files"].keys()):
-        raise CheckpointError(
-            str(path), f"{name} is not in the manifest", remedy="remove it, or use another checkpoint"
-        )
+        remedy = "remove it, or use another checkpoint"
+        raise CheckpointError(str(path), f"{name} is not in the manifest", remedy=remedy)
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.resolve().is_relative_to(path.resolve()):
-            raise CheckpointError(str(path), "a manifest names files of its own folder only", f"{name}, outside of it")
+            raise CheckpointError(str(path), "a manifest names only files in its folder", f"{name}, outside of it")
         if not file.is_file():
             raise CheckpointError(str(path), f"{name} is missing", remedy=_DAMAGED)
         if file.stat().st_size != expected["size"] or sha256(file) != expected["sha256"]:
-            raise CheckpointError(
-                str(path),
-                f"{name} differs from the manifest",
-                f"{file.stat().st_size} bytes",
-                _DAMAGED,
-            )
+            size = f"{file.stat().st_size} bytes"
+            raise CheckpointError(str(path), f"{name} differs from the manifest", size, _DAMAGED)
     state = _load(path / "state.json", path)
-    cursor = Cursor(**state["cursor"])
-    return Checkpoint(path, SavedState(TrainState(state["step"], cursor), state["fingerprints"], state["score"]))
+    train = TrainState(state["step"], Cursor(**state["cursor"]))
+    fingerprints = {name.replace(_FORMER_PAIR, _PAIR): value for name, value in state["fingerprints"].items()}
+    return Checkpoint(path, SavedState(train, fingerprints, state["score"]))
 
 
 def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Refuses to resume with other data, tokenizer or models.
+    """Refuses to resume with other data, tokenizers or models.
 
     Raises:
-        CheckpointError: with both hashes, one line per difference.
+        CheckpointError: something differs; one line per difference, with both hashes.
     """
-    changed = [
-        str(
-            CheckpointError(
-                f"the {name} of this run",
-                "must be the same as when the checkpoint was saved",
-                f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}",
-                "restore it, or start afresh with --clean",
-            )
-        )
-        for name, value in saved.items()
-        if current.get(name) != value
-    ]
-    if changed:
-        raise CheckpointError.many(changed)
+    rule, remedy = "must be the same as when the checkpoint was saved", "restore it, or start afresh with --clean"
+    problems = []
+    for name, value in saved.items():
+        if current.get(name) != value:
+            values = f"{name} {_short(current.get(name, 'nothing'))}, saved with {_short(value)}"
+            problems.append(str(CheckpointError(f"the {name} of this run", rule, values, remedy)))
+    if problems:
+        raise CheckpointError.many(problems)
 
 
 def _short(fingerprint: str) -> str:
-    """With hashes cut to what tells them apart."""
+    """A fingerprint whose hashes are cut to 16 digits, enough to tell them apart."""
     return re.sub(r"\b([0-9a-f]{16})[0-9a-f]+\b", r"\1", fingerprint)
 
 
 def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
-    """Rule, value and remedy."""
-    said = f" ({cause})" if cause else ""
+    """Rule, value and remedy of the error."""
     rule = f"a checkpoint needs {needed} bytes of free space" if needed else "a checkpoint needs free space"
-    return rule, f"{free} bytes{said}", "free some space, or lower checkpoint.keep_last"
+    value = f"{free} bytes ({cause})" if cause else f"{free} bytes"
+    return rule, value, "free some space, or lower checkpoint.keep_last"
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest with its own hash, so that it cannot change unseen either."""
+    """A manifest with a hash of itself, so that a change to it is noticed too."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return {**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
-    whole = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
-    older = manifest.keys() == {"format", "version", "files"}  # made before there was a seal
-    if not whole or not (older or manifest == sealed(manifest)):
+    as_written = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
+    unsealed = manifest.keys() == {"format", "version", "files"}  # written before manifests had a hash of themselves
+    if not as_written or not (unsealed or manifest == sealed(manifest)):
         raise CheckpointError(str(path), f"{_MANIFEST} differs from what was written", remedy=_DAMAGED)
 
 
@@ -366,7 +356,7 @@ def _to_json(state: SavedState) -> dict:
     }
 
 
-def _peek_score(path: Path) -> float | None:
+def _read_score(path: Path) -> float | None:
     try:
         return _load(path / "state.json", path)["score"]
     except (CheckpointError, KeyError, TypeError):
@@ -377,9 +367,5 @@ def _load(file: Path, checkpoint: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            str(checkpoint),
-            f"{file.name} must be readable",
-            f"{type(error).__name__}",
-            "this is no checkpoint of distill_rl, or a damaged one",
-        ) from None
+        rule, remedy = f"{file.name} must be readable", "this is no checkpoint of distill_rl, or it is damaged"
+        raise CheckpointError(str(checkpoint), rule, type(error).__name__, remedy) from None

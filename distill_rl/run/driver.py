@@ -1,6 +1,8 @@
 """The driver: one CPU process that moves references, never tensors.
 
-`Driver.open` builds what a run needs and ends it again; `run` is the loop.
+`Driver.open` starts everything that a run needs and ends it again. `Driver.run` is the training loop: a look-ahead
+submits batches to the aligners and teachers, the student trains on them in order, and validation, evaluations and
+checkpoints follow between two steps.
 """
 
 from __future__ import annotations
@@ -52,17 +54,21 @@ class Driver:
         self.evaluations, self.saver = evaluations, saver
         self.state = resumed.state.train if resumed else TrainState()
         self.score = resumed.state.score if resumed else None
-        self._skips, self._skipped, self._owed = 0, False, False
-        self._saved = self.state.step if resumed else -1
-        self._validated = self._saved if self.score is not None else -1
+        self._num_skipped = 0
+        self._last_skipped = False
+        """Whether the last step was skipped, so that the weights did not change."""
+        self._checkpoint_owed = False
+        """Whether a checkpoint is due that a skipped step deferred."""
+        self._saved_step = self.state.step if resumed else -1
+        self._validated_step = self._saved_step if self.score is not None else -1
 
     @classmethod
     @contextmanager
     def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
-        """Starts (or joins) Ray, the actors and the sinks; ends them all when the block ends, whatever happened."""
+        """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened."""
         store = checkpoint_store(job)
-        store.sweep()
-        resumed = find_checkpoint(job)
+        store.clean_up()
+        resumed = find_checkpoint(job, store)
         start = resumed.state.train if resumed else TrainState()
         train, config = job.config.train, job.config
         loader = Loader(
@@ -75,7 +81,7 @@ class Driver:
         )
         timer = StepTimer()
         with ExitStack() as stack:
-            stack.callback(store.sweep)  # when nobody writes any more
+            stack.callback(store.clean_up)  # runs last, when no rank writes any more
             actors = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
             if resumed:
                 actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
@@ -91,94 +97,93 @@ class Driver:
                 others=[GaugeSink(config.run.name)],
             )
             stack.enter_context(closing(observer))
-            steps = (
-                f"steps {start.step + 1} to {loader.total_steps}" if start.step < loader.total_steps else "nothing left"
-            )
             evaluations = evaluations_of(job, actors, observer, signals)
             evaluations.recover(start.step)
-            say(f"training  {steps} in {job.paths.root}")
+            left = "nothing left"
+            if start.step < loader.total_steps:
+                left = f"steps {start.step + 1} to {loader.total_steps}"
+            say(f"training  {left} in {job.paths.root}")
             saver = stack.enter_context(saver_of(store, job, actors))
             yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
 
     def run(self) -> int:
-        """Trains to the last step, or to a request to stop. Returns the process's exit code."""
-        with Lookahead(
-            self.loader, self.actors.pipeline.submit, PendingBatch.release, self.config.prefetch.depth
-        ) as items:
-            for step, item in enumerate(items, start=self.state.step + 1):
-                with self.timer.step(step), item.lease() as (batch, targets):
-                    trained = self.student.train_step(batch, targets)
-                self.state = TrainState(step=step, cursor=item.cursor)
+        """Trains until the last step or a request to stop. Returns the process's exit code."""
+        submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
+        with Lookahead(self.loader, submit, PendingBatch.release, depth) as batches:
+            for step, batch in enumerate(batches, start=self.state.step + 1):
+                with self.timer.step(step), batch.lease():
+                    trained = self.student.train_step(batch)
+                self.state = TrainState(step=step, cursor=batch.cursor)
                 self.note_skip(trained)
-                self.observer.log(step, trained, item.metrics, self.skips, self.timer.flush())
+                self.observer.log(step, trained, batch.metrics, self.skips, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
                 if self.checkpoint_is_due():
                     self.save()
-                if self.signals.preempted and not self._skipped:
+                if self.signals.preempted and not self._last_skipped:
                     return self.preempt()
         return self.finish()
 
     def note_skip(self, trained: Metrics) -> None:
-        self._skipped = trained["train/skipped"].value > 0
-        if self._skipped:
-            self._skips += 1
-            loss, norm = (trained[name].value for name in ("train/loss", "train/grad_norm"))
-            say(
-                f"skipped   step {self.state.step}: loss {loss:.4g}, gradient norm {norm:.4g}; the weights are as before"
-            )
+        self._last_skipped = trained["train/skipped"].value > 0
+        if self._last_skipped:
+            self._num_skipped += 1
+            loss, norm = trained["train/loss"].value, trained["train/grad_norm"].value
+            details = f"loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
+            say(f"skipped   step {self.state.step}: {details}")
 
     @property
     def skips(self) -> dict[str, Metric]:
-        return {"faults/skipped_steps": Metric(float(self._skips), "last")} if self._skips else {}
+        return {"faults/skipped_steps": Metric(float(self._num_skipped), "last")} if self._num_skipped else {}
 
     def checkpoint_is_due(self) -> bool:
-        """Not after a step that was skipped, as what made it so may be in the weights already: after the next one taken.
-        A request to stop waits for that one, too."""
-        self._owed = self._owed or self.due(self.config.checkpoint.every)
-        if self._skipped or not self._owed:
+        """Defer a due checkpoint past skipped steps: the weights may already be bad. `run` defers stops likewise."""
+        self._checkpoint_owed = self._checkpoint_owed or self.due(self.config.checkpoint.every)
+        if self._last_skipped or not self._checkpoint_owed:
             return False
-        self._owed = False
+        self._checkpoint_owed = False
         return True
 
     def due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
     def validate(self) -> None:
-        """KD and CE on held-out text; once per step at most."""
-        if self.job.validation is None or self._validated == self.state.step:
+        """Measures KD and CE on held-out text, at most once per step."""
+        if self.job.validation is None or self._validated_step == self.state.step:
             return
         batches = validation_batches(
             self.job.validation, self.config.train.global_batch_size, self.config.data.validation.max_documents
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:
-            with self.actors.pipeline.submit(batch).lease() as (pending, targets):
-                parts.append(self.student.evaluate(pending, targets))
+            pending = self.actors.pipeline.submit(batch)
+            with pending.lease():
+                parts.append(self.student.evaluate(pending))
         metrics = merge(parts)
-        score = metrics["validation/kl_loss"].value if "validation/kl_loss" in metrics else math.nan
-        self.score = score if math.isfinite(score) else None
-        self._validated = self.state.step
-        self.observer.flush()  # a record of its own: it is of this step alone, whatever observe.every says
+        self.score = None
+        if "validation/kl_loss" in metrics and math.isfinite(metrics["validation/kl_loss"].value):
+            self.score = metrics["validation/kl_loss"].value
+        self._validated_step = self.state.step
+        self.observer.flush()  # a separate record: it is of this step alone, whatever observe.every is
         self.observer.log(self.state.step, metrics)
         self.observer.flush()
 
     def evaluate(self) -> None:
-        """Has the suites run on this step's weights, where they are due, and takes the scores of an earlier step."""
-        # The last step's weights are the export, which is evaluated on all items.
+        """Starts the suites on this step's weights if they are due, and records the scores of earlier ones."""
+        # The last step is left out: its weights are the export, which is evaluated on all items.
         if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
             self.evaluations.start(self.state.step)
         self.evaluations.collect()
 
     def save(self, *, last: bool = False) -> None:
-        """A checkpoint of this step; once per step at most. The last one of a run is whole on return."""
-        if self._saved != self.state.step or (last and not self.saver.settled()):
+        """Saves a checkpoint of this step, at most once per step. The last one of a run is committed on return."""
+        if self._saved_step != self.state.step or (last and not self.saver.try_settle()):
             self.observer.flush()
-            score = self.score if self._validated == self.state.step else None
+            score = self.score if self._validated_step == self.state.step else None
             with self.timer.part("save"):
                 self.saver.save(SavedState(self.state, self.job.fingerprints, score), at_once=last)
-            self._saved = self.state.step
+            self._saved_step = self.state.step
 
     def preempt(self) -> int:
         self.save(last=True)
@@ -189,13 +194,13 @@ class Driver:
         self.validate()
         self.save(last=True)
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
-        self.actors.calls.interrupted = self.signals.raise_if_stopping  # all is saved
+        self.actors.calls.interrupted = self.signals.raise_if_stopping  # all is saved: any signal may end the wait
         self.evaluations.wait()
-        self.saver.raise_earlier()
+        self.saver.raise_earlier_error()
         return 0
 
     def card(self, scores: Mapping[str, float] | None = None) -> str:
-        """The model card of the student as it stands."""
+        """The model card of the student in its present state."""
         measured = {} if self.score is None else {"validation/kl_loss": self.score}
         return model_card(
             self.config,
@@ -207,8 +212,8 @@ class Driver:
 
 def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Signals) -> Evaluations:
     def copy(folder: Path) -> str | None:
-        said = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
-        return next((problem for problem in said if problem is not None), None)
+        problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        return next((problem for problem in problems if problem is not None), None)
 
     return Evaluations(
         actors.evaluator,
@@ -236,21 +241,21 @@ def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
     return Saver(
         store,
         actors.student.collective,
-        beside=job.config.checkpoint.async_save,
+        in_background=job.config.checkpoint.async_save,
         deadline_s=job.config.ray.step_timeout_s,
         dead=lambda: any(name.startswith("student-dp") for name in actors.calls.dead()),
         interrupted=lambda: actors.calls.interrupted(),
     )
 
 
-def find_checkpoint(job: Job) -> Checkpoint | None:
-    """The checkpoint that `checkpoint.resume` asks for, verified, or None for a fresh start.
+def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
+    """The checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
 
     Raises:
-        CheckpointError: none is there, it is damaged, or it was made from other data, tokenizer or models.
+        CheckpointError: there is none, it is damaged, or it was made from other data, tokenizers or models.
     """
-    found = checkpoints.find(checkpoint_store(job), job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
-    if found:
-        checkpoints.require_same(found.state.fingerprints, job.fingerprints)
-        say(f"resuming  from {found.path}")
-    return found
+    checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
+    if checkpoint:
+        checkpoints.require_same(checkpoint.state.fingerprints, job.fingerprints)
+        say(f"resuming  from {checkpoint.path}")
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Ordered, bounded look-ahead. It knows nothing of what it looks ahead at."""
+"""Ordered, bounded look-ahead over jobs of any kind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Item = TypeVar("Item")
 class Lookahead(Generic[Job, Item]):
     """Yields `submit(job)` for each job, in order, with up to `depth` later jobs already submitted.
 
-    Job t + depth + 1 is submitted only when the consumer asks for item t + 1, which is when it is done
-    with item t: at most depth + 1 items are alive, and a ring of depth + 1 slots is enough for them.
+    Job t + depth + 1 is submitted only when the consumer asks for item t + 1, that is, when it has finished with
+    item t. So at most depth + 1 items are alive, and a ring of depth + 1 slots is enough for them.
 
     Consumes: jobs. Waits for: nothing. Unblocked by: the consumer's next call. Produces: items.
-    `close` releases, newest first, every item that was submitted and not yet handed out; it is also
-    called when iteration ends in any way.
+    `close` releases every item that was submitted and not yet handed out, newest first. It is also called when the
+    iteration ends, in whatever way.
     """
 
     def __init__(self, jobs: Iterable[Job], submit: Callable[[Job], Item], release: Callable[[Item], None], depth: int):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic and durable writes, sizes and hashes of files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
-    """Writes beside the target, flushes to disk, renames over it."""
+    """Writes a file that appears complete or not at all: writes beside it, flushes to disk, renames."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -53,7 +53,7 @@ def sync_tree(root: str | Path) -> None:
 
 
 def size_of(root: str | Path) -> int:
-    """Bytes of all files under `root`, of which some may just be going."""
+    """Bytes of all files under `root`. Files may be deleted meanwhile."""
     total = 0
     for directory, _, names in os.walk(root):
         for name in names:

@@ -1,7 +1,7 @@
-"""CUDA out of memory as one line: doing what, bytes asked and held, and the settings that would need less.
+"""Turns CUDA out of memory into one line: the phase, bytes requested and held, and settings that need less.
 
-PyTorch's own text runs over several lines, names no setting, and is one of several: cuBLAS, cuDNN and NCCL, which
-allocate beside PyTorch's allocator, have their own.
+PyTorch's own message has several lines and names no setting. cuBLAS, cuDNN and NCCL, which allocate outside PyTorch's
+allocator, raise other messages.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ REMEDIES: dict[Phase, str] = {
     "evaluation": "lower evaluate.batch_size (--batch-size), or raise evaluate.gpu_share",
 }
 
-_ELSEWHERE = (
+_OTHER_MESSAGES = (
     "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY",
 )  # fmt: skip
-"""What RuntimeErrors say that are not PyTorch's OutOfMemoryError; NCCL's has `'out of memory'` in quotes."""
+"""Messages of RuntimeErrors other than PyTorch's OutOfMemoryError. NCCL's has `'out of memory'` in quotes."""
 _AMOUNT = r"([\d.]+ (?:bytes|[KMGTP]iB))"
 
 
 @contextmanager
 def gpu_phase(phase: Phase) -> Iterator[None]:
-    """Raises GpuMemoryError in place of a CUDA out of memory inside the block. A decorator too.
+    """Raises GpuMemoryError instead of CUDA out of memory inside the block. Also a decorator.
 
-    Nested, the innermost phase is the one that is named.
+    If blocks are nested, the error names the innermost phase.
     """
     try:
         yield
@@ -56,28 +56,28 @@ def gpu_phase(phase: Phase) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception says that a GPU has no memory left, whichever library it comes from."""
+    """Whether an exception means that a GPU has no memory left, whichever library it comes from."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and (
-        any(words in text for words in _ELSEWHERE) or ("NCCL" in text and "'out of memory'" in text)
+        any(words in text for words in _OTHER_MESSAGES) or ("NCCL" in text and "'out of memory'" in text)
     )
 
 
 def amounts(error: BaseException) -> str:
-    """Asked, held and free, as far as the error or PyTorch's allocator knows; for instance
-    `2.00 GiB asked, 70.10 GiB held and 1.50 GiB reserved by PyTorch, 0.50 GiB free of 79.15 GiB`."""
+    """Bytes asked for, held and free, as far as the error or PyTorch's allocator gives them; for instance
+    `2.00 GiB asked, 70.10 GiB held and 1.50 GiB more reserved by PyTorch, 0.50 GiB free of 79.15 GiB`."""
     text = str(error)
-    asked = _found(rf"Tried to allocate {_AMOUNT}", text)
-    held = _found(rf"{_AMOUNT} is allocated by PyTorch", text)
-    reserved = _found(rf"{_AMOUNT} is reserved by PyTorch but unallocated", text)
-    total, free = _found(rf"total capacity of {_AMOUNT}", text), _found(rf"of which {_AMOUNT} is free", text)
-    allowed = _found(rf"{_AMOUNT} allowed", text)
+    asked = _match(rf"Tried to allocate {_AMOUNT}", text)
+    held = _match(rf"{_AMOUNT} is allocated by PyTorch", text)
+    reserved = _match(rf"{_AMOUNT} is reserved by PyTorch but unallocated", text)
+    total, free = _match(rf"total capacity of {_AMOUNT}", text), _match(rf"of which {_AMOUNT} is free", text)
+    allowed = _match(rf"{_AMOUNT} allowed", text)
     if not held:
-        held, reserved, free, total = _measured()
+        held, reserved, free, total = _current_usage()
     parts = [
         f"{asked} asked" if asked else _first_line(text),
         f"{held} held and {reserved} more reserved by PyTorch" if held else "",
@@ -87,8 +87,8 @@ def amounts(error: BaseException) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _measured() -> tuple[str, str, str, str]:
-    """Held and reserved by this process, free and total on its current GPU; empty where CUDA is not in use."""
+def _current_usage() -> tuple[str, str, str, str]:
+    """Memory held and reserved by this process, free and total on its current GPU; empty if CUDA is not in use."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -96,7 +96,7 @@ def _measured() -> tuple[str, str, str, str]:
     held = torch.cuda.memory_allocated()
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # after some errors of CUDA nothing works any more
+    except RuntimeError:  # some CUDA errors make every later call fail
         return gib(held), gib(torch.cuda.memory_reserved() - held), "", ""
     return gib(held), gib(torch.cuda.memory_reserved() - held), gib(free), gib(total)
 
@@ -107,13 +107,13 @@ def gib(num_bytes: float) -> str:
 
 
 def _rank() -> str:
-    """`rank 3, ` inside a process group."""
+    """`rank 3, ` inside a process group, else empty."""
     import torch.distributed as dist
 
     return f"rank {dist.get_rank()}, " if dist.is_available() and dist.is_initialized() else ""
 
 
-def _found(pattern: str, text: str) -> str:
+def _match(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     return match[1] if match else ""
 

@@ -1,4 +1,5 @@
-"""Whether a folder may be read that holds pickles, which run code: nobody else may own it, write to it, or have led us to it."""
+"""Who may write to a folder. Checkpoints hold pickles, which run code when they are read, so only this user and root
+may own or change them, and no link may lead to them."""
 
 from __future__ import annotations
 
@@ -12,41 +13,41 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Why a folder and what is in it cannot be trusted, one clause per entry; nothing is opened.
+    """Why a folder and its contents cannot be trusted, one clause per entry. No file is opened.
 
-    Owner must be this user or root; neither group nor others may write; there are no links and no devices.
+    The owner must be this user or root, neither group nor others may write, and there may be no links or special files.
     """
     for entry in (folder, *sorted(folder.rglob("*"))):
         name = "the folder" if entry == folder else str(entry.relative_to(folder))
-        found = entry.lstat()
-        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        info = entry.lstat()
+        if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
             yield f"{name} is a {'link' if entry.is_symlink() else 'special file'}"
-        elif found.st_uid not in (os.geteuid(), 0):
-            yield f"{name} belongs to user {found.st_uid}"
-        elif found.st_mode & _OTHERS:
-            yield f"{name} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+        elif info.st_uid not in (os.geteuid(), 0):
+            yield f"{name} belongs to user {info.st_uid}"
+        elif info.st_mode & _OTHERS:
+            yield f"{name} can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
 
 
-def place_problem(folder: Path) -> str | None:
-    """Why others could exchange what lies directly in a folder, or None. In a sticky one, like /tmp, they cannot."""
-    found = folder.stat()
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {found.st_uid}"
-    if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:
-        return f"it can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+def parent_problem(folder: Path) -> str | None:
+    """Why others could swap the entries of a folder, or None. In a sticky folder, like /tmp, they cannot."""
+    info = folder.stat()
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {info.st_uid}"
+    if info.st_mode & _OTHERS and not info.st_mode & stat.S_ISVTX:
+        return f"it can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
     return None
 
 
-def close_place(folder: Path) -> None:
-    """Takes the right to write to one folder from group and others, if there is one and it is this user's."""
-    with suppress(OSError):  # what is somebody else's is found by `place_problem`
+def close_folder(folder: Path) -> None:
+    """Removes the write permission of group and others from one folder, if it exists and belongs to this user."""
+    with suppress(OSError):  # `parent_problem` reports a folder of another user
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & _OTHERS:
             folder.chmod(mode & ~_OTHERS)
 
 
-def close_to_others(folder: Path) -> None:
-    """Takes the right to write from group and others, whatever the umask gave them."""
+def close_tree(folder: Path) -> None:
+    """Removes the write permission of group and others from a folder and its contents, whatever the umask granted."""
     for entry in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(entry.lstat().st_mode)
         if mode & _OTHERS and not entry.is_symlink():

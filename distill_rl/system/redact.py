@@ -1,4 +1,4 @@
-"""Secrets taken out of what is written or printed."""
+"""Removes secrets from text and settings before they are written or printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = re.compile(
 _COLUMN_NAMES = frozenset({"text_key", "messages_key"})
 _IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|(?<![a-z0-9])sig|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
-# A digit is asked for where the prefix alone could begin ordinary words.
+# `sk-` alone can begin ordinary words, so at least one digit is required after it.
 _BY_SHAPE = re.compile(
     r"(?<![A-Za-z0-9_-])(?:(?:hf_|gh[pousr]_|glpat-|github_pat_|sk-(?:proj|ant|svcacct|admin|or)-|xox[abeoprs]-)[A-Za-z0-9_-]{16,}"
     r"|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9]))"
@@ -20,21 +20,21 @@ _BY_SHAPE = re.compile(
 
 
 def in_text(text: str) -> str:
-    """The text without users and passwords in URLs, secrets in their queries, and what looks like a token of the
-    Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
+    """The text without users and passwords in URLs, without secrets in their queries, and without anything that looks
+    like a token of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
     if "://" in text:
         text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
     return _BY_SHAPE.sub(REDACTED, text)
 
 
 def holds_secret(tree: Any) -> bool:
-    """Whether `redact` would take something out of nested mappings and lists."""
+    """Whether `redact` would replace something in nested mappings and lists."""
     return bool(redact(tree) != tree)
 
 
 def redact(tree: Any, name: str = "") -> Any:
-    """A copy of nested mappings and lists in which all that stands under a key like `token` or `password`, and every
-    secret inside a text, is replaced."""
+    """A copy of nested mappings and lists in which every value under a key like `token` or `password`, and every secret
+    inside a text, is replaced."""
     secret = bool(_NAME.search(name)) and name not in _COLUMN_NAMES
     if isinstance(tree, dict):
         return {key: redact(value, name if secret else str(key)) for key, value in tree.items()}

@@ -1,7 +1,7 @@
 """Stopping on request.
 
-An exception raised inside `ray.get` is swallowed, so handlers set flags, and whoever waits looks at them. Where
-nothing of Ray waits (reading data, evaluating), `at_once` lets the handler raise.
+Ray swallows exceptions that are raised inside `ray.get`, so the handlers only set flags, which every wait polls. While
+nothing waits for Ray (reading data, evaluating), `at_once` lets the handlers raise.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_PREEMPTED = 85
 EXIT_INTERRUPTED = 130
 
-
 _ONE_REQUEST_S = 1.0
-"""A scheduler may signal the process and the script that started it, which hands it on: within this, it is one request."""
+"""Signals this close together are one request: a scheduler may signal both the process and its script."""
 
 
 class Preempted(BaseException):
-    """SIGTERM or SIGUSR1 where there is no step to finish. Like KeyboardInterrupt it is no error."""
+    """SIGTERM or SIGUSR1 arrived while there was no step to finish. Like KeyboardInterrupt, this is not an error."""
 
 
 class Signals:
-    """While entered: SIGTERM and SIGUSR1 ask for a stop after the step, Ctrl-C for a stop now; the second of either forces it.
+    """Handles requests to stop while entered.
 
-    The first SIGTERM behind a SIGUSR1 is no second request: a scheduler sends it at the time limit, while the run saves.
+    | signal | effect |
+    |---|---|
+    | first SIGTERM or SIGUSR1 | `preempted` is set: the run stops after the step |
+    | the same again | treated like Ctrl-C |
+    | Ctrl-C | the run stops now |
+    | a further request after that | the process exits at once |
+
+    The first SIGTERM after a SIGUSR1 does not count: a scheduler sends it at the time limit, while the run is saving.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,12 +57,12 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def install_again(self) -> None:
-        """Ray puts handlers of its own in place when it starts: call this afterwards."""
+        """Restores these handlers. Call it after Ray has started, because Ray installs its own."""
         self._install()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises where it arrives; one that came before raises on entry.
+        """Lets signals raise where they arrive while inside; one that arrived earlier raises on entry.
 
         Raises:
             KeyboardInterrupt, Preempted.
@@ -71,7 +77,7 @@ class Signals:
     def raise_if_interrupted(self) -> None:
         """
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM came.
+            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
         """
         if self._interrupted:
             raise KeyboardInterrupt
@@ -79,8 +85,8 @@ class Signals:
     def raise_if_stopping(self) -> None:
         """
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM came.
-            Preempted: SIGTERM or SIGUSR1 came.
+            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
+            Preempted: SIGTERM or SIGUSR1 arrived.
         """
         self.raise_if_interrupted()
         if self.preempted:
@@ -106,10 +112,11 @@ class Signals:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Requests to stop wait until the block ends. Processes started inside never hear them: they are stopped by us.
+def signals_blocked() -> Iterator[None]:
+    """Defers SIGTERM and SIGUSR1 until the block ends. Processes started inside never receive them.
 
-    A scheduler signals a whole process group; a cluster service that died of it could not help to save.
+    A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
+    save. We end those processes ourselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPT)
     try:

@@ -1,7 +1,7 @@
 """The Ray actors and everything that starts, calls and ends them.
 
-Ray reads its environment when it is imported, so what must be set before that is set here, where every
-import of Ray in this package begins. A value that the user has set stands.
+Ray reads its environment variables when it is imported. They are set here because every import of Ray in this package
+goes through this module. Values that the user has set are kept.
 """
 
 import os as _os

@@ -1,9 +1,9 @@
-"""From a job to running actors, and back to nothing."""
+"""Starts the actors of a run, and ends them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,40 +43,44 @@ class RunActors:
     pipeline: Pipeline
     student: StudentGroup
     evaluator: WorkerGroup | None
-    """where suites are asked for"""
+    """None if the run evaluates no suites."""
     calls: Calls
 
 
 @contextmanager
 def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[RunActors]:
-    """Starts Ray and all actors, loads all models, opens the rings, and yields the crew ready for step 1.
+    """Starts Ray and all actors, loads the models, opens the rings, and yields the actors ready for step 1.
+
+    After a good run the actors leave their process groups; in any case they are then killed and Ray is ended.
 
     Raises:
-        ConfigError: the resources cannot be had, or a transport asked for by name does not work.
+        ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
     config = job.config
-    here = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    num_cpus = sum(compute_groups(config)) + here + bool(config.evaluate.suites)
+    local_aligners = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
+    num_cpus = sum(compute_groups(config)) + local_aligners + bool(config.evaluate.suites)
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
-        cluster, own_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
+        cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
-        num_aligners = here if config.ray.address is None else aligner_workers(config, gpus=gpus, cpus=cpus)
+        num_aligners = local_aligners
+        if config.ray.address is not None:
+            num_aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
         plan = place_actors(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
-        calls.watch = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
+        calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            actors = _make(job, total_steps, num_aligners, plan, placement, calls)
+            actors = _create(job, total_steps, num_aligners, plan, placement, calls)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
                 _start(job, actors, calls)
                 rings = ring_plan(config)
                 connector = Connector(config, actors.teachers, actors.student, rings, calls)
                 connector.connect()
-                calls.interrupted = signals.raise_if_interrupted  # from here on a step can be finished and saved
+                calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
                 pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
                 recovery = TeacherRecovery(config, actors.teachers, actors.student.names, calls, connector, pipeline)
                 student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
@@ -84,32 +88,33 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 if config.observe.timeline:
                     ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
-                # Readers first: what they have opened belongs to the teachers. Aligners and evaluators are in no process group.
+                # Readers stop first, because what they have opened belongs to the teachers. Aligners and evaluators
+                # have no process group to leave.
                 stop([actors.student, *(group for _, group in actors.teachers)])
             except DistillError as error:
                 if error.exit_code == 1:
-                    calls.watch.dump_stacks()
-                keep_logs((each for group in actors.groups for each in group.processes), job.paths.logs)
+                    calls.monitor.dump_stacks()
+                keep_logs((entry for group in actors.groups for entry in group.processes), job.paths.logs)
                 raise
             finally:
-                ended = [process for group in actors.groups for _, process in group.processes]
+                processes = [process for group in actors.groups for _, process in group.processes]
                 for group in actors.groups:
                     group.kill()
-                calls.watch.close()
-                _sweep(process.pid for process in ended if process.node_id == own_node)
+                calls.monitor.close()
+                _remove_torch_counters(process.pid for process in processes if process.node_id == this_node)
 
 
-def _sweep(pids: Iterable[int]) -> None:
-    """Removes the counters that torch keeps in shared memory for each GPU buffer it has shared; a killed process leaves them."""
+def _remove_torch_counters(pids: Iterable[int]) -> None:
+    """Removes torch's counters of shared GPU buffers, which killed processes leave in shared memory."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            with suppress(OSError):  # somebody else's
+            with suppress(OSError):  # a file of another user
                 file.unlink()
 
 
 @dataclass(frozen=True, slots=True)
 class _Actors:
-    """Actors, made and not yet started."""
+    """The actors that were created, by role."""
 
     student: WorkerGroup
     teachers: Teachers
@@ -117,50 +122,55 @@ class _Actors:
     evaluator: WorkerGroup | None
 
     @property
-    def evaluators(self) -> list[WorkerGroup]:
-        return [] if self.evaluator is None else [self.evaluator]
-
-    @property
     def groups(self) -> list[WorkerGroup]:
-        return [self.student, *(group for _, group in self.teachers), self.aligners, *self.evaluators]
+        groups = [self.student, *(group for _, group in self.teachers), self.aligners]
+        return groups if self.evaluator is None else [*groups, self.evaluator]
 
 
-def _make(
+def _create(
     job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
 ) -> _Actors:
     config = job.config
     threads = threads_per_worker(sum(compute_groups(config)))
-    student, teachers, aligners = actor_names(config, num_aligners)
-    at = (plan, placement, calls, config)
-    learn = (total_steps, job.cross_tokenizer_specs, job.vocabulary_size, threads)
-    scores = (plan, placement, calls, threads, config.run.name)
-    return _Actors(
-        WorkerGroup(StudentWorker, student, *at, *learn),
-        [
-            (teacher, WorkerGroup(TeacherWorker, teachers[teacher.name], *at, teacher, size, threads))
-            for teacher, size in zip(running_teachers(config), job.teacher_vocabularies)
-        ],
-        WorkerGroup(AlignerWorker, aligners, *at, *_aligning(job)),
-        WorkerGroup(EvalWorker, [EVALUATOR], *scores) if config.evaluate.suites else None,
+    student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
+
+    def group(worker: type, names: Sequence[str], *arguments: Any) -> WorkerGroup:
+        return WorkerGroup(worker, names, plan, placement, calls, *arguments)
+
+    student = group(
+        StudentWorker,
+        student_names,
+        config,
+        total_steps,
+        job.cross_tokenizer_specs,
+        job.vocabulary_size,
+        threads,
     )
+    teachers = [
+        (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, vocabulary_size, threads))
+        for teacher, vocabulary_size in zip(running_teachers(config), job.teacher_vocabularies)
+    ]
+    aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
+    evaluator = group(EvalWorker, [EVALUATOR], threads, config.run.name) if config.evaluate.suites else None
+    return _Actors(student, teachers, aligners, evaluator)
 
 
-def _aligning(job: Job) -> tuple[Any, ...]:
-    """What an aligner is made with, besides the configuration."""
-    return job.data_format, job.plan, tuple(spec is not None for spec in job.cross_tokenizer_specs)
+def _aligner_arguments(job: Job) -> tuple[Any, ...]:
+    other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
+    return job.config, job.data_format, job.plan, other_tokenizer
 
 
 def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
-    """Over the aligner actors, or over an aligner in this process where there are none."""
+    """A pool of the aligner actors, or, if there are none, of an aligner in this process."""
     local = None
     if not group.actors:
-        local = AlignerWorker(0, job.config, *_aligning(job))
+        local = AlignerWorker(0, *_aligner_arguments(job))
         local.start()
     return AlignerPool(
         group,
         calls,
         local=local,
-        num_parts=job.plan.sub_batches * sum(share.dp for share in (job.plan.student, *job.plan.teachers)),
+        num_parts=job.plan.sub_batches * sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
         deadline_s=job.config.aligner.deadline_s,
         start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
@@ -169,33 +179,35 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
 
 
 def threads_per_worker(num_compute_actors: int) -> int:
-    """Torch threads of each student and teacher rank: the machine's cores, shared out."""
+    """Torch threads of each student and teacher rank: the machine's cores, divided evenly."""
     return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
 
 
 def _facts(job: Job, gpus: int) -> Facts:
-    """What sizes and memory estimates follow from, with the GPUs that the run really has."""
+    """The facts behind sizes and memory estimates, with the number of GPUs that the run really has."""
     return Facts(
         student=job.student_facts,
         teachers=job.teacher_facts,
         teacher_vocabularies=job.teacher_vocabularies,
-        cross_tokenizer_losses=tuple(None if found is None else found.method for found in job.cross_tokenizer_specs),
+        cross_tokenizer_losses=tuple(spec.method if spec else None for spec in job.cross_tokenizer_specs),
         vocabulary_size=job.vocabulary_size,
         gpus=gpus,
     )
 
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
-    """Estimated bytes of a rank of the student and of each teacher, by name; None where no evaluator can share a GPU
-    with them."""
+    """Estimated bytes of a rank of the student and of each teacher, by name; None if no evaluator can share a GPU with
+    them."""
     if not (gpus and job.config.evaluate.suites):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, _facts(job, gpus)).memory}
 
 
 def _target_bytes(job: Job) -> int:
-    """Targets in the object store at once: every teacher's ring, twice, because a slot's last object goes only when the
-    next is there; 0 where they are sure to go another way."""
+    """Bytes of targets in the object store at a time; 0 if they certainly take another transport.
+
+    This is twice the ring of every teacher replica, because a slot's object is freed only after its successor exists.
+    """
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
@@ -204,7 +216,7 @@ def _target_bytes(job: Job) -> int:
 
 
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:
-    """All models load at the same time."""
+    """Identifies all processes and loads all models, at the same time."""
     timeout_s = job.config.ray.start_timeout_s
     for group in actors.groups:
         if group.actors:

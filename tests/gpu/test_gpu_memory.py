@@ -8,7 +8,7 @@ import torch
 from distill_rl.errors import GpuMemoryError
 from distill_rl.gpu_check.checks import environment
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.workers.actors.rank import hold_to
+from distill_rl.workers.actors.rank import limit_gpu_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_torch_oom_message_is_parsed() -> None:
 
 def test_oom_error_names_the_memory_fraction() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
-    hold_to(0.5, 0)
+    limit_gpu_memory(0.5, 0)
     try:
         with pytest.raises(GpuMemoryError, match="allowed to this process"), gpu_phase("teacher forward"):
             torch.empty(int(0.6 * total), dtype=torch.uint8, device="cuda")

@@ -40,7 +40,7 @@ def workers(ray_cluster):
     actors = []
     for name in ("student-dp0-tp0", "big/dp0-tp0"):
         actor = ray_cluster.remote(Worker).options(num_cpus=0).remote()
-        calls.know(name, actor)
+        calls.register(name, actor)
         actors.append(actor)
     yield calls, *actors
     for actor in actors:

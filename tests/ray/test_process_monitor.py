@@ -1,4 +1,4 @@
-"""Monitoring the processes of another node than the driver's: two raylets on this machine."""
+"""The monitor of a node that is not the driver's: two raylets on this machine."""
 
 import subprocess
 import sys
@@ -20,14 +20,14 @@ from distill_rl.workers.cluster import process_monitor
 from distill_rl.workers.actors.rank import identify
 from tests.helpers.command import until
 
-process_monitor._ANSWER_WITHIN_S, process_monitor._LOOK_EVERY_S = 3.0, 0.1
+process_monitor._ANSWER_WITHIN_S, process_monitor._UPDATE_EVERY_S = 3.0, 0.1
 
 class Worker:
     def identify(self):
         return identify()
 
 def watchers():
-    return [process for process in psutil.process_iter() if process.name().startswith("ray::NodeWatch")]
+    return [each for each in psutil.process_iter() if each.name().startswith("ray::NodeMonito")]
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="watch")
 own = ray.get_runtime_context().get_node_id()
@@ -35,11 +35,11 @@ own = ray.get_runtime_context().get_node_id()
 there = NodeAffinitySchedulingStrategy(other, soft=False)
 actor = ray.remote(Worker).options(scheduling_strategy=there, num_cpus=0).remote()
 process = ray.get(actor.identify.remote(), timeout=60)
-monitor = process_monitor.Watch(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
+made = process_monitor.ProcessMonitor(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
 
 def seen():
-    monitor.look()
-    return monitor._states.get("worker")
+    made.update()
+    return made._states.get("worker")
 
 until(lambda: seen() == "sleeping", "the first answer")
 (first,) = watchers()

@@ -17,24 +17,24 @@ TREE = {
 }
 
 
-def test_the_tree_is_the_documented_one():
-    found = {
+def test_error_tree_is_the_documented_one():
+    exit_codes = {
         name: value.exit_code
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, DistillError) and value is not DistillError
     }
-    assert found == TREE
+    assert exit_codes == TREE
     assert all(name in errors.__doc__ for name in TREE)
 
 
-def test_a_message_is_one_line_of_what_rule_value_remedy():
+def test_message_is_one_line_of_what_rule_value_remedy():
     error = ConfigError("train.steps", "must be 1 or more", 0, "set train.steps")
     assert str(error) == "train.steps: must be 1 or more; got 0; set train.steps"
     assert "\n" not in str(ConfigError("a", "b", "two\nlines"))
 
 
 @pytest.mark.parametrize("kind", [getattr(errors, name) for name in TREE])
-def test_every_error_survives_pickling_with_its_attributes(kind):
+def test_errors_survive_pickling_with_attributes(kind):
     error = kind("what", "rule", [1], "remedy")
     error.add_note("a note")
     copy = pickle.loads(pickle.dumps(error))
@@ -42,20 +42,20 @@ def test_every_error_survives_pickling_with_its_attributes(kind):
     assert (str(copy), copy.value, copy.__notes__) == (str(error), [1], ["a note"])
 
 
-def test_checks_are_all_asked_and_only_bad_input_is_collected():
+def test_problems_of_runs_all_checks_and_collects_config_errors():
     def refuse(*lines):
         raise ConfigError.many(lines)
 
     def fail():
         raise WorkerError("no input")
 
-    found = problems_of(lambda: refuse("first: bad"), lambda: None, lambda: refuse("second: worse", "third"))
-    assert found == ["first: bad", "second: worse", "third"]
+    problems = problems_of(lambda: refuse("first: bad"), lambda: None, lambda: refuse("second: worse", "third"))
+    assert problems == ["first: bad", "second: worse", "third"]
     with pytest.raises(WorkerError, match="no input"):
         problems_of(fail)
 
 
-def test_an_error_of_many_problems_keeps_each_of_them_through_pickling():
+def test_error_of_many_problems_survives_pickling():
     error = pickle.loads(pickle.dumps(ConfigError.many(["first: bad", "second: worse"])))
     assert error.problems == ("first: bad", "second: worse")
     assert WorkerError("one").problems == ("one",)

@@ -1,4 +1,4 @@
-"""What the package never does, read from its sources; and what a user cannot make it do."""
+"""What the package never does, checked in its sources, and what no input can make it do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
 from distill_rl.preflight import run_directory
-from distill_rl.workers.cluster.session import passed_on
+from distill_rl.workers.cluster.session import allowed_variables
 
 PACKAGE = Path(distill_rl.__file__).parent
 NEVER = {
@@ -43,7 +43,7 @@ UNSAFE_YAML = {
 
 
 def breaches(source: str) -> Iterator[str]:
-    """Calls that run what they read: code, pickles, a shell."""
+    """Calls that may execute their input: code, pickles, a shell."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = getattr(node, "module", None) or ""
@@ -53,25 +53,25 @@ def breaches(source: str) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        value = {name: part.value for name, part in given.items() if isinstance(part, ast.Constant)}
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        value = {name: node.value for name, node in keywords.items() if isinstance(node, ast.Constant)}
         if called in NEVER | UNSAFE_YAML:
             yield f"{node.lineno}: {called}"
         if called.endswith("torch.load") and value.get("weights_only") is not True:
             yield f"{node.lineno}: torch.load without weights_only=True"
         if called.endswith(("np.load", "numpy.load")) and value.get("allow_pickle", False) is not False:
             yield f"{node.lineno}: numpy.load with pickles"
-        if "trust_remote_code" in given and value.get("trust_remote_code") is not False:
+        if "trust_remote_code" in keywords and value.get("trust_remote_code") is not False:
             yield f"{node.lineno}: trust_remote_code"
         if value.get("shell"):
             yield f"{node.lineno}: a shell"
 
 
-def test_nothing_that_is_read_is_run() -> None:
+def test_package_never_executes_its_input() -> None:
     modules = sorted(PACKAGE.rglob("*.py"))
-    found = {str(module.relative_to(PACKAGE)): list(breaches(module.read_text("utf-8"))) for module in modules}
-    assert len(found) > 100
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    by_module = {str(module.relative_to(PACKAGE)): list(breaches(module.read_text("utf-8"))) for module in modules}
+    assert len(by_module) > 100
+    assert {name: lines for name, lines in by_module.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_nothing_that_is_read_is_run() -> None:
         "subprocess.run(x, shell=True)", "os.system(x)",
     ],
 )  # fmt: skip
-def test_a_breach_is_found(source: str) -> None:
+def test_breach_is_detected(source: str) -> None:
     assert list(breaches(source))
 
 
 @pytest.mark.parametrize("source", ["torch.load(x, weights_only=True)", "re.compile(x)", "model.eval()", "np.load(x)"])
-def test_what_is_safe_is_let_through(source: str) -> None:
+def test_safe_call_is_allowed(source: str) -> None:
     assert not list(breaches(source))
 
 
-def test_a_configuration_names_no_code_to_run(tmp_path: Path) -> None:
+def test_configuration_cannot_name_code_to_run(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("student: {model: s, _target_: os.system}\ndata: {path: '${eval:1+1}'}\n")
     lines = read_config(file)[1].lines
@@ -100,7 +100,7 @@ def test_a_configuration_names_no_code_to_run(tmp_path: Path) -> None:
     assert any("data.path" in line and "only ${section.key} and ${oc.env:NAME}" in line for line in lines)
 
 
-def test_a_yaml_tag_that_would_make_an_object_is_refused(tmp_path: Path) -> None:
+def test_yaml_object_tag_is_refused(tmp_path: Path) -> None:
     file, proof = tmp_path / "x.yaml", tmp_path / "ran"
     file.write_text(f"student: !!python/object/apply:os.mkdir ['{proof}']\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
@@ -115,11 +115,11 @@ KEPT = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH", "RAY_AUTH_TOKEN_PATH", 
         "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "HF_HUB_OFFLINE", "DISTILL_RL_LOG", "OMP_NUM_THREADS")  # fmt: skip
 
 
-def test_the_environment_of_actors_is_an_allow_list_without_secrets() -> None:
-    assert set(passed_on(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
+def test_actors_see_allowed_variables_without_secrets() -> None:
+    assert set(allowed_variables(dict.fromkeys((*SECRET, *KEPT), "x"))) == set(KEPT)
 
 
-def test_credentials_reach_neither_the_saved_configuration_nor_a_message() -> None:
+def test_credentials_are_neither_saved_nor_printed() -> None:
     url = "https://me:hunter2@host/data.jsonl"
     config = Config()
     config.student.model, config.data.path, config.run.name = "s", url, "x"
@@ -129,20 +129,20 @@ def test_credentials_reach_neither_the_saved_configuration_nor_a_message() -> No
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    made = Config()
-    made.run.dir, made.run.name = str(tmp_path / "runs"), "mine"
-    made.student.model = made.data.path = "x"
-    return made
+    config = Config()
+    config.run.dir, config.run.name = str(tmp_path / "runs"), "mine"
+    config.student.model = config.data.path = "x"
+    return config
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../x", "/tmp/x", "a/../../x", "a\\b", "a\0b", "a\nb", "\x1b[2J"])
-def test_the_name_of_a_run_stays_one_folder(config: Config, name: str) -> None:
+def test_run_name_cannot_leave_its_folder(config: Config, name: str) -> None:
     config.run.name = name
     assert any(line.startswith("run.name") for line in validate.problems(config))
 
 
 @pytest.mark.parametrize("link", ["", "checkpoints", "export", "logs", "metrics.jsonl", "checkpoints/step-3"])
-def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_path: Path, link: str) -> None:
+def test_run_directory_with_outside_link_is_refused(config: Config, tmp_path: Path, link: str) -> None:
     root = run_directory.paths_of(config).root
     if link:
         with run_directory.occupy(config, clean=False) as paths:
@@ -163,7 +163,7 @@ def test_a_run_directory_that_leads_elsewhere_is_refused(config: Config, tmp_pat
     assert [entry.name for entry in outside.iterdir()] == ["keep"]
 
 
-def test_a_link_within_the_run_directory_is_no_problem(config: Config) -> None:
+def test_link_within_the_run_directory_is_allowed(config: Config) -> None:
     config.checkpoint.resume = "auto"
     with run_directory.occupy(config, clean=False) as paths:
         (paths.root / "logs" / "newest").symlink_to(paths.logs.name)
@@ -171,7 +171,7 @@ def test_a_link_within_the_run_directory_is_no_problem(config: Config) -> None:
 
 
 @pytest.mark.parametrize("script", sorted((PACKAGE.parent / "launch").glob("*.sbatch")), ids=lambda path: path.name)
-def test_a_batch_script_works_offline_and_tells_nobody(script: Path) -> None:
+def test_batch_script_is_offline_without_telemetry(script: Path) -> None:
     launch = PACKAGE.parent / "launch"
     called = [launch / f"{name}.sh" for name in re.findall(r"launch/([\w-]+)\.sh", script.read_text())]
     assert any("launch/environment.sh" in file.read_text() for file in (script, *called))
@@ -180,7 +180,7 @@ def test_a_batch_script_works_offline_and_tells_nobody(script: Path) -> None:
         assert default in environment
 
 
-def test_weights_that_are_only_pickles_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     from distill_rl.models.facts import folder_problems
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

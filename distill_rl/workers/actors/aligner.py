@@ -12,19 +12,21 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.errors import ConfigError
-from distill_rl.types import DocumentBatch
-from distill_rl.workers.actors.rank import Process, identify
+from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 
-class AlignerWorker:
-    """Tokenises, aligns and lays out; holds nothing but tokenizers, so that any of its kind does the same.
+class AlignerWorker(Worker):
+    """Tokenises documents, aligns them with teachers of another tokenizer, and lays them out in rows.
+
+    Its only state is tokenizers, so any aligner gives the same rows for a batch.
 
     Args:
         config: the run's settings.
         data_format: `text` or `messages`.
         plan: how rows are laid out and divided.
-        other_tokenizer: per running teacher, whether it has rows of its own.
+        other_tokenizer: per running teacher, whether its tokenizer differs from the student's.
     """
 
     def __init__(
@@ -32,9 +34,6 @@ class AlignerWorker:
     ):
         self._config, self._data_format, self._plan, self._other_tokenizer = config, data_format, plan, other_tokenizer
         self._gauges = Gauges(config.run.name)
-
-    def identify(self) -> Process:
-        return identify()
 
     def start(self) -> None:
         if ray.is_initialized() and ray.get_gpu_ids():
@@ -50,26 +49,29 @@ class AlignerWorker:
         tokenization = Tokenization(
             tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
         )
-        teachers = [
-            CrossTokenizerTeacher.of(
-                teacher.name,
+        teachers: list[CrossTokenizerTeacher | None] = []
+        for settings, other_tokenizer in zip(running_teachers(self._config), self._other_tokenizer):
+            if not other_tokenizer:
+                teachers.append(None)
+                continue
+            teacher = CrossTokenizerTeacher.of(
+                settings.name,
                 tokenizer,
-                tokenizer_of(teacher),
+                tokenizer_of(settings),
                 self._config.aligner,
                 student_stops=stops_of(self._config.student),
-                stops=stops_of(teacher),
+                stops=stops_of(settings),
             )
-            if crosses
-            else None
-            for teacher, crosses in zip(running_teachers(self._config), self._other_tokenizer)
-        ]
-        for teacher in teachers:
-            if teacher is not None:
-                teacher.aligner.warm_up()
+            teacher.aligner.warm_up()
+            teachers.append(teacher)
         self._builder = BatchBuilder(tokenization, self._plan, teachers)
 
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
-        """BatchInfo, then one RankBatch per student DP rank, then one per DP rank of each teacher in turn."""
+        """The rows of a batch without the rows in `skip`.
+
+        Returns:
+            The BatchInfo, then one RankBatch per DP rank of the student, then one per DP rank of each teacher in turn.
+        """
         info, student, teachers = self._builder.build(batch, skip)
         self._gauges.set("aligner_seconds", info.seconds)
         self._gauges.add("aligner_rows", info.num_rows)
@@ -77,14 +79,16 @@ class AlignerWorker:
         return info, *student, *(part for teacher in teachers for part in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:
-        """Whatever `build` does with one document; fails, dies or hangs where that would."""
-        from distill_rl.types import Cursor
-
+        """Does what `build` does, with one document. It raises, dies or hangs if that document makes `build` do so."""
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
 
 
 def _require_cuda() -> None:
-    """On the node that runs this aligner, which may be another one than that where the run was checked."""
+    """Repeats the check of preflight, because this aligner may run on another node than the driver.
+
+    Raises:
+        ConfigError: this node lacks something that the CUDA backend needs.
+    """
     from distill_rl.align.dp.device import missing_for_cuda
 
     if missing := missing_for_cuda():

@@ -1,4 +1,4 @@
-"""The evaluation actor: a model of its own, on a share of a GPU or on the CPU."""
+"""The evaluation actor: it loads a model on a share of a GPU or on the CPU and runs suites on it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.options import Asked, Options
 from distill_rl.evals.suites.base import Item
-from distill_rl.workers.actors.rank import Process, identify
+from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.evals.run import Model
 
 
-class EvalWorker:
-    """One copy of a model. It sees no GPU but those that Ray gave it."""
+class EvalWorker(Worker):
+    """One copy of a model. It sees only the GPUs that Ray assigned to it."""
 
     def __init__(self, rank: int, threads: int, run: str = ""):
         gpus = ",".join(map(str, ray.get_gpu_ids()))
@@ -34,18 +34,15 @@ class EvalWorker:
         self._executor = LocalExecutor()
         self._loaded: tuple[object, list[Asked]] | None = None
 
-    def identify(self) -> Process:
-        return identify()
-
     def start(self) -> None:
-        """Nothing to do before a model is named."""
+        """Does nothing: the model is loaded by `load` or `evaluate`."""
 
     def stop(self) -> None:
         self._executor.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
-        """Loads a model; the device that it is on."""
-        self._executor.load(folder, backend, self._settled(settings))
+        """Loads a model. Returns its device."""
+        self._executor.load(folder, backend, self._with_resources(settings))
         return self._executor.device
 
     def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
@@ -53,12 +50,16 @@ class EvalWorker:
         return list(self._executor.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
-        """Whole suites with grading, results on disk included: suite → result. Of a GPU that it shares it keeps nothing
-        afterwards, but for vllm, which holds its share for good."""
+        """Runs and grades whole suites, and writes the results to disk. Frees the GPU afterwards, except with vllm,
+        which keeps its share for good.
+
+        Returns:
+            The result of each suite.
+        """
         from distill_rl.evals.run import evaluate_models
 
         asked = self._questions(suites, data, options)
-        options = replace(options, settings=self._settled(options.settings))
+        options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
         try:
             return evaluate_models([model], suites, data, options, self._executor, asked=asked)[model.name]
@@ -69,13 +70,13 @@ class EvalWorker:
                 self._executor.close()
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[Asked]:
-        """Read once, as long as the same are asked for."""
+        """The questions of the suites, kept for the next call with the same arguments."""
         from distill_rl.evals.options import load_questions
 
-        wanted = (tuple(suites), data, options)
-        if self._loaded is None or self._loaded[0] != wanted:
-            self._loaded = wanted, load_questions(suites, data, options)
+        arguments = (tuple(suites), data, options)
+        if self._loaded is None or self._loaded[0] != arguments:
+            self._loaded = arguments, load_questions(suites, data, options)
         return self._loaded[1]
 
-    def _settled(self, settings: Settings) -> Settings:
+    def _with_resources(self, settings: Settings) -> Settings:
         return replace(settings, gpu_share=self._share, threads=self._threads)

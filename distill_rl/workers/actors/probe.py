@@ -1,4 +1,4 @@
-"""What is sent from every teacher to every student rank before the first step: 1 KiB that both know, or a problem."""
+"""The probe: 1 KiB of known content that every teacher sends to every student rank before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Problem(str):
-    """What is in the way of a transport, as one rank sees it; returned, so that another transport can be tried."""
+    """Why a transport does not work for one rank. Returned, not raised, so that another can be tried."""
 
 
 PROBE_LAYOUT = Layout(0, 1, 256)
@@ -28,7 +28,7 @@ def probe_tensors(device: torch.device | str = "cpu") -> dict[str, Tensor]:
 
 
 def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a transport or its device raises as a `Problem`."""
+    """Makes a method return the errors of a transport or its device as a `Problem`."""
 
     @wraps(method)
     def reported(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What student and teacher ranks have in common: a process, a rendezvous, a world, a transport."""
+"""What student and teacher ranks have in common: a process, a rendezvous, a process group and transports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
 
-_STDERR = 2
-
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -28,22 +26,25 @@ if TYPE_CHECKING:
     from distill_rl.transport.place import Place
     from distill_rl.transport.segment import Backing
 
+_STDERR = 2
+"""File descriptor."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker's process, known well enough never to end another one that got its number."""
+    """A worker's process. Its creation time tells it apart from a later process with the same pid."""
 
     pid: int
     created: float
     node_id: str
     worker_id: str = ""
-    """Ray's"""
+    """Ray's id of the worker."""
     host: str = ""
     logs: tuple[str, ...] = ()
-    """files of the node that its stdout and stderr go to, the latter last"""
+    """Files on its node that receive its stdout and stderr, in this order."""
 
     def kill(self) -> None:
-        """SIGKILL, if it is still this process; on its own node only."""
+        """Sends SIGKILL, if the process still exists. Works on its own node only."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if process.create_time() == self.created:
@@ -51,10 +52,10 @@ class Process:
 
 
 def identify() -> Process:
-    """The process that calls this. From now on it writes its stacks to stderr when it gets SIGUSR2."""
+    """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
     faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
     context = ray.get_runtime_context()
-    outputs = (Path(f"/proc/self/fd/{number}").readlink() for number in (1, _STDERR))
+    outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
     return Process(
         os.getpid(),
         psutil.Process().create_time(),
@@ -65,25 +66,29 @@ def identify() -> Process:
     )
 
 
-class RankWorker:
+class Worker:
+    """The base of all actors."""
+
+    def identify(self) -> Process:
+        return identify()
+
+
+class RankWorker(Worker):
     """One rank of a process group, before its engine is built.
 
     Args:
         config: the run's settings.
-        threads: torch threads of this process.
+        threads: number of torch threads of this process.
     """
 
     def __init__(self, config: Config, threads: int):
         self._config, self._threads = config, threads
         self._store: TCPStore | None = None
         self._transports: dict[str, Transport] = {}
-        """by name"""
-
-    def identify(self) -> Process:
-        return identify()
+        """By name."""
 
     def serve_store(self, world_size: int) -> tuple[str, int]:
-        """Makes this rank the meeting point of `world_size` ranks; its host and port."""
+        """Serves the store through which `world_size` ranks meet. Returns its host and port."""
         from distill_rl.parallel.mesh import serve_store
 
         host = ray.util.get_node_ip_address()
@@ -91,18 +96,18 @@ class RankWorker:
         return host, self._store.port
 
     def place(self) -> Place:
-        """Where this rank's tensors are, for the choice of a transport."""
+        """Where this rank's tensors are; the choice of a transport depends on it."""
         from distill_rl.transport.place import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 
     def close_others(self, names: Sequence[str]) -> None:
-        """Closes this process's transports but those of these names."""
+        """Closes this process's transports except those named."""
         for name in set(self._transports) - set(names):
             self._transports.pop(name).close()
 
     def stop(self) -> None:
-        """Leaves the process group together with the other ranks."""
+        """Closes the transports and leaves the process group, together with the other ranks."""
         from distill_rl.parallel.mesh import close_world
 
         self.close_others(())
@@ -111,7 +116,7 @@ class RankWorker:
     def _open_transport(
         self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
     ) -> Transport:
-        """This process's side of a transport."""
+        """Opens this process's side of a transport."""
         from distill_rl.transport.choose import make
 
         self._transports[name] = make(
@@ -126,7 +131,7 @@ class RankWorker:
         return self._transports[name]
 
     def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float = 1.0) -> World:
-        """Meets the other ranks at `host:port`; sets up this process's generators and threads."""
+        """Joins the other ranks at `host:port` in a process group, and sets this process's random seeds and threads."""
         from distill_rl.parallel.mesh import join_store, open_world
 
         _prepare_process(self._config.run.seed, self._threads)
@@ -134,7 +139,7 @@ class RankWorker:
         store = self._store or join_store(host, port, parallel.dp * parallel.tp)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() else "cpu"
         if device != "cpu" and gpu_memory < 1:
-            hold_to(gpu_memory, gpu_index())
+            limit_gpu_memory(gpu_memory, gpu_index())
         self._world = open_world(
             rank=rank,
             dp=parallel.dp,
@@ -148,18 +153,26 @@ class RankWorker:
 
 
 def gpu_index() -> int:
-    """Among the GPUs that this process sees, the one that Ray gave it: it may see others, to map their memory."""
-    given, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    """Index, among the GPUs that this process sees, of the one that Ray assigned to it.
+
+    The process may see all GPUs of its node, to map their memory (`session`). Ray's id is a name in
+    CUDA_VISIBLE_DEVICES, which may be a subset of the node's GPUs or UUIDs; if that is unset, the id is the index.
+    """
+    gpu_id, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")]
-    return names.index(given) if given in names else int(given) if given.isdigit() and not visible else 0
+    if gpu_id in names:
+        return names.index(gpu_id)
+    if gpu_id.isdigit() and not visible:
+        return int(gpu_id)
+    return 0
 
 
 CONTEXT_BYTES = 2**30
-"""What a process takes of a GPU beside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and NCCL."""
+"""GPU memory of a process outside torch's allocator: CUDA context, kernels, workspaces of cuBLAS and NCCL."""
 
 
-def hold_to(share: float, index: int) -> None:
-    """Lets this process take no more than that share of a GPU's memory, all in all; beyond it torch is out of memory."""
+def limit_gpu_memory(share: float, index: int) -> None:
+    """Limits this process to a share of a GPU's memory, its CUDA context included."""
     import torch
 
     total = torch.cuda.get_device_properties(index).total_memory
@@ -167,7 +180,7 @@ def hold_to(share: float, index: int) -> None:
 
 
 def _prepare_process(seed: int, threads: int) -> None:
-    """Threads are set explicitly because OMP_NUM_THREADS is fixed when Ray starts a worker."""
+    """Sets seeds and threads. OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker."""
     import torch
 
     faulthandler.enable()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Retryable:
-    """Instead of metrics: the call changed nothing, on no rank, and may be made again."""
+    """Returned instead of metrics: the call changed nothing on any rank and may be repeated."""
 
     reason: str
 
@@ -55,7 +55,12 @@ class StudentWorker(RankWorker):
         self._far_bytes = 0
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
+        """Loads the model.
+
+        Args:
+            host, port: the store through which the ranks meet.
+            gpu_memory: share of the GPU's memory that this process may use.
+        """
         from distill_rl.student.engine import StudentEngine
 
         world = self._join(self._rank, self._config.student.parallel, host, port, gpu_memory)
@@ -87,22 +92,23 @@ class StudentWorker(RankWorker):
     def train(
         self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
-        """forward_backward of one sub-batch of a batch, and after the last one optim_step.
+        """Runs forward_backward on one sub-batch of a batch, and optim_step after the last one.
 
-        All targets of the sub-batch are opened before anything is computed, and all ranks together go on or do not: a teacher
-        that dies afterwards is missed by nobody.
+        All targets of the sub-batch are opened before anything is computed, and the ranks agree on whether to go on.
+        So a teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
 
         Args:
-            sub_batch: counted from 0; one that does not follow the last is not run, as its predecessor was not.
-            published: every teacher's results, of which `teacher_sizes` says how many belong to each; none of one that
-                was lost.
+            sub_batch: counted from 0. It is not run unless it follows the last one that was run.
+            last: whether it is the last sub-batch of the batch.
+            teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
+            published: what all teachers published, one entry per replica.
         """
         if sub_batch != self._next_sub_batch:
             return Retryable(
                 f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
             )
         start = time.perf_counter()
-        targets = self._targets(teacher_sizes, published)
+        targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
@@ -114,25 +120,24 @@ class StudentWorker(RankWorker):
         self._step_s += time.perf_counter() - start
         self._fetch_s += targets.seconds
         self._far_bytes += targets.far_bytes
-        return metrics | self._measured() if last else metrics
+        return metrics | self._take_measurements() if last else metrics
 
-    def _open(self, targets: _Targets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
-        """Opens what this rank reads of a sub-batch; what is in the way, if some rank cannot. Nobody is asked where no rank
-        reads anything."""
+    def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
+        """Opens the targets of this rank's rows. Returns a problem if any rank could not open its own.
+
+        The ranks need not agree if no teacher has published anything.
+        """
         if not targets.published:
             return None
-        problem = "another rank has lost its targets"
+        succeeded, problem = True, "another rank has lost its targets"
         try:
             targets.open(batch.first_row, batch.rows.shape[0], opened)
-            able = True
         except TransportError as error:
-            able, problem = False, str(error)
-        if self._engine.all_agree(able):
-            return None
-        return Retryable(problem)
+            succeeded, problem = False, str(error)
+        return None if self._engine.all_agree(succeeded) else Retryable(problem)
 
-    def _measured(self) -> dict[str, Metric]:
-        """Times and bytes since this was last asked."""
+    def _take_measurements(self) -> dict[str, Metric]:
+        """Times and bytes since the last call."""
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
@@ -148,34 +153,32 @@ class StudentWorker(RankWorker):
     def evaluate(
         self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
-        """KD and CE of a sub-batch, without a gradient; arguments as of `train`."""
-        targets = self._targets(teacher_sizes, published)
+        """KD and CE of a sub-batch, without a gradient. The arguments are those of `train`."""
+        targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
             return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
 
-    def _targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _Targets:
+    def _fetched_targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _FetchedTargets:
         node_id = ray.get_runtime_context().get_node_id()
-        return _Targets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
+        return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
     def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
-        """Per teacher what its share falls with: its CE or entropy per student token that it speaks of, nothing where
-        shares are fixed, and infinity where the run has lost it. Empty where all shares are as they are set.
+        """Per-teacher score; a higher score lowers that teacher's weight.
 
-        Every rank has what all replicas published, so no two ranks can differ.
+        The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static, and
+        infinity for a teacher that was lost. Empty if all weights remain as configured. All ranks get the same scores,
+        because each has what all replicas published.
         """
         lost = [size == 0 for size in teacher_sizes]
-        static = all(teacher.score == "static" for teacher in self._config.teachers)
-        if static and not any(lost):
-            return []
-        if static:
-            return [math.inf if gone else 0.0 for gone in lost]
+        if all(teacher.score == "static" for teacher in self._config.teachers):
+            return [math.inf if is_lost else 0.0 for is_lost in lost] if any(lost) else []
         remaining = iter(published)
         sums = [sum(next(remaining).score for _ in range(size)) for size in teacher_sizes]
-        shared = batch.chunks or (None,) * len(sums)
-        tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in shared]
-        return [math.inf if gone else total / max(count, 1) for gone, total, count in zip(lost, sums, tokens)]
+        chunks_by_teacher = batch.chunks or (None,) * len(sums)
+        tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in chunks_by_teacher]
+        return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
 
     def save(self, directory: str, marker: str | None) -> None:
         self._engine.save(directory, {}, marker)
@@ -200,8 +203,8 @@ class StudentWorker(RankWorker):
         self._engine.export_projections(Path(directory).with_name("projections"))
 
     def copy(self, directory: str) -> str | None:
-        """The weights alone, as a folder that an evaluator loads. What cannot be written (a full disk) is said and not
-        raised, because training can go on without."""
+        """Writes the weights to a folder for the evaluator. A problem (such as a full disk) is returned, not raised,
+        because training can continue without the evaluation."""
         from distill_rl.models.export import ExportError
         from distill_rl.models.hub import tokenizer_of
 
@@ -212,8 +215,12 @@ class StudentWorker(RankWorker):
         return None
 
 
-class _Targets:
-    """TargetSource over a transport: `targets(first_row, num_rows)` gives of the slots opened those that hold these rows."""
+class _FetchedTargets:
+    """The targets of one sub-batch, read through the transports; a TargetSource for the engine.
+
+    `open` fetches every slot that holds some of this rank's rows. After that `targets(first_row, num_rows)` gives the
+    targets of a micro-batch from those slots.
+    """
 
     def __init__(
         self,
@@ -225,11 +232,12 @@ class _Targets:
     ):
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
         self.published = bool(published)
-        """whether any teacher has published something, for whichever rank"""
+        """Whether any teacher has published anything, for any rank."""
         self.seconds = 0.0
         self.far_bytes = 0
-        """of the slots read that were written on another node"""
+        """Bytes of the slots that were written on another node."""
         self._open: dict[int, dict[str, Tensor]] = {}
+        """Tensors of the open slots, by the id of their handle."""
         remaining = iter(published)
         self._handles: list[list[Handle]] = [
             [handle for _ in range(size) for handle in next(remaining).handles] for size in teacher_sizes
@@ -239,12 +247,14 @@ class _Targets:
         """Opens every slot that holds one of these rows, until `stack` ends.
 
         Raises:
-            TransportError: one cannot be read any more.
+            TransportError: a slot can no longer be read.
         """
         start = time.perf_counter()
         for handles in self._handles:
-            layouts = [handle.layout for handle in handles]
-            for source in sorted({piece.source for piece in plan(layouts, first_row, num_rows)} if handles else ()):
+            if not handles:  # a teacher that was lost
+                continue
+            pieces = plan([handle.layout for handle in handles], first_row, num_rows)
+            for source in sorted({piece.source for piece in pieces}):
                 handle = handles[source]
                 fetched = self._transports[handle.transport].fetch(handle)
                 self._open[id(handle)] = stack.enter_context(fetched)

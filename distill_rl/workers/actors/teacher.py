@@ -18,33 +18,33 @@ from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.slots import FIRST_GENERATION
 
 _SLACK = 4096
-"""bytes of a slot for the gaps between its tensors"""
+"""Bytes of a slot for the gaps between its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherStats:
-    """What one teacher rank did for one sub-batch of a batch, in numbers."""
+    """Measurements of one teacher rank for one sub-batch."""
 
     num_bytes: int = 0
     num_positions: int = 0
-    """of the rows, padding included"""
+    """Positions of the rows, padding included."""
     forward_s: float = 0.0
-    """of the whole call"""
+    """Time of the whole call."""
     publish_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one teacher rank wrote for one sub-batch of a batch."""
+    """What one teacher rank published for one sub-batch."""
 
     handles: tuple[Handle, ...] = ()
     measured: TeacherStats = TeacherStats()
     score: float = 0.0
-    """summed over the supervised tokens of its part of the batch; see `TeacherEngine.score`"""
+    """Sum over the supervised tokens of its part of the batch; see `TeacherEngine.score`."""
 
 
 class TeacherWorker(RankWorker):
-    """One rank of one replica: `rank` counts over all replicas, each replica is a process group of its own."""
+    """One rank of one replica. `rank` counts over all replicas; each replica is a separate process group."""
 
     def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
         super().__init__(config, threads)
@@ -52,7 +52,12 @@ class TeacherWorker(RankWorker):
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Loads the model; takes no more than `gpu_memory` of the GPU's memory, a share of it."""
+        """Loads the model.
+
+        Args:
+            host, port: the store through which the ranks of the replica meet.
+            gpu_memory: share of the GPU's memory that this process may use.
+        """
         from distill_rl.teacher.engine import TeacherEngine
 
         tp = self._teacher.parallel.tp
@@ -63,7 +68,7 @@ class TeacherWorker(RankWorker):
     def open_ring(
         self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
     ) -> list[Offer]:
-        """Makes this rank's ring, in place of one that it had; an offer for each of the student ranks that read it."""
+        """Creates this rank's ring, replacing an earlier one. Returns an offer for each student rank that reads it."""
         self.close_others(())
         width = row_width(self._config.data.max_length, on_gpu=self._world.device.type == "cuda")
         positions = self._engine.micro_batch_size * width
@@ -78,26 +83,28 @@ class TeacherWorker(RankWorker):
 
     @reporting
     def publish_probe(self) -> Handle:
-        """A known content in the first slot, for all readers."""
+        """Publishes known content in the first slot, for all readers."""
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
     def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
-        """Publishes one micro-batch per slot. All ranks of a replica compute; the first publishes."""
+        """Computes the targets of a sub-batch and publishes one micro-batch per slot. All ranks of a replica compute;
+        the first one publishes."""
         import torch
 
         start = time.perf_counter()
         replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
+        # First row and number of rows of the whole sub-batch, of which every replica has `size` rows.
         sub_batch = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0
-        for number, (layout, tensors) in enumerate(self._engine.forward(batch)):
+        for i, (layout, tensors) in enumerate(self._engine.forward(batch)):
             if self._world.tp_rank:
                 continue
             began = time.perf_counter()
             parallel = self._config.student.parallel
             readers = readers_of(layout, *sub_batch, dp=parallel.dp, tp=parallel.tp)
-            handles.append(self._ring.publish(slots[number], tensors, replace(layout, readers=readers)))
+            handles.append(self._ring.publish(slots[i], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
-        if self._world.device.type == "cuda":  # or the seconds would be those of launching the work
+        if self._world.device.type == "cuda":  # otherwise only the launch would be timed
             torch.cuda.synchronize(self._world.device)
         self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
         if self._world.tp_rank:

@@ -1,1 +1,1 @@
-"""The Ray cluster that workers run on: joined or started, who may reach it, and one node of it under a scheduler."""
+"""The Ray cluster that workers run on: starting or joining it, and placing, calling and monitoring actors."""

@@ -1,4 +1,4 @@
-"""Waiting for actors: every wait has a deadline, hears signals, and ends in one clear error."""
+"""Waiting for actors: every wait has a deadline, polls for signals, and fails with one clear error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 
 _POLL_S = 0.25
-"""A signal handler only sets a flag (raising inside ray.get is swallowed), so waits look up this often."""
+"""Interval at which waits check for signals. Handlers only set flags: Ray swallows exceptions in `ray.get`."""
+
+_SEE_ESTIMATE = "see `distill-rl check` for the estimate per worker"
+_DEATH = 0
+"""`_priority` of the death of an actor."""
 
 _FIRST_CAUSE_S = 2.0
-"""When one actor dies, its peers fail too, in any order: collect errors this long and report the death."""
+"""When one actor dies its peers fail too, in any order: collect errors for this long, then report the death."""
 
 
 class Overdue(WorkerError):
-    """Actors that were not done by their deadline."""
+    """Actors that did not finish by their deadline."""
 
     def __init__(self, what: str, rule: str = "", value: object = None, remedy: str = "", actors: Sequence[str] = ()):
         super().__init__(what, rule, value, remedy)
@@ -33,31 +37,32 @@ class Overdue(WorkerError):
 
 @dataclass
 class Calls:
-    """Waits for calls of known actors.
-
-    `names` maps Ray actor ids (hex) to actor names, `actors` to handles. `interrupted` is asked at every poll and may
-    raise. `after_death` is what a user does when an actor died, `when_late` when one was too late.
-    """
+    """Waits for calls of registered actors."""
 
     interrupted: Callable[[], None]
+    """Called at every poll; may raise."""
     names: dict[str, str] = field(default_factory=dict)
+    """Actor names by Ray actor id (hex)."""
     actors: dict[str, Any] = field(default_factory=dict)
+    """Actor handles by Ray actor id (hex)."""
     processes: dict[str, Process] = field(default_factory=dict)
-    """by name, of those that have been identified"""
+    """Processes by actor name, once they have been identified."""
     after_death: str = "resume from the last checkpoint with --resume"
+    """The remedy when an actor died."""
     when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s, evaluate.timeout_s), or look into logs/"
-    watch: ProcessMonitor | None = None
-    """looks at the processes while somebody waits for them"""
+    """The remedy when an actor overran its deadline."""
+    monitor: ProcessMonitor | None = None
+    """Checks the processes during every wait."""
     report_after_s: float = 60.0
-    """between reports of a wait, with a watch"""
+    """Interval between progress reports of a long wait; needs a monitor."""
 
-    def know(self, name: str, actor: Any) -> None:
-        """An actor that errors may be about; it has a method `identify`."""
+    def register(self, name: str, actor: Any) -> None:
+        """Adds an actor, which must have a method `identify`, to those that an error can be traced to."""
         key = actor._actor_id.hex()
         self.names[key], self.actors[key] = name, actor
 
     def forget(self, actor: Any) -> None:
-        """An actor that was ended on purpose, and is to blame for nothing."""
+        """Removes an actor that was ended on purpose, so that no error is traced to it."""
         key = actor._actor_id.hex()
         self.names.pop(key, None)
         self.actors.pop(key, None)
@@ -73,12 +78,12 @@ class Calls:
         """Results in order.
 
         Args:
-            calls: references; as a mapping, each with the name of the actor that was called.
+            calls: references; a mapping gives the name of the actor that was called for each.
             what: what is waited for, for messages (`step 12`).
-            meanwhile: called at every poll; what it raises ends the wait.
+            meanwhile: called at every poll; an exception from it ends the wait.
 
         Raises:
-            WorkerError: an actor raised, died, or was not done after `timeout_s`.
+            WorkerError: an actor raised, died, or did not finish within `timeout_s`.
         """
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
         for done, pending in self._until_done(names, what, timeout_s, meanwhile):
@@ -87,10 +92,10 @@ class Calls:
         return ray.get(list(names), timeout=timeout_s)
 
     def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
-        """What became of calls once all have ended: a result, or Ray's error.
+        """Waits until all calls have ended, and returns a result or Ray's error for each.
 
         Raises:
-            Overdue: some have not ended after `timeout_s`.
+            Overdue: some have not ended within `timeout_s`.
         """
         for _ in self._until_done(calls, what, timeout_s):
             pass
@@ -104,7 +109,7 @@ class Calls:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
-        """At every poll, calls that have ended since the last one, and those that have not."""
+        """Yields, at every poll, the calls that have ended since the last poll and those that have not."""
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
@@ -118,35 +123,37 @@ class Calls:
                 raise self.late(waited_for, what, timeout_s)
             if meanwhile is not None:
                 meanwhile()
-                start += time.monotonic() - now  # what it waited for is not these actors' time
-            if self.watch is not None:
-                self.watch.look()
+                start += time.monotonic() - now  # time spent in `meanwhile` does not count against the actors
+            if self.monitor is not None:
+                self.monitor.update()
                 if now - reported > self.report_after_s:
                     reported = now
-                    self.watch.report(waited_for, what, now - start, timeout_s)
+                    self.monitor.report(waited_for, what, now - start, timeout_s)
 
-    def look(self) -> None:
-        """For who waits in a way of its own: hears signals, and looks at the processes."""
+    def poll(self) -> None:
+        """Polls signals and worker health, for callers with their own wait loop."""
         self.interrupted()
-        if self.watch is not None:
-            self.watch.look()
+        if self.monitor is not None:
+            self.monitor.update()
 
     def dead(self) -> list[str]:
         """Names of actors whose process is gone."""
         return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
-        """Errors of actors that are dead: who lost an object reports it, and not whoever owned it."""
-        asked = [actor.identify.remote() for actor in self.actors.values()]
-        return {ref: error for ref, error in self._late_errors(asked).items() if not _rank(error)}
+        """Errors of dead actors, found by calling every actor: the error of an earlier call may name an actor that
+        could not fetch an object, not the one that died with it."""
+        calls = [actor.identify.remote() for actor in self.actors.values()]
+        return {ref: error for ref, error in self._late_errors(calls).items() if _priority(error) == _DEATH}
 
     def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
-        """What to say of actors that are not done after so many seconds."""
+        """The error for actors that have not finished within `timeout_s`."""
         rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
-        where = ", ".join(self.watch.where(name) if self.watch else name for name in names)
+        where = ", ".join(self.monitor.where(name) if self.monitor else name for name in names)
         return Overdue(where, rule, "no answer", self.when_late, names)
 
     def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+        """Errors of calls that fail within a short grace period."""
         if not pending:
             return {}
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
@@ -155,47 +162,51 @@ class Calls:
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
     ) -> DistillError:
-        if all(_rank(error) for error in errors.values()):
+        """The one error to report: a death if there is one, even of an actor that was not among the calls."""
+        if all(_priority(error) != _DEATH for error in errors.values()):
             errors = {**errors, **self._deaths()}
-        ref, error = min(errors.items(), key=lambda item: _rank(item[1]))
+        ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
         actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
-        return explain(error, actor, what, self.after_death, self.watch)
+        return explain(error, actor, what, self.after_death, self.monitor)
 
 
 def explain(
-    error: BaseException, actor: str, what: str, after_death: str, watch: ProcessMonitor | None = None
+    error: BaseException, actor: str, what: str, after_death: str, monitor: ProcessMonitor | None = None
 ) -> DistillError:
-    """One line that names the actor, its node, what it was doing, and the cause; with its last words if it died."""
-    name, actor = actor, watch.where(actor) if watch else actor
+    """One line that names the actor, its node, what it was doing and the cause, with its last output if it died.
+
+    The text of Ray's error, with the worker's traceback, becomes a note of the new one.
+    """
+    explained = _explain(error, actor, what, after_death, monitor)
+    explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # without terminal colours
+    return explained
+
+
+def _explain(
+    error: BaseException, name: str, what: str, after_death: str, monitor: ProcessMonitor | None
+) -> DistillError:
+    actor = monitor.where(name) if monitor else name
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user's to mend, wherever it was found
-        cause.add_note(_plain(error))
+    if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
         return cause
     if isinstance(cause, GpuMemoryError):
-        blamed: DistillError = GpuMemoryError(
-            f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy
-        )
-    elif isinstance(error, RayTaskError) and is_out_of_memory(cause):
-        remedy = "see `distill-rl check` for the estimate per worker"
-        blamed = GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), remedy)
-    elif isinstance(error, RayTaskError):
-        blamed = WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
-    elif isinstance(error, OutOfMemoryError):
-        blamed = WorkerError(
-            actor, f"{what} failed", "killed for memory", "see `distill-rl check` for the estimate per worker"
-        )
-    elif isinstance(error, ActorDiedError | RayActorError):
-        cause_of_death = (watch and watch.fate(name)) or _death(error)
-        words = watch.last_words(name) if watch else ""
+        return GpuMemoryError(f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy)
+    if isinstance(error, RayTaskError):
+        if is_out_of_memory(cause):
+            return GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), _SEE_ESTIMATE)
+        return WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
+    if isinstance(error, OutOfMemoryError):
+        return WorkerError(actor, f"{what} failed", "killed for memory", _SEE_ESTIMATE)
+    if isinstance(error, ActorDiedError | RayActorError):
+        cause_of_death = (monitor and monitor.fate(name)) or _death(error)
+        words = monitor.last_words(name) if monitor else ""
         value = f"{cause_of_death} (its last words: {words})" if words else cause_of_death
-        blamed = WorkerError(actor, f"its process died during {what}", value, after_death)
-    else:
-        blamed = WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
-    blamed.add_note(_plain(error))
-    return blamed
+        return WorkerError(actor, f"its process died during {what}", value, after_death)
+    return WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
 
 
 def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+    """The errors of calls that have ended."""
     errors: dict[ray.ObjectRef, BaseException] = {}
     for ref in refs:
         try:
@@ -205,22 +216,20 @@ def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseExcepti
     return errors
 
 
-def _rank(error: BaseException) -> int:
-    """Deaths first: the rest are mostly their consequences."""
+def _priority(error: BaseException) -> int:
+    """Rank of an error among those that could be reported; the lowest wins. Deaths come first, because the other errors
+    are mostly their consequences; then errors that an actor raised, our own before foreign ones."""
     if isinstance(error, RayTaskError):
         return 1 if isinstance(error.cause, DistillError) else 2
-    return 0 if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
+    return _DEATH if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
 
 
 def _actor_id(error: BaseException) -> str:
-    """Whose death an error tells of, in hex; empty if of nobody's."""
-    found = getattr(error, "actor_id", None)
-    return found if isinstance(found, str) else found.hex() if found is not None else ""
-
-
-def _plain(error: BaseException) -> str:
-    """Ray's text with the worker's traceback, without terminal colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    """Id (hex) of the actor whose death an error reports; empty if it reports none."""
+    actor_id = getattr(error, "actor_id", None)
+    if actor_id is None:
+        return ""
+    return actor_id if isinstance(actor_id, str) else actor_id.hex()
 
 
 def _first_line(error: BaseException | None) -> str:
@@ -228,8 +237,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _death(error: BaseException) -> str:
-    """Ray's word on how the process ended, one sentence of it."""
-    found = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", str(error)) or re.search(
-        r"exit type: (\S+)", str(error)
-    )
-    return found.group(1).strip() if found else _first_line(error)
+    """How the process ended, as one sentence of Ray's message."""
+    text = str(error)
+    match = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text) or re.search(r"exit type: (\S+)", text)
+    return match.group(1).strip() if match else _first_line(error)

@@ -1,7 +1,8 @@
-"""Numbers for Ray's metrics agent, which Prometheus reads: gauges and counters of every actor and of the driver.
+"""Gauges and counters of every actor and of the driver, for Ray's metrics agent, from which Prometheus reads them.
 
-Each bears the tags `run`, `actor`, `node` and `of`, which says what part of a thing it is about and is often empty. Ray puts
-`ray_` before the names. Where Ray was installed without its agent (no `dashboard` extra) nothing is kept and nothing sent.
+Each carries the tags `run`, `actor`, `node` and `of`. The last names the part that a value belongs to (a teacher, a
+suite) and is often empty. Ray prefixes the names with `ray_`. If Ray was installed without its agent (no `dashboard`
+extra), nothing is recorded or sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def has_agent() -> bool:
 
 
 class Gauges:
-    """Of one process; to be made in it, when Ray has been joined.
+    """The gauges and counters of one process. Create it in that process, after Ray has been joined.
 
     Args:
         run: the run's name.
@@ -42,29 +43,29 @@ class Gauges:
 
     def __init__(self, run: str):
         self._run = run
-        self._made: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
         self._enabled = has_agent() and ray.is_initialized()
 
     def set(self, name: str, value: float, of: str = "") -> None:
-        """What `distill_rl_<name>` is now; what is not finite is left out."""
+        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored."""
         if self._enabled and math.isfinite(value):
             from ray.util.metrics import Gauge
 
             self._metric(Gauge, name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
-        """Adds to the counter `distill_rl_<name>_total`, of this process since its start."""
+        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process."""
         if self._enabled and math.isfinite(value) and value > 0:
             from ray.util.metrics import Counter
 
             self._metric(Counter, f"{name}_total").inc(value, tags={"of": of})
 
     def _metric(self, kind: type, name: str) -> Any:
-        if name not in self._made:
+        if name not in self._metrics:
             metric = kind(PREFIX + name, description=f"{name.replace('_', ' ')} (distill_rl)", tag_keys=TAGS)
             metric.set_default_tags(self._tags)
-            self._made[name] = metric
-        return self._made[name]
+            self._metrics[name] = metric
+        return self._metrics[name]
 
     @cached_property
     def _tags(self) -> dict[str, str]:
@@ -74,7 +75,7 @@ class Gauges:
 
 
 class GaugeSink:
-    """A sink of the observer: the newest record as gauges, and tokens and steps as counters."""
+    """A sink of the observer: the newest record as gauges, and the tokens as a counter."""
 
     def __init__(self, run: str):
         self._gauges = Gauges(run)
@@ -92,9 +93,10 @@ class GaugeSink:
 
 
 def gauge_of(name: str, value: float) -> tuple[str, float, str]:
-    """A metric of a record as name, value and `of`: two levels name it, the rest says what it is of.
+    """Converts a metric of a record to a gauge's name, value and tag `of`.
 
-    Times are `timing_seconds` and scores `eval_score`, of what their name says.
+    The first two levels of the metric's name become the gauge's name, the rest becomes `of`. All times are
+    `timing_seconds` and all scores `eval_score`, with everything after the first level in `of`.
     """
     first, *rest = name.split("/")
     if first == "timing":
@@ -105,7 +107,7 @@ def gauge_of(name: str, value: float) -> tuple[str, float, str]:
 
 
 def write_targets(path: Path) -> None:
-    """Writes where Prometheus finds the agents of this cluster's nodes, as it reads them (`file_sd_configs`)."""
+    """Writes the addresses of the metrics agents of this cluster's nodes, in Prometheus' format (`file_sd_configs`)."""
     if not has_agent():
         return
     alive = [node for node in ray.nodes() if node["Alive"]]

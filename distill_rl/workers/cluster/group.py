@@ -1,4 +1,4 @@
-"""A group of ranks of one role: made together, started together, called together, ended together."""
+"""The actors of one role as a group that is created, started, called and ended together."""
 
 from __future__ import annotations
 
@@ -37,98 +37,99 @@ class WorkerGroup:
         self.names = list(names)
         self._calls = calls
         self._processes: list[Process] = []
-        self._former: list[tuple[str, Process]] = []
-        """those that others have taken the place of"""
+        self._replaced: list[tuple[str, Process]] = []
+        """Processes that replacements have taken over from."""
         self._renewals = 0
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
         name = self.names[rank]
-        placed = options(self._plan.placements[name], self._placement)
-        actor = self._remote.options(**{**placed, "name": name + suffix}).remote(rank, *self._arguments)
-        self._calls.know(name, actor)
+        actor_options = options(self._plan.placements[name], self._placement) | {"name": name + suffix}
+        actor = self._remote.options(**actor_options).remote(rank, *self._arguments)
+        self._calls.register(name, actor)
         return actor
 
     def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Calls a method with the same arguments on all ranks (or these); references with actor names, in rank order."""
+        """Calls a method with the same arguments on all ranks, or on `ranks`. Returns references with actor names, in
+        the order of the ranks."""
         return {
             getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
             for rank in (range(len(self.actors)) if ranks is None else ranks)
         }
 
     def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
-        """Calls a method on all ranks and waits for all."""
+        """Calls a method on all ranks and waits for their results."""
         return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
 
     def identify(self, timeout_s: float) -> None:
-        """Learns the ranks' processes, so that a stopped one can be seen and ended."""
+        """Records the ranks' processes, so that they can be monitored and killed."""
         self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
         for name, process in zip(self.names, self._processes):
             self._calls.processes[name] = process
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Ends ranks and puts new actors in their placements, on which `start` has yet to be called.
+        """Kills ranks and creates new actors in their placements. The caller starts them.
 
-        What was submitted to the old ones and is not done fails.
+        Unfinished calls of the old actors fail.
 
         Raises:
-            WorkerError: a new one does not come to life in time.
+            WorkerError: a new actor does not come up in time.
         """
         self._renewals += 1
         for rank in ranks:
             self._calls.forget(self.actors[rank])
             self.end(rank)
-            self._former.append((f"{self.names[rank]}.{len(self._former)}", self._processes[rank]))
-        for rank in ranks:  # Ray frees a dead actor's name some time later
+            self._replaced.append((f"{self.names[rank]}.{len(self._replaced)}", self._processes[rank]))
+        for rank in ranks:  # under a new name, because Ray frees a dead actor's name only some time later
             self.actors[rank] = self._make(rank, suffix=f".{self._renewals}")
         what = f"starting {', '.join(self.names[rank] for rank in ranks)} again"
-        found = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
-        for rank, process in zip(ranks, found):
+        processes = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
+        for rank, process in zip(ranks, processes):
             self._processes[rank] = self._calls.processes[self.names[rank]] = process
 
     def replace(self, rank: int, timeout_s: float) -> None:
-        """`renew` for a rank without a process group, which has run `start` afterwards."""
+        """Replaces a rank that belongs to no process group, and starts the new one."""
         self.renew([rank], timeout_s)
         what = f"starting {self.names[rank]} again"
         self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
 
     @property
     def processes(self) -> list[tuple[str, Process]]:
-        """Those that work now and those that did, by name."""
-        return [*zip(self.names, self._processes), *self._former]
+        """Names and processes of the present ranks, then of those that were replaced."""
+        return [*zip(self.names, self._processes), *self._replaced]
 
     @property
     def worker_ids(self) -> dict[str, str]:
-        """Ray's worker id → actor name."""
+        """Actor names by Ray worker id."""
         return {process.worker_id: name for process, name in zip(self._processes, self.names)}
 
-    def rendezvous(
-        self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None
-    ) -> dict[int, tuple[str, int]]:
-        """A store for each process group of `size` ranks in a row; the address of every rank, or of `ranks` only."""
+    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+        """Makes all ranks, or `ranks`, join process groups and load their models.
+
+        A process group is `size` consecutive ranks, which meet through a store that the first of them serves.
+
+        Returns:
+            The calls that load the models, for the caller to wait for.
+        """
         members = range(len(self.actors)) if ranks is None else ranks
         leaders = [rank for rank in members if rank % size == 0]
+        stores = self.submit("serve_store", size, ranks=leaders)
+        addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
         calls: dict[ray.ObjectRef, str] = {}
-        for leader in leaders:
-            calls |= self.submit("serve_store", size, ranks=[leader])
-        addresses = dict(zip(leaders, self._calls.gather(calls, what="rendezvous", timeout_s=timeout_s)))
-        return {rank: addresses[rank - rank % size] for rank in members}
-
-    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Has ranks meet in process groups of `size` and load their models: the calls that do it."""
-        calls: dict[ray.ObjectRef, str] = {}
-        for rank, address in self.rendezvous(size=size, timeout_s=timeout_s, ranks=ranks).items():
-            calls |= self.submit("start", *address, self._plan.placements[self.names[rank]].gpu_memory, ranks=[rank])
+        for rank in members:
+            host, port = addresses[rank - rank % size]
+            gpu_memory = self._plan.placements[self.names[rank]].gpu_memory
+            calls |= self.submit("start", host, port, gpu_memory, ranks=[rank])
         return calls
 
     def kill(self) -> None:
-        """Ends every rank at once."""
+        """Kills every rank."""
         for rank in range(len(self.actors)):
             self.end(rank)
 
     def end(self, rank: int) -> None:
-        """Ends a rank at once: SIGKILL by pid where the process is on this node: ray.kill alone waits 5 s for a stopped one."""
-        with contextlib.suppress(Exception):  # what cannot be ended here Ray ends below
+        """Kills a rank. On this node SIGKILL comes first, because ray.kill waits 5 s for a stopped process."""
+        with contextlib.suppress(Exception):  # ray.kill below handles what fails here
             process = self._processes[rank]
             if process.node_id == ray.get_runtime_context().get_node_id():
                 process.kill()
@@ -137,7 +138,7 @@ class WorkerGroup:
 
 
 def stop(groups: Sequence[WorkerGroup]) -> None:
-    """Lets workers end in order what they hold, process groups first of all; one that will not is killed by the caller."""
+    """Lets workers shut down in an orderly way, process groups above all. The caller kills those that do not."""
     for group in groups:
         try:
             group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)

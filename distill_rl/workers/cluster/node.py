@@ -1,13 +1,20 @@
-"""One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one on every node of a job.
+"""One node of a Ray cluster, for as long as this process lives. `launch/ray_cluster.sh` runs one per node.
 
     python -m distill_rl.workers.cluster.node SHARED LOGS
 
-SHARED is a private folder that all nodes see, with the token. What happens is said there by files: `here-NODE`, `address`
-once the head answers, `ready-NODE`, `failed-NODE`, and `told-NODE` for a SIGTERM: the steps of a job that is preempted get it when
-its grace time begins, the batch script when that is over. SIGUSR2 or a file `stop` ends the node; nothing else does, because a
-scheduler signals every process of a job while the driver still has to save. Ray's processes never hear those signals, and
-wherever they go they stay below this process, so that at the end all of them, and only they, are killed. (`ray stop` would
-end every Ray of this user on the machine, another job's too.)
+SHARED is a private folder that all nodes can see; it holds the token. A node reports its progress there by files:
+
+    here-NODE     this process runs
+    address       the head accepts connections (host:port)
+    ready-NODE    Ray runs
+    failed-NODE   Ray did not start, or ended by itself; the file holds the error
+    told-NODE     SIGTERM arrived: Slurm sends it to the steps of a preempted job when its grace time begins, and to
+                  the batch script only when that is over
+
+SIGUSR2 or a file `stop` ends the node. No other signal does, because a scheduler signals every process of a job while
+the driver still has to save. Ray's processes inherit the blocked signals. They all remain descendants of this process,
+which is their subreaper, so that at the end it can kill all of them and nothing else. (`ray stop` would end every Ray
+of this user on the machine, including that of another job.)
 """
 
 from __future__ import annotations
@@ -30,28 +37,29 @@ import psutil
 
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.system.files import write_atomic
-from distill_rl.workers.cluster.session import lock, passed_on, sweep
+from distill_rl.workers.cluster.session import allowed_variables, lock, remove_abandoned
 
-_HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+_BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _POLL_S = 0.2
 _END_S = 30.0
 _SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER of prctl(2): orphaned descendants become children of this process."""
 _KEPT_BYTES = 200_000
 FOLDERS = "dr[0-9]*-*-*"
-"""in /tmp: drNUMBER-PID-..., for what Ray's processes of a node write"""
+"""Folders in /tmp for the files of a node's Ray processes: drINDEX-PID-..."""
 _STARTED, _SLOW = "Ray runtime started", "timed out during startup"
-"""what `ray start` prints"""
+"""Parts of what `ray start` prints."""
 _PORTS = (
     "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
 )  # fmt: skip
 _HEAD_ONLY = {"port", "dashboard-port", "ray-client-server-port"}
 _WORKER_PORTS = (16000, 2000, 8)
-"""first port, ports per node, groups of nodes: below 32768, where the ports start that the kernel gives out"""
+"""First port, ports per node, and number of port ranges. All are below the kernel's ephemeral ports (from 32768)."""
 
 
 class Stopped(Exception):
-    """The node is to end before it was up."""
+    """The node was asked to end before Ray was up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +67,15 @@ class Node:
     shared: Path
     logs: Path
     name: str
-    number: int
-    """0: the head"""
+    index: int
+    """0 is the head."""
     first_port: int
-    """of the head's ten; every node has ten of its own"""
+    """First of the head's ten ports. Every node has ten ports."""
     deadline_s: float
 
     @classmethod
     def of_job(cls, shared: Path, logs: Path) -> Node:
-        """As Slurm and `launch/ray_cluster.sh` say by variables."""
+        """The node that the environment variables of Slurm and `launch/ray_cluster.sh` describe."""
         get = os.environ.get
         return cls(
             shared,
@@ -80,12 +88,12 @@ class Node:
 
     @property
     def ports(self) -> dict[str, int]:
-        start = self.first_port + 10 * (self.number % 10)
-        return {name: start + index for index, name in enumerate(_PORTS) if self.is_head or name not in _HEAD_ONLY}
+        start = self.first_port + 10 * (self.index % 10)
+        return {name: start + i for i, name in enumerate(_PORTS) if self.is_head or name not in _HEAD_ONLY}
 
     @property
     def is_head(self) -> bool:
-        return self.number == 0
+        return self.index == 0
 
     @property
     def log(self) -> Path:
@@ -96,15 +104,15 @@ class Node:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the node; 0 when it was asked to end and nothing of it is left."""
+    """Runs the node. Returns 0 if it was asked to end and none of its processes is left."""
     shared, logs = map(Path, sys.argv[1:] if arguments is None else arguments)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     node = Node.of_job(shared, logs)
     node.say("here")
     code = 0
-    sweep(FOLDERS)
-    prefix = f"dr{node.number}-{os.getpid()}-"
+    remove_abandoned(FOLDERS)
+    prefix = f"dr{node.index}-{os.getpid()}-"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # sockets in it must stay under 107 bytes
     lock(folder)
     try:
@@ -125,10 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(node: Node, folder: Path) -> None:
-    """Starts Ray, says so, and waits for the request to end.
+    """Starts Ray, reports that it runs, and waits for the request to end.
 
     Raises:
-        Stopped: it came before Ray was up.
+        Stopped: the request came before Ray was up.
         WorkerError: Ray did not start, or ended by itself.
     """
     deadline = time.monotonic() + node.deadline_s
@@ -136,8 +144,8 @@ def _serve(node: Node, folder: Path) -> None:
     if not node.is_head:
         _wait(node, address.exists, deadline, "the head must be up")
     head = "" if node.is_head else address.read_text().strip()
-    ip = own_address(head.rpartition(":")[0] or "192.0.2.1", os.environ.get("RAY_INTERFACE", ""))
-    require_free(node)
+    ip = address_of_this_machine(head.rpartition(":")[0] or "192.0.2.1", os.environ.get("RAY_INTERFACE", ""))
+    require_free_ports(node)
     ray = _start(node, _command(node, ip, head, folder), deadline)
     if node.is_head:
         write_atomic(address, f"{ip}:{node.ports['port']}\n")
@@ -148,23 +156,23 @@ def _serve(node: Node, folder: Path) -> None:
 
 
 def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
-    """`ray start`, which is up; again where it only was too slow: Ray itself gives a node 30 s.
+    """Runs `ray start` until Ray is up. Repeats it if it was only too slow: Ray allows a node 30 s.
 
     Raises:
         Stopped, WorkerError.
     """
     while True:
-        written = node.log.stat().st_size if node.log.exists() else 0
+        log_start = node.log.stat().st_size if node.log.exists() else 0
         with node.log.open("ab") as output:
             ray = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(node))
 
-        def told(what: str) -> bool:
-            return what in node.log.read_bytes()[written:].decode(errors="replace")  # noqa: B023
+        def printed(text: str) -> bool:
+            return text in node.log.read_bytes()[log_start:].decode(errors="replace")  # noqa: B023
 
-        _wait(node, lambda: told(_STARTED) or ray.poll() is not None, deadline, "ray start must succeed")  # noqa: B023
+        _wait(node, lambda: printed(_STARTED) or ray.poll() is not None, deadline, "ray start must succeed")  # noqa: B023
         if ray.poll() is None:
             return ray
-        if not told(_SLOW) or time.monotonic() > deadline:
+        if not printed(_SLOW) or time.monotonic() > deadline:
             raise WorkerError("ray start", "must start a node", f"exit code {ray.returncode}", f"see {node.log}")
         end_descendants()
 
@@ -179,49 +187,50 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
 
 
 def _asked_to_end(node: Node) -> bool:
-    """Waits for a moment."""
-    heard = signal.sigtimedwait(_HELD_BACK, _POLL_S)
-    number = heard.si_signo if heard else None
+    """Waits for a signal, for `_POLL_S` at most. A SIGTERM is recorded as `told-NODE` and otherwise ignored."""
+    received = signal.sigtimedwait(_BLOCKED_SIGNALS, _POLL_S)
+    number = received.si_signo if received else None
     if number == signal.SIGTERM and node.shared.exists():
         node.say("told")
     return number == signal.SIGUSR2 or (node.shared / "stop").exists()
 
 
 def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
-    start, each, groups = _WORKER_PORTS
-    first = start + each * ((node.first_port // 100 + node.number) % groups)
-    given = {
+    # Jobs on one machine differ in RAY_PORT, its nodes in their index: both choose the range of the workers' ports.
+    start, per_node, num_ranges = _WORKER_PORTS
+    first = start + per_node * ((node.first_port // 100 + node.index) % num_ranges)
+    settings = {
         "node-ip-address": ip,
         "temp-dir": folder,
         "min-worker-port": first,
-        "max-worker-port": first + each - 1,
+        "max-worker-port": first + per_node - 1,
         "num-cpus": os.environ.get("SLURM_CPUS_ON_NODE"),
         "num-gpus": os.environ.get("SLURM_GPUS_ON_NODE"),
         "object-store-memory": os.environ.get("RAY_OBJECT_STORE_BYTES"),
         **node.ports,
     }
     if node.is_head:
-        given |= {"include-dashboard": os.environ.get("RAY_DASHBOARD") or "false", "dashboard-host": "127.0.0.1"}
-        if importlib.util.find_spec("grpc") is None:  # Ray's client server, which is not used here, needs it
-            del given["ray-client-server-port"]
+        settings |= {"include-dashboard": os.environ.get("RAY_DASHBOARD") or "false", "dashboard-host": "127.0.0.1"}
+        if importlib.util.find_spec("grpc") is None:  # needed only by Ray's client server, which is not used here
+            del settings["ray-client-server-port"]
     else:
-        given["address"] = head
-    options = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]
+        settings["address"] = head
+    options = [f"--{name}={value}" for name, value in settings.items() if value not in (None, "")]
     role = ["--head"] if node.is_head else []
     return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *role, *options]
 
 
 def _environment(node: Node) -> dict[str, str]:
-    """Nothing of Slurm, no secret; the token as a file."""
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token"), "PYTHONUNBUFFERED": "1"}
-    return passed_on(os.environ) | own
+    """The environment of Ray's processes: none of Slurm's variables and no secret; the token is passed as a file."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
+    return allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
 
 
-def own_address(towards: str, interface: str = "") -> str:
-    """This machine's IPv4 address: of a network interface, or the one that packets towards another machine come from.
+def address_of_this_machine(towards: str, interface: str = "") -> str:
+    """This machine's IPv4 address: that of a network interface, or the one used to reach the machine `towards`.
 
     Raises:
-        WorkerError: there is no such interface, or it has no address.
+        WorkerError: there is no such interface, or it has no IPv4 address.
     """
     if interface:
         for entry in psutil.net_if_addrs().get(interface, ()):
@@ -236,10 +245,10 @@ def own_address(towards: str, interface: str = "") -> str:
             return "127.0.0.1"
 
 
-def require_free(node: Node) -> None:
+def require_free_ports(node: Node) -> None:
     """
     Raises:
-        WorkerError: somebody listens on one of the node's ports.
+        WorkerError: a process listens on one of the node's ports.
     """
     taken = [port for port in node.ports.values() if not _is_free(port)]
     if taken:
@@ -249,7 +258,8 @@ def require_free(node: Node) -> None:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that an ended job leaves behind is free
+        # A port in TIME_WAIT, left by an ended job, is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError:
@@ -258,7 +268,7 @@ def _is_free(port: int) -> bool:
 
 
 def end_descendants(patience_s: float = _END_S) -> list[str]:
-    """Kills every process below this one, whatever was started meanwhile; names those that would not go."""
+    """Kills all descendants of this process, including those that start meanwhile. Returns those that did not end."""
     deadline = time.monotonic() + patience_s
     while True:
         family = psutil.Process().children(recursive=True)
@@ -282,7 +292,7 @@ def _reap() -> None:
 
 
 def _keep_logs(folder: Path, node: Node) -> None:
-    """The end of what Ray's processes wrote goes into the run's logs: Ray's own copy is on this node, and deleted."""
+    """Copies the end of what Ray's processes wrote to the run's logs, because their folder on this node is deleted."""
     kept = node.logs / f"ray-{node.name}"
     for file in folder.glob("session_latest/logs/*.*"):
         if file.suffix in (".out", ".err", ".log") and file.is_file() and (size := file.stat().st_size):

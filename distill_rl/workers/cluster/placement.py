@@ -1,4 +1,16 @@
-"""Where actors run: bundles of resources, asked for together, with a deadline and a table of what was short."""
+"""Where actors run: bundles of resources that are reserved together, with a deadline and a table of what was short.
+
+A bundle is a set of resources on one node, at most one GPU of it. `place_actors` decides in four steps:
+
+1. Ranks. `colocated`: bundle i holds the i-th rank of the student and of every teacher, which share its GPU.
+   `disaggregated`: every rank has a bundle and a GPU of its own.
+2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluator
+   joins the first bundle if the cluster has no GPU left over for it. The ranks of a bundle divide the rest of its GPU
+   evenly: each gets (1 - sum of the guests' shares) / number of ranks.
+3. Other actors, which are aligners without a GPU and an evaluator that is no guest, get a bundle each.
+4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a
+   fixed node per rank and the cluster has room for that.
+"""
 
 from __future__ import annotations
 
@@ -19,61 +31,54 @@ from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
 
 _POLL_S = 0.25
+EVALUATOR = "evaluator"
 
 
 @dataclass(frozen=True, slots=True)
 class ActorPlacement:
-    """One actor's place: its name, its bundle, and its share of the bundle."""
+    """One actor's bundle and its share of it."""
 
     actor: str
     bundle: int
     num_cpus: float
     num_gpus: float
     gpu_memory: float = 1.0
-    """share of the GPU's memory that its process is held to; 1: all that it finds"""
+    """The share of the GPU's memory that its process may use; 1 sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     bundles: tuple[Mapping[str, float], ...]
     placements: Mapping[str, ActorPlacement]
+    """By actor name."""
     nodes: tuple[str | None, ...] = ()
-    """per bundle the node that it must be on; empty, or None: any"""
+    """Per bundle, the node that it must be on (None: any node). Empty if no bundle is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, with all that it has."""
+    """A machine of the cluster, with its total resources."""
 
     node_id: str
     resources: Mapping[str, float]
-
-
-def student_name(dp_rank: int, tp_rank: int) -> str:
-    return f"student-dp{dp_rank}-tp{tp_rank}"
-
-
-def teacher_name(teacher: str, dp_rank: int, tp_rank: int) -> str:
-    return f"{teacher}/dp{dp_rank}-tp{tp_rank}"
 
 
 def aligner_name(index: int) -> str:
     return f"aligner-{index}"
 
 
-EVALUATOR = "evaluator"
-
-
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Names of the student's ranks, of each running teacher's ranks, and of the aligners; ranks are dp-major."""
-    student = [student_name(d, t) for d in range(config.student.parallel.dp) for t in range(config.student.parallel.tp)]
+    """Names of the student's ranks, of each running teacher's ranks, and of the aligners. Ranks are dp-major."""
+    student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
     teachers = {
-        teacher.name: [
-            teacher_name(teacher.name, d, t) for d in range(teacher.parallel.dp) for t in range(teacher.parallel.tp)
-        ]
+        teacher.name: [f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel)]
         for teacher in running_teachers(config)
     }
     return student, teachers, [aligner_name(i) for i in range(num_aligners)]
+
+
+def _rank_names(parallel: ParallelConfig) -> list[str]:
+    return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(parallel.dp) for tp_rank in range(parallel.tp)]
 
 
 def place_actors(
@@ -84,106 +89,124 @@ def place_actors(
     nodes: Sequence[Node] = (),
     needs: Mapping[str, float] | None = None,
 ) -> PlacementPlan:
-    """Which actors sit together.
+    """Plans the bundles and every actor's place in them, as described at the top of this module.
 
-    `colocated`: bundle i holds one GPU (where there are any) shared by the i-th rank of the student and of every teacher.
-    `disaggregated`: a bundle and a GPU for every rank; the student and the teachers on `nodes` of their own where
-    there are enough of them.
-
-    With `student.parallel.replicas` > 1 the ranks of a replica, which are neighbours, sit on one node where some node has
-    room for all of them; otherwise, and without replicas, Ray packs the bundles on as few nodes as it can.
-
-    Each actor has one logical CPU. An aligner has a bundle of its own, on any node, and no GPU; where `aligner.num_gpus`
-    gives them a share of one, they sit with the ranks, in turn. The evaluator, which there is where suites are asked
-    for, has a bundle of its own, with a GPU if one is left over; else `evaluate.gpu_share` of the first. The ranks there
-    are then held to what is left of its memory, divided as they need it, so that the evaluator finds its share; ranks
-    that no evaluator joins take what they find.
+    Every actor gets one logical CPU. Beside an evaluator that is a guest, the ranks are limited to what is left of the
+    GPU's memory, divided in proportion to `needs`, so that the evaluator finds its share. Other ranks are not limited.
 
     Args:
-        gpus: in the cluster.
-        needs: memory that a rank of the student (`student`) and of each teacher needs, in any unit, by name; None: all
-            alike.
+        gpus: number of GPUs in the cluster.
+        nodes: of the cluster, those with most resources first.
+        needs: memory that a rank of the student (`student`) and of each teacher needs, by name; None: equal needs.
 
     Raises:
-        ConfigError: the guests of one GPU leave nothing of it to the ranks, or the transport that is asked for does not
-            reach from node to node.
+        ConfigError: the guests of a GPU leave nothing of it to the ranks, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
-    apart = config.ray.placement == "disaggregated"
     groups = [student, *teachers.values()]
-    tables = [[name] for group in groups for name in group] if apart else _side_by_side(groups)
-    alone = [EVALUATOR] if config.evaluate.suites and (not gpus or gpus > len(tables)) else []
-    shared = {EVALUATOR: config.evaluate.gpu_share} if config.evaluate.suites and not alone else {}
-    share = config.aligner.num_gpus if gpus else 0.0
+    if config.ray.placement == "disaggregated":
+        ranks_by_bundle = [[name] for group in groups for name in group]
+    else:
+        ranks_by_bundle = _colocated(groups)
+    aligner_share = config.aligner.num_gpus if gpus else 0.0
+    has_evaluator = bool(config.evaluate.suites)
+    evaluator_is_guest = has_evaluator and 0 < gpus <= len(ranks_by_bundle)
+
     bundles: list[dict[str, float]] = []
     placements: dict[str, ActorPlacement] = {}
-    for index, together in enumerate(tables):
-        guests = dict.fromkeys(aligners[index :: len(tables)] if share else [], share) | (shared if not index else {})
+    for i, ranks in enumerate(ranks_by_bundle):
+        guests: dict[str, float] = {}
+        if aligner_share:
+            guests = dict.fromkeys(aligners[i :: len(ranks_by_bundle)], aligner_share)
+        if evaluator_is_guest and i == 0:
+            guests[EVALUATOR] = config.evaluate.gpu_share
         left = 1.0 - sum(guests.values())
         if left <= 0:
-            raise _too_greedy(guests, bool(share))
-        bundles.append({"CPU": float(len(together) + len(guests))} | ({"GPU": 1.0} if gpus else {}))
-        held = _memory_shares(together, left, needs) if gpus and EVALUATOR in guests else {}
-        for name in together:
-            placements[name] = ActorPlacement(
-                name, index, 1.0, left / len(together) if gpus else 0.0, held.get(name, 1.0)
-            )
-        for name, part in guests.items():
-            placements[name] = ActorPlacement(name, index, 1.0, part)
-    ranks = len(bundles)
-    for name in [*([] if share else aligners), *alone]:
-        of_gpu = 1.0 if gpus and name in alone else 0.0
-        bundles.append({"CPU": 1.0} | ({"GPU": of_gpu} if of_gpu else {}))
-        placements[name] = ActorPlacement(name, len(bundles) - 1, 1.0, of_gpu)
-    own = _own_nodes(config, bundles[:ranks], len(student), nodes)
-    return PlacementPlan(tuple(bundles), placements, (*own, *[None] * (len(bundles) - len(own))) if own else ())
+            raise _no_gpu_left(guests, aligners_share=aligner_share > 0)
+        bundles.append(_bundle(len(ranks) + len(guests), 1.0 if gpus else 0.0))
+        rank_share = left / len(ranks) if gpus else 0.0
+        memory = _memory_shares(ranks, left, needs) if EVALUATOR in guests else {}
+        for name in ranks:
+            placements[name] = ActorPlacement(name, i, 1.0, rank_share, memory.get(name, 1.0))
+        for name, share in guests.items():
+            placements[name] = ActorPlacement(name, i, 1.0, share)
+
+    others = dict.fromkeys([] if aligner_share else aligners, 0.0)
+    if has_evaluator and not evaluator_is_guest:
+        others[EVALUATOR] = 1.0 if gpus else 0.0
+    for name, num_gpus in others.items():
+        placements[name] = ActorPlacement(name, len(bundles), 1.0, num_gpus)
+        bundles.append(_bundle(1, num_gpus))
+
+    pinned = _pinned_nodes(config, bundles[: len(ranks_by_bundle)], len(student), nodes)
+    if not pinned:
+        return PlacementPlan(tuple(bundles), placements)
+    return PlacementPlan(tuple(bundles), placements, (*pinned, *[None] * (len(bundles) - len(pinned))))
 
 
-def _too_greedy(guests: Mapping[str, float], aligners: bool) -> ConfigError:
-    """Guests of one GPU, aligners among them or not, that leave nothing of it."""
+def _colocated(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The i-th rank of every group that has so many, for each i."""
+    return [[group[i] for group in groups if i < len(group)] for i in range(max(map(len, groups)))]
+
+
+def _bundle(num_cpus: int, num_gpus: float) -> dict[str, float]:
+    return {"CPU": float(num_cpus)} | ({"GPU": num_gpus} if num_gpus else {})
+
+
+def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
+    """`left`, a share of a GPU's memory, divided among ranks in proportion to their needs."""
+    if needs is None:
+        return {name: left / len(ranks) for name in ranks}
+    # The key of `student-dp0-tp0` is `student`, that of `big/dp0-tp0` is `big`.
+    need = {name: needs[name.rpartition("/")[0] or "student"] for name in ranks}
+    total = sum(need.values())
+    return {name: left * rank_need / total for name, rank_need in need.items()}
+
+
+def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool) -> ConfigError:
+    keys = ["aligner.num_gpus"] if aligners_share else []
+    if EVALUATOR in guests:
+        keys.append("evaluate.gpu_share")
     return ConfigError(
-        " and ".join(["aligner.num_gpus"] * aligners + ["evaluate.gpu_share"] * (EVALUATOR in guests)),
-        "who shares a GPU with ranks must leave them some of it",
+        " and ".join(keys),
+        "actors that share a GPU with ranks must leave them some of it",
         f"{', '.join(guests)} with {sum(guests.values()):g} of one GPU",
         "lower it",
     )
 
 
-def _own_nodes(
+def _pinned_nodes(
     config: Config, bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
 ) -> Sequence[str] | None:
-    """The nodes of the first bundles, where it matters; None where Ray may put all of them as it likes."""
+    """A node for each of the first bundles; None if Ray may put every bundle where it likes.
+
+    Args:
+        bundles: those of the ranks.
+    """
     if config.ray.placement != "disaggregated":
-        return _replicas_together(bundles, config.student.parallel, nodes)
-    apart = _nodes_apart(bundles, num_student, nodes)
-    if apart:
+        return _replica_nodes(bundles, config.student.parallel, nodes)
+    separate = _separate_nodes(bundles, num_student, nodes)
+    if separate:
         require_between_nodes(config.transport)
-    return apart
+    return separate
 
 
-def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
-    """`left` of a GPU's memory, divided among ranks in proportion to what they need."""
-    if needs is None:
-        return {name: left / len(ranks) for name in ranks}
-    # `student-dp0-tp0` is a rank of the student, `big/dp0-tp0` of the teacher `big`
-    need = {name: needs[name.rpartition("/")[0] or "student"] for name in ranks}
-    return {name: left * its / sum(need.values()) for name, its in need.items()}
+def _separate_nodes(
+    bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
+) -> list[str] | None:
+    """A node for every bundle, such that no node has ranks of both the student and a teacher.
 
-
-def _side_by_side(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [[group[index] for group in groups if index < len(group)] for index in range(max(map(len, groups)))]
-
-
-def _nodes_apart(bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]) -> list[str] | None:
-    """A node for every bundle, so that none has a student's and a teacher's; None where the cluster has too few."""
-    remaining = list(nodes)
+    Nodes are filled one after the other, first with the student's bundles, then, from a fresh node on, with those of
+    the teachers. None if the cluster has too few nodes.
+    """
+    unused = list(nodes)
     chosen: list[str] = []
     for group in (bundles[:num_student], bundles[num_student:]):
         waiting = list(group)
-        while waiting and remaining:
-            node = remaining.pop(0)
+        while waiting and unused:
+            node = unused.pop(0)
             room = Counter(node.resources)
-            while waiting and all(room[name] >= amount for name, amount in waiting[0].items()):
+            while waiting and all(room[resource] >= amount for resource, amount in waiting[0].items()):
                 room.subtract(waiting.pop(0))
                 chosen.append(node.node_id)
         if waiting:
@@ -191,34 +214,42 @@ def _nodes_apart(bundles: Sequence[Mapping[str, float]], num_student: int, nodes
     return chosen
 
 
-def _replicas_together(
+def _replica_nodes(
     bundles: Sequence[Mapping[str, float]], parallel: ParallelConfig, nodes: Sequence[Node]
 ) -> list[str] | None:
-    """A node for every bundle with a rank of the student, the same for all ranks of a replica; None where there is one
-    replica or one node, or where no node has room for a whole replica."""
+    """A node for every bundle with a rank of the student, the same for all ranks of a replica.
+
+    Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only
+    one replica or one node, or if some replica fits on no node.
+    """
     if parallel.replicas == 1 or len(nodes) < 2:
         return None
     rooms = {node.node_id: Counter(node.resources) for node in nodes}
     size = parallel.dp // parallel.replicas * parallel.tp
     chosen: list[str] = []
     for first in range(0, parallel.replicas * size, size):
-        asked: Counter[str] = Counter()
+        needed: Counter[str] = Counter()
         for bundle in bundles[first : first + size]:
-            asked.update(bundle)  # type: ignore[arg-type]
-        home = next((n for n, room in rooms.items() if all(room[r] >= count for r, count in asked.items())), None)
-        if home is None:
+            needed.update(bundle)  # type: ignore[arg-type]
+        fitting = (
+            node_id
+            for node_id, room in rooms.items()
+            if all(room[resource] >= amount for resource, amount in needed.items())
+        )
+        node_id = next(fitting, None)
+        if node_id is None:
             return None
-        rooms[home].subtract(asked)
-        chosen += [home] * size
+        rooms[node_id].subtract(needed)
+        chosen += [node_id] * size
     return chosen
 
 
 @contextmanager
 def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
-    """Reserves all bundles at once; asks `interrupted`, which may raise, while it waits.
+    """Reserves all bundles at once. Calls `interrupted`, which may raise, at every poll.
 
     Raises:
-        ConfigError: the cluster cannot give them within `timeout_s`; names asked and available amounts.
+        ConfigError: the cluster cannot provide them within `timeout_s`; the message gives needed and available amounts.
     """
     labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
     pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
@@ -240,7 +271,7 @@ def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], 
 
 
 def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """Asked, in the cluster and free, per resource, on one line."""
+    """Per resource, how much is asked for, how much the cluster has, and how much is free; on one line."""
     asked: Counter[str] = Counter()
     for bundle in plan.bundles:
         asked.update(bundle)
@@ -252,15 +283,15 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
     return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
 
 
-def options(place_actors: ActorPlacement, group: PlacementGroup) -> dict:
-    """Ray options of the actor at this seat. Never restarted by Ray: a restart would silently run queued calls on a fresh actor."""
+def options(placement: ActorPlacement, group: PlacementGroup) -> dict[str, Any]:
+    """Ray's options for an actor. Ray must not restart it: queued calls would run on a fresh actor."""
     return {
-        "name": place_actors.actor,
-        "num_cpus": place_actors.num_cpus,
-        "num_gpus": place_actors.num_gpus,
+        "name": placement.actor,
+        "num_cpus": placement.num_cpus,
+        "num_gpus": placement.num_gpus,
         "max_restarts": 0,
         "max_task_retries": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=place_actors.bundle
+            placement_group=group, placement_group_bundle_index=placement.bundle
         ),
     }

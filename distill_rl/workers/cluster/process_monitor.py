@@ -1,7 +1,7 @@
-"""Who of the workers lives, stands still or is waited for: what a deadline alone would tell too late, or not at all.
+"""Monitors the workers' processes, to find those that a deadline would find too late or not at all.
 
-A process that was stopped (SIGSTOP) answers nobody and dies of nothing, so everyone who waits for it waits for ever: the
-watch sees it and kills it, and it is from then on what others know how to deal with, a dead worker.
+A process that was stopped (SIGSTOP) neither answers nor dies, so its peers would wait for it for ever. The monitor
+kills it, which turns it into a dead worker, and those can be recovered from.
 """
 
 from __future__ import annotations
@@ -26,92 +26,98 @@ from distill_rl.observe.log import printable
 from distill_rl.workers.actors.rank import Process
 
 GONE = "gone"
-_LOOK_EVERY_S = 1.0
-_LOST_SIGHT_S = 10.0
-"""after so long without a look this process was stopped itself, and what it saw before counts for nothing"""
+_UPDATE_EVERY_S = 1.0
+_STALE_AFTER_S = 10.0
+"""After so long without an update this process was stopped itself, so earlier observations do not count."""
 _STACKS_WITHIN_S = 3.0
 _ANSWER_WITHIN_S = 10.0
 _TAIL_BYTES = 16384
 _NOISE = re.compile(r"^(:\w+:.*|\s*)$")
-"""lines by which Ray marks a log as an actor's"""
+"""Empty lines, and those by which Ray marks a log as an actor's."""
 
 log = logging.getLogger(__name__)
 
 
 class NodeMonitor:
-    """Eyes and hands on one node: an object in the driver for its own, an actor on every other."""
+    """Inspects and kills processes of one node. An object in the driver, an actor on every other node."""
 
     def states(self, processes: Sequence[Process]) -> list[str]:
-        """psutil's word for each (`running`, `sleeping`, `stopped`, …), or `gone`."""
+        """psutil's status of each process (`running`, `sleeping`, `stopped`, …), or `gone`."""
         return [_state(process) for process in processes]
 
     def kill(self, process: Process) -> None:
         process.kill()
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """What each was doing, thread by thread; empty for one that cannot tell."""
+        """The stacks of each process, thread by thread; empty for one that cannot write them.
+
+        SIGUSR2 makes a worker append its stacks to its stderr (`rank.identify`). They are complete once every log has
+        grown and none has grown since the last poll.
+        """
         starts = [_size(process) for process in processes]
-        asked = []
+        signalled = []
         for process in processes:
             able = bool(process.logs) and _state(process) not in (GONE, psutil.STATUS_STOPPED)
-            asked.append(able)
+            signalled.append(able)
             if able:
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGUSR2)
-        deadline, seen = time.monotonic() + _STACKS_WITHIN_S, list(starts)
+        deadline, last_sizes = time.monotonic() + _STACKS_WITHIN_S, list(starts)
         while time.monotonic() < deadline:
-            time.sleep(0.1)  # the time that writing a stack takes; grown and not growing any more is done
+            time.sleep(0.1)
             sizes = [_size(process) for process in processes]
-            if sizes == seen and all(size > start for size, start, able in zip(sizes, starts, asked) if able):
+            all_grown = all(size > start for size, start, able in zip(sizes, starts, signalled) if able)
+            if all_grown and sizes == last_sizes:
                 break
-            seen = sizes
-        return [_read(process, start) if able else "" for process, start, able in zip(processes, starts, asked)]
+            last_sizes = sizes
+        return [_read(process, start) if able else "" for process, start, able in zip(processes, starts, signalled)]
 
     def tails(self, processes: Sequence[Process]) -> list[str]:
-        """The end of what each wrote to stderr, or to stdout where that is nothing."""
+        """The end of each process's stderr, or of its stdout if stderr is empty."""
         return [next((text for path in reversed(process.logs) if (text := _tail(path))), "") for process in processes]
 
 
-class _Question(NamedTuple):
-    """What a node was asked and has not answered."""
+class _Query(NamedTuple):
+    """A query to a node that has not been answered."""
 
     answer: ray.ObjectRef
     names: list[str]
-    asked: float
+    """Workers whose states were asked for."""
+    asked_at: float
 
 
 class ProcessMonitor:
     """The driver's view of all nodes.
 
     Args:
-        processes: of the workers, by name; read at every look.
-        folder: gets `stacks/<worker>.txt`.
+        processes: the workers' processes by name; read anew at every update.
+        folder: where `stacks/<worker>.txt` are written.
     """
 
     def __init__(self, config: FaultsConfig, processes: Mapping[str, Process], folder: Path):
         self._config, self._processes, self._folder = config, processes, folder
-        self._here = NodeMonitor()
-        self._there: dict[str, Any] = {}
-        self._sent = 0
-        self._asked: dict[str, _Question] = {}
+        self._local_monitor = NodeMonitor()
+        self._remote_monitors: dict[str, Any] = {}
+        self._num_monitors = 0
+        self._pending: dict[str, _Query] = {}
         self._states: dict[str, str] = {}
         self._stopped_since: dict[Process, float] = {}
-        self._looked = 0.0
+        self._updated_at = 0.0
         self._fates: dict[Process, str] = {}
 
-    def look(self) -> None:
-        """Takes note of what every worker's process is doing, at most once a second; kills those that stand still."""
+    def update(self) -> None:
+        """Records the state of every worker's process, at most once a second, and kills those stopped for too long."""
         now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY_S:
+        if now - self._updated_at < _UPDATE_EVERY_S:
             return
-        if now - self._looked > _LOST_SIGHT_S:
+        if now - self._updated_at > _STALE_AFTER_S:
             self._stopped_since.clear()
-        self._looked = now
+        self._updated_at = now
         processes = dict(self._processes)
-        elsewhere = _by_node(processes)
-        own = elsewhere.pop(_this_node(), {})
-        self._states.update(zip(own, self._here.states(list(own.values()))))
-        self._look_elsewhere(elsewhere)
+        remote = _by_node(processes)
+        local = remote.pop(_this_node(), {})
+        self._states.update(zip(local, self._local_monitor.states(list(local.values()))))
+        self._update_remote(remote)
         for name, process in processes.items():
             if self._states.get(name) != psutil.STATUS_STOPPED:
                 self._stopped_since.pop(process, None)
@@ -121,30 +127,29 @@ class ProcessMonitor:
                 self._kill(process)
 
     def report(self, names: Collection[str], what: str, seconds: float, limit_s: float) -> None:
-        """Says who is waited for, and what each is doing."""
-        known = {name: self._states.get(name, "state unknown") for name in sorted(names)}
-        each = ", ".join(f"{self.where(name)} is {state}" for name, state in known.items())
-        log.warning("waiting %.0f s for %s: %s; the limit is %g s", seconds, what, each, limit_s)
+        """Logs the workers that are waited for and their states."""
+        states = ", ".join(f"{self.where(name)} is {self._states.get(name, 'state unknown')}" for name in sorted(names))
+        log.warning("waiting %.0f s for %s: %s; the limit is %g s", seconds, what, states, limit_s)
 
     def where(self, name: str) -> str:
-        """A worker and its node, for messages."""
+        """A worker's name and node, for messages."""
         process = self._processes.get(name)
         return f"{name} on {process.host}" if process and process.host else name
 
     def fate(self, name: str) -> str:
-        """Why the watch killed a worker; empty if it did not."""
+        """Why the monitor killed a worker; empty if it did not."""
         process = self._processes.get(name)
         return self._fates.get(process, "") if process else ""
 
     def last_words(self, name: str, lines: int = 3) -> str:
-        """The last lines that a worker printed, on one line."""
+        """The last lines that a worker printed, joined to one line."""
         process = self._processes.get(name)
         text = self._ask("tails", {name: process}).get(name, "") if process else ""
         kept = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
         return " | ".join(printable(line)[:200] for line in kept[-lines:])
 
     def dump_stacks(self) -> None:
-        """Has every worker that can write its stacks, and keeps them in `stacks/`."""
+        """Writes the stacks of all workers that can still report them to `stacks/`."""
         processes = dict(self._processes)
         for name, text in self._ask("stacks", processes).items():
             if text:
@@ -155,62 +160,63 @@ class ProcessMonitor:
             log.info("stacks of the workers are in %s", self._folder / "stacks")
 
     def close(self) -> None:
-        for actor in self._there.values():
+        for actor in self._remote_monitors.values():
             _end(actor)
 
-    def _look_elsewhere(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
-        """Never waits: takes the answers of an earlier look, and asks again, each node for itself."""
-        for node, (ref, names, asked) in list(self._asked.items()):
+    def _update_remote(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
+        """Records answers to earlier queries and sends new ones. Never blocks: each node answers in its own time."""
+        for node, (ref, names, asked_at) in list(self._pending.items()):
             done, _ = ray.wait([ref], timeout=0, fetch_local=False)
-            if not done and time.monotonic() - asked < _ANSWER_WITHIN_S:
+            if not done and time.monotonic() - asked_at < _ANSWER_WITHIN_S:
                 continue
-            del self._asked[node]
+            del self._pending[node]
             try:
                 self._states.update(zip(names, ray.get(ref, timeout=0)))
-            except RayError:  # what was seen there before says nothing of now, and another watch is sent
+            except RayError:  # forget what was known of the node's workers, and start a new monitor there
                 for name in names:
                     self._states.pop(name, None)
-                _end(self._there.pop(node, None))
+                _end(self._remote_monitors.pop(node, None))
         for node, processes in nodes.items():
-            if node not in self._asked:
-                ref = self._on(node).states.remote(list(processes.values()))
-                self._asked[node] = _Question(ref, list(processes), time.monotonic())
+            if node not in self._pending:
+                ref = self._monitor_on(node).states.remote(list(processes.values()))
+                self._pending[node] = _Query(ref, list(processes), time.monotonic())
 
-    def _on(self, node: str) -> Any:
-        if node not in self._there:
-            self._sent += 1  # a name is free again only some time after its actor's death
+    def _monitor_on(self, node: str) -> Any:
+        if node not in self._remote_monitors:
+            self._num_monitors += 1  # numbered, because Ray frees a dead actor's name only some time later
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            name = f"watch-{node[:8]}-{self._sent}"
+            name = f"monitor-{node[:8]}-{self._num_monitors}"
             options = {"num_cpus": 0, "name": name, "scheduling_strategy": strategy, "max_restarts": 0}
-            self._there[node] = ray.remote(NodeMonitor).options(**options).remote()
-        return self._there[node]
+            self._remote_monitors[node] = ray.remote(NodeMonitor).options(**options).remote()
+        return self._remote_monitors[node]
 
     def _kill(self, process: Process) -> None:
         if process.node_id == _this_node():
             process.kill()
         else:
-            self._on(process.node_id).kill.remote(process)
+            self._monitor_on(process.node_id).kill.remote(process)
 
     def _ask(self, method: str, processes: Mapping[str, Process]) -> dict[str, str]:
-        """A method's answers for processes on any node, by name; none of a node that does not answer."""
-        here = _this_node()
+        """Calls a method of NodeMonitor for processes on any node. Returns the results by name, without those of nodes
+        that do not answer."""
         answers: dict[str, str] = {}
-        for node, asked in _by_node(processes).items():
-            chosen = list(asked.values())
+        for node, on_node in _by_node(processes).items():
+            arguments = list(on_node.values())
             try:
-                if node == here:
-                    found = getattr(self._here, method)(chosen)
+                if node == _this_node():
+                    results = getattr(self._local_monitor, method)(arguments)
                 else:
-                    found = ray.get(getattr(self._on(node), method).remote(chosen), timeout=_ANSWER_WITHIN_S)
+                    call = getattr(self._monitor_on(node), method).remote(arguments)
+                    results = ray.get(call, timeout=_ANSWER_WITHIN_S)
             except (RayError, TimeoutError, OSError) as error:
-                log.info("node %s does not tell of its workers: %s", node, type(error).__name__)
+                log.info("node %s does not report on its workers: %s", node, type(error).__name__)
             else:
-                answers.update(zip(asked, found))
+                answers.update(zip(on_node, results))
         return answers
 
 
 def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
-    """Copies what the workers of this node printed into the run's logs, by name; Ray's own copy goes with its session."""
+    """Copies the output of this node's workers to the run's logs, by name. Ray deletes its own copy."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, process in processes:
         for path in map(Path, process.logs):
@@ -237,9 +243,10 @@ def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
 
 def _state(process: Process) -> str:
     try:
-        found = psutil.Process(process.pid)
-        status = found.status()
-        return GONE if found.create_time() != process.created or status == psutil.STATUS_ZOMBIE else status
+        present = psutil.Process(process.pid)
+        status = present.status()
+        reused_pid = present.create_time() != process.created
+        return GONE if reused_pid or status == psutil.STATUS_ZOMBIE else status
     except psutil.NoSuchProcess:
         return GONE
 

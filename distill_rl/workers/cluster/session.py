@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: joined, or started here and ended with everything it started."""
+"""The Ray cluster of a run: joined, or started here and ended together with every process that it started."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ import ray
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.facts import visible_gpus
-from distill_rl.system.signals import held_back
+from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.placement import Node
 
-_PASSED_ON = re.compile(
+_ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
     r"|VLLM_(?!API_KEY).*|CUDA_.*|NVIDIA_.*|NUMBA_.*|NCCL_.*|GLOO_.*|TORCH.*|PYTORCH_.*|TRITON_.*|TOKENIZERS_PARALLELISM|RAY_.*|DISTILL_RL_.*"
     r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE"
 )
-"""The only variables of the driver that its actors see."""
+"""The only variables of the driver's environment that its actors see."""
 _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.IGNORECASE)
-"""Of those, what holds a secret all the same, as NVIDIA_API_KEY does; Ray's token travels as a file."""
+"""Variables among them that hold a secret all the same, like NVIDIA_API_KEY. Ray's token is passed as a file."""
 
-# A rank sees all GPUs of its node, so that it can map the memory of another's; it takes the one that Ray gave it.
+# A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
 _FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 _SPARE_OBJECT_STORE = 256 * 2**20
-"""room for batches and results, beside the targets"""
+"""Bytes for batches and results, besides the targets."""
 _CONNECT_TIMEOUT_S = 5.0
+_MUST_RUN = "must name a running Ray cluster"
 _START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
 log = logging.getLogger(__name__)
 
 
 def namespace() -> str:
-    """A Ray namespace of one run, so that actor names of two runs on one cluster never meet."""
+    """A unique Ray namespace, so that actor names of two runs on one cluster cannot collide."""
     return f"distill_rl-{secrets.token_hex(4)}"
 
 
 def nodes() -> list[Node]:
-    """The machines of the cluster that this process has joined, the one with most GPUs and CPUs first."""
+    """The machines of the cluster that this process has joined, those with most GPUs, then most CPUs, first."""
     alive = [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     return sorted(alive, key=lambda node: [-node.resources.get(kind, 0) for kind in ("GPU", "CPU")])
 
@@ -66,14 +67,14 @@ def nodes() -> list[Node]:
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Joins `ray.address`, or starts Ray here for `num_cpus` logical CPUs; ends what it started.
+    """Joins the cluster at `ray.address`, or starts Ray here with `num_cpus` logical CPUs and ends it afterwards.
 
     Args:
-        target_bytes: of teachers' targets that the object store of a Ray started here must hold at once.
-        started: called as soon as Ray runs, before any signal is let through to its handlers.
+        target_bytes: size of the teachers' targets that the object store of a Ray started here must hold at once.
+        started: called as soon as Ray runs, before any pending signal reaches its handlers.
 
     Raises:
-        ConfigError: no cluster at the address, or too little room in /dev/shm.
+        ConfigError: there is no cluster at the address, or too little room in /dev/shm.
         WorkerError: Ray did not start.
     """
     if settings.address is not None:
@@ -89,19 +90,21 @@ def ray_session(
 def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[None]:
     directory = _private_directory() / secrets.token_hex(2)
     if access.required():
-        if os.environ.get("RAY_AUTH_TOKEN"):  # Ray's processes get a file instead: environments are easily printed
+        if os.environ.get(
+            "RAY_AUTH_TOKEN"
+        ):  # Ray's processes get a file instead, because environments are easily printed
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token_file())
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         access.require_token()
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
     try:
-        with held_back(), _only_passed_on():
+        with signals_blocked(), _allowed_environment():
             try:
                 ray.init(
-                    address="local",  # whatever RAY_ADDRESS says
+                    address="local",  # overrides RAY_ADDRESS
                     num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
-                    num_gpus=visible_gpus(),  # as `check` counts them; Ray would count some that torch cannot use
+                    num_gpus=visible_gpus(),  # counted as in `check`; Ray would include GPUs that torch cannot use
                     object_store_memory=store,
                     include_dashboard=settings.dashboard,
                     dashboard_host="127.0.0.1",
@@ -111,17 +114,15 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                     _temp_dir=str(directory),
                 )
             except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise WorkerError(
-                    "Ray", "must start on this machine", cause, "see ray.* in the configuration"
-                ) from error
+                cause, remedy = f"{type(error).__name__}: {error}", "see ray.* in the configuration"
+                raise WorkerError("Ray", "must start on this machine", cause, remedy) from error
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
         yield
     finally:
         family = _with_descendants(roots)
-        with _killed_when_asked_to_end(roots):
+        with _kill_on_sigterm(roots):
             ray.shutdown()
         _end(family)
         shutil.rmtree(directory, ignore_errors=True)
@@ -140,9 +141,8 @@ def _joined_ray(address: str) -> Iterator[None]:
             runtime_env={"env_vars": worker_environment()},
         )
     except Exception as error:
-        raise ConfigError(
-            "ray.address", "must name a running Ray cluster", f"{address} ({type(error).__name__})", _START_ONE
-        ) from error
+        value = f"{address} ({type(error).__name__})"
+        raise ConfigError("ray.address", _MUST_RUN, value, _START_ONE) from error
     try:
         if address == "auto":
             access.require_entry(ray.get_runtime_context().gcs_address)
@@ -152,7 +152,11 @@ def _joined_ray(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself tries for minutes to reach a cluster that is not there, or that does not let it in."""
+    """Fails fast: Ray itself tries for minutes to reach a cluster that is not there or does not accept its token.
+
+    Raises:
+        ConfigError: the address is malformed, no process answers there, or the cluster refuses this user.
+    """
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
@@ -161,20 +165,18 @@ def _require_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise ConfigError(
-            "ray.address", "must name a running Ray cluster", f"{address} ({error})", _START_ONE
-        ) from None
+        raise ConfigError("ray.address", _MUST_RUN, f"{address} ({error})", _START_ONE) from None
     access.require_entry(address)
 
 
 @cache
 def _private_directory() -> Path:
-    """This process's directory for Ray's files and token; only this user can enter it. Removed at exit.
+    """This process's directory for Ray's files and token, which only this user can enter. Removed at exit.
 
-    The lock in it says that its process lives, so that a later one can sweep up after one that was killed. It
-    lies in /tmp whatever TMPDIR says, because Ray's socket paths must stay under 107 bytes.
+    A lock in it shows that its process is alive, so that a later process can clean up after one that was killed. It is
+    in /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
     """
-    sweep("drl-*-*")
+    remove_abandoned("drl-*-*")
     directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     lock(directory)
@@ -182,14 +184,14 @@ def _private_directory() -> Path:
 
 
 _locks: list[int] = []
-"""open for the life of the process"""
+"""File descriptors that stay open as long as the process lives."""
 
 
 def lock(directory: Path) -> None:
-    """Says, for the life of this process, that it lives and that the folder is its own.
+    """Claims a folder for as long as this process lives.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process has claimed it.
     """
     descriptor = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -200,14 +202,14 @@ def lock(directory: Path) -> None:
     _locks.append(descriptor)
 
 
-def sweep(pattern: str) -> None:
-    """Removes the folders in /tmp, called PREFIX-PID-..., of processes of this user that are gone without removing them."""
+def remove_abandoned(pattern: str) -> None:
+    """Removes folders in /tmp, named PREFIX-PID-..., that processes of this user were killed before removing."""
     for directory in Path("/tmp").glob(pattern):
         pid = directory.name.split("-")[1]
-        with suppress(OSError):  # somebody else's, or swept by another process just now
-            found = directory.lstat()
-            own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if own and pid.isdigit() and not psutil.pid_exists(int(pid)):
+        with suppress(OSError):  # it belongs to another user, or another process is removing it just now
+            info = directory.lstat()
+            is_mine = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+            if is_mine and pid.isdigit() and not psutil.pid_exists(int(pid)):
                 lock(directory)
                 shutil.rmtree(directory)
                 os.close(_locks.pop())
@@ -215,8 +217,8 @@ def sweep(pattern: str) -> None:
 
 @cache
 def _token_file() -> Path:
-    """A token that only this user can read: the user's own (RAY_AUTH_TOKEN), or a new one; one per process, because
-    Ray reads it once."""
+    """A file, readable by this user only, with the user's token (RAY_AUTH_TOKEN) or a new one. There is one per
+    process, because Ray reads it once."""
     path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -225,38 +227,41 @@ def _token_file() -> Path:
 
 
 @contextmanager
-def _only_passed_on() -> Iterator[None]:
-    """Ray's processes inherit the environment of the moment in which they start. That spares them a runtime environment,
-    for which Ray would throw away the workers that it starts beforehand."""
-    whole = dict(os.environ)
+def _allowed_environment() -> Iterator[None]:
+    """Reduces this process's environment to what Ray's processes may inherit while they start.
+
+    A runtime environment would do the same, but Ray would discard the workers that it had started in advance.
+    """
+    original = dict(os.environ)
     os.environ.clear()
-    os.environ.update(passed_on(whole) | _FOR_WORKERS)
+    os.environ.update(allowed_variables(original) | _FOR_WORKERS)
     try:
         yield
     finally:
         for name in _FOR_WORKERS:
             del os.environ[name]
-        os.environ.update({name: value for name, value in whole.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in original.items() if name not in os.environ})
 
 
 def worker_environment() -> dict[str, str]:
-    """What a joined cluster's nodes cannot inherit and must agree on."""
-    names = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
-    agreed = {name: value for name, value in passed_on(os.environ).items() if names.fullmatch(name)}
-    return agreed | _FOR_WORKERS
+    """Variables on which all nodes of a joined cluster must agree; they are not inherited from the driver there."""
+    shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
+    variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
+    return variables | _FOR_WORKERS
 
 
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, what Ray's processes may see: an allow-list, without what holds a secret."""
-    allowed = {name: value for name, value in environment.items() if _PASSED_ON.fullmatch(name)}
+def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
+    allowed = {name: value for name, value in environment.items() if _ALLOWED.fullmatch(name)}
     return {name: value for name, value in allowed.items() if not _SECRET.fullmatch(name)}
 
 
 def _object_store_bytes(target_bytes: int) -> int:
-    """As much as the targets in flight need, as far as /dev/shm has it; beyond that Ray spills to disk.
+    """Size of the object store: what the targets in flight need, but at most 80 % of the free space in /dev/shm. Ray
+    spills the rest to disk.
 
     Raises:
-        ConfigError: the disk has no room for the rest either.
+        ConfigError: the disk has too little room for the rest.
     """
     free = object_store_room()
     wanted = _SPARE_OBJECT_STORE + target_bytes
@@ -265,53 +270,55 @@ def _object_store_bytes(target_bytes: int) -> int:
         spilled, room = wanted - int(0.8 * free), shutil.disk_usage("/tmp").free
         if spilled > room:
             rule = f"what Ray spills to /tmp needs {spilled} bytes: /dev/shm has {free} for targets of {target_bytes}"
-            raise ConfigError(
-                "/tmp", rule, f"{room} bytes free", "free some space, or lower prefetch.depth or loss.top_k"
-            )
+            remedy = "free some space, or lower prefetch.depth or loss.top_k"
+            raise ConfigError("/tmp", rule, f"{room} bytes free", remedy)
     return max(LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 
 @contextmanager
-def _killed_when_asked_to_end(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Ray sends SIGTERM, which its processes here do not hear (`held_back`), and gives each a second before it kills
-    them: this does so at once, and not before, because the driver has to leave first."""
+def _kill_on_sigterm(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """Kills Ray's processes as soon as Ray has sent them SIGTERM.
+
+    They do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before killing it. They
+    must not be killed any earlier, because the driver has to leave the cluster first.
+    """
     done = threading.Event()
 
-    def watch() -> None:
+    def kill_terminated() -> None:
         while not done.wait(0.02):
             for process in processes:
                 if _has_pending(process.pid, signal.SIGTERM):
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    thread = threading.Thread(target=kill_terminated, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        watcher.join()
+        thread.join()
 
 
 def _has_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a process was sent a signal that it blocks; False where that cannot be seen."""
+    """Whether a process was sent a signal that it blocks; False if that cannot be determined."""
     try:
-        found = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        match = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return False
-    return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
+    return bool(match and int(match.group(1), 16) >> (number - 1) & 1)
 
 
 def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = list(roots)
+    processes = list(roots)
     for root in roots:
         with suppress(psutil.NoSuchProcess):
-            found += root.children(recursive=True)
-    return found
+            processes += root.children(recursive=True)
+    return processes
 
 
 def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
-    """Waits for processes to be gone; kills those that stay."""
+    """Waits for processes to end, and kills those that do not."""
     for process in _remaining(processes, patience_s):
         log.info("killing %s, left over by Ray", process.pid)
         with suppress(psutil.NoSuchProcess):
@@ -320,8 +327,8 @@ def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
 
 
 def _remaining(processes: list[psutil.Process], patience_s: float) -> list[psutil.Process]:
-    """Those that still run after a while. What is dead and not yet reaped does not: that is up to the parent, which may
-    be an init that takes seconds for it, or never does it."""
+    """The processes that still run after waiting for `patience_s`. Zombies do not count: reaping them is up to their
+    parent, which may be an init process that takes seconds for it or never does it."""
     deadline = time.monotonic() + patience_s
     while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
         psutil.wait_procs(alive, timeout=0.02)

@@ -1,4 +1,4 @@
-"""Evaluations of a student that is being trained: on a copy of its weights, beside the training, one at a time."""
+"""Evaluates a student while it is trained: on a copy of its weights, one evaluation at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = Mapping[str, Any]
 _WEIGHTS = ".weights-"
 _POLL_S = 0.25
 _FETCH_S = 60.0
-"""for results that are there, if only on another node"""
+"""Deadline to fetch results that exist, if only on another node."""
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +40,19 @@ class _Running:
 
 
 class Evaluations:
-    """What `evaluate.suites` asks for; nothing, where it asks for none.
+    """Runs the suites of `evaluate.suites`; does nothing if there are none.
 
-    The weights are exported to `evals/.weights-<step>`, which all ranks do together between two steps; the evaluator
-    works on that folder while training goes on, and the next evaluation waits for it. No random number is drawn and no
-    weight is touched, so training does not depend on it. A folder that an ended run left is evaluated by the run that
-    goes on.
+    All ranks together export the weights to `evals/.weights-<step>` between two steps. The evaluator works on that
+    folder while training continues; the next evaluation waits for it. No random number is drawn and no weight is
+    changed, so training does not depend on evaluations. A folder that an earlier start of the run has left is
+    evaluated on resume.
 
     Args:
-        group: the one evaluator; None: no suites are asked for.
+        group: the one evaluator; None if there are no suites.
         folder: `evals` of the run directory.
-        copy: writes the student's weights to a folder; says why, if it could not.
-        record: takes a step and its metrics.
-        stopping: whether the run is to stop after this step; nothing is waited for then.
+        copy: writes the student's weights to a folder; returns the problem if it fails.
+        record: receives a step and its metrics.
+        stopping: whether the run will stop after this step; then `start` does not wait.
     """
 
     def __init__(
@@ -72,20 +72,27 @@ class Evaluations:
         self._running: _Running | None = None
 
     def recover(self, step: int) -> None:
-        """Forgets what an ended run did after `step`, which is trained anew, and evaluates what it left behind."""
-        found = re.compile(rf"({re.escape(_WEIGHTS)}|step-)(\d+)")
-        left = []
+        """Takes over from an earlier start of the run, which now resumes from `step`.
+
+        Weights and results of later steps are deleted, because those steps are trained again. Weights that were not
+        evaluated are queued.
+        """
+        pattern = re.compile(rf"({re.escape(_WEIGHTS)}|step-)(\d+)")
+        unevaluated = []
         for path in self._folder.glob("*"):
-            match = found.fullmatch(path.name)
-            if match and (int(match[2]) > step or (self._group is None and match[1] == _WEIGHTS)):
+            match = pattern.fullmatch(path.name)
+            if not match:
+                continue
+            is_weights, path_step = match[1] == _WEIGHTS, int(match[2])
+            if path_step > step or (is_weights and self._group is None):
                 shutil.rmtree(path, ignore_errors=True)
-            elif match and match[1] == _WEIGHTS:
-                left.append(int(match[2]))
-        self._waiting += sorted(left)
+            elif is_weights:
+                unevaluated.append(path_step)
+        self._waiting += sorted(unevaluated)
         self.collect()
 
     def start(self, step: int) -> None:
-        """Evaluates the student as it is. Waits until the evaluation before is done, so that no two copies pile up."""
+        """Starts an evaluation of the present weights. Waits for the one before, so that copies do not pile up."""
         if self._group is None:
             return
         problem = self._copy(self._weights(step))
@@ -98,18 +105,18 @@ class Evaluations:
         self.collect()
 
     def collect(self, *, wait_s: float = 0.0) -> None:
-        """Records an evaluation that is done, and starts the next that waits."""
+        """Records the running evaluation if it has finished, and then starts the next one in the queue."""
         if self._running:
-            late = time.monotonic() > self._running.deadline
-            if not late and not ray.wait(list(self._running.call), timeout=wait_s, fetch_local=False)[0]:
-                self._calls.look()
+            overdue = time.monotonic() > self._running.deadline
+            if not overdue and not ray.wait(list(self._running.call), timeout=wait_s, fetch_local=False)[0]:
+                self._calls.poll()
                 return
             self._end(self._running)
         if self._waiting:
             step = self._waiting.popleft()
             model = Model(f"step-{step}", self._weights(step), self._folder / f"step-{step}")
             deadline = time.monotonic() + self._config.evaluate.timeout_s
-            self._running = _Running(step, self._call(model, self._options(self._config.evaluate.limit)), deadline)
+            self._running = _Running(step, self._submit(model, self._config.evaluate.limit), deadline)
 
     def wait(self) -> None:
         """Waits for all evaluations that were started."""
@@ -117,15 +124,15 @@ class Evaluations:
             self.collect(wait_s=_POLL_S)
 
     def score(self, model: Path, step: int) -> Mapping[str, Result]:
-        """Evaluates an exported student on all items: suite → result; waits for it.
+        """Evaluates an exported student on all items. Returns the result of each suite.
 
         Raises:
-            DistillError: it failed.
+            DistillError: the evaluation failed.
         """
         if self._group is None:
             return {}
         self.wait()
-        call = self._call(Model("student", model, self._folder / "student"), self._options(None))
+        call = self._submit(Model("student", model, self._folder / "student"), limit=None)
         timeout_s = self._config.evaluate.timeout_s
         results = self._calls.gather(call, what="evaluating the export", timeout_s=timeout_s)[0]
         self._record(step, scores(results))
@@ -133,7 +140,7 @@ class Evaluations:
         return results
 
     def _end(self, running: _Running) -> None:
-        """Records what came of an evaluation. One that failed costs its scores, and not the run."""
+        """Records an evaluation that has ended or is overdue. A failure costs only its scores."""
         self._running = None
         try:
             if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
@@ -148,22 +155,24 @@ class Evaluations:
             report(f"step {running.step}", results)
         shutil.rmtree(self._weights(running.step), ignore_errors=True)
 
-    def _call(self, model: Model, options: Options) -> dict[ray.ObjectRef, str]:
+    def _submit(self, model: Model, limit: int | None) -> dict[ray.ObjectRef, str]:
+        """Calls the evaluator with at most `limit` items per suite; None: all items."""
         assert self._group is not None
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
         data = Path(evaluate.data or "").expanduser().absolute()
         suites = [str(Path(name).expanduser().absolute()) if name.endswith(".py") else name for name in evaluate.suites]
+        options = Options(
+            limit=limit,
+            seed=self._config.run.seed,
+            replace_others=True,
+            backend=evaluate.backend,
+            settings=Settings(batch_size=evaluate.batch_size),
+        )
         return self._group.submit("evaluate", model, suites, data, options)
 
-    def _options(self, limit: int | None) -> Options:
-        evaluate = self._config.evaluate
-        settings = Settings(batch_size=evaluate.batch_size)
-        seed = self._config.run.seed
-        return Options(limit=limit, seed=seed, replace_others=True, backend=evaluate.backend, settings=settings)
-
     def _replace(self) -> None:
-        """A new evaluator for the next time: the old one may be dead, or hang."""
+        """Starts a new evaluator for the next evaluation, because the old one may be dead or hang."""
         assert self._group is not None
         try:
             self._group.replace(0, self._config.ray.start_timeout_s)
@@ -175,12 +184,12 @@ class Evaluations:
 
 
 def scores(results: Mapping[str, Result]) -> dict[str, float]:
-    """As metrics."""
+    """Scores of suites as metrics."""
     return {f"eval/{suite}": result["score"] for suite, result in results.items()}
 
 
 def report(what: str, results: Mapping[str, Result]) -> None:
-    """One line per suite for the person who watches."""
+    """Prints one line per suite."""
     for suite, result in results.items():
         low, high = result["interval"]
         say(f"evaluated {what} on {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}], {result['num_items']} items")

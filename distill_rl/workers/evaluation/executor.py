@@ -1,4 +1,4 @@
-"""Models of an offline evaluation in Ray actors: as many copies as there are shards, each on its share of a GPU."""
+"""Offline evaluation in Ray actors: one copy of the model per shard, each on its share of a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
 
@@ -26,31 +27,40 @@ from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.session import ray_session
 
 CALLS_PER_WORKER = 2
-"""handed to an actor before the first is done, so that it never waits for the driver"""
+"""Calls submitted to an actor at a time, so that it always has one in its queue and never waits for the driver."""
 _POLL_S = 0.25
 _FETCH_S = 60.0
-"""for results that are there, if only on another node"""
+"""Deadline to fetch results that exist, if only on another node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How an evaluation is spread."""
+    """How an evaluation is distributed."""
 
     count: int = 1
     gpus_each: float | None = None
-    """GPUs of one actor; None: what there is, shared out evenly, at most one each (with tensor parallelism as many as that)"""
+    """GPUs per actor. None: divided evenly, at most one each; with tensor parallelism, as many as that needs."""
     ray: RayConfig = field(default_factory=RayConfig)
     deadline_s: float = 3600.0
-    """in which a model must be loaded, and one call of up to a few batches be done"""
+    """For loading a model, and for one call of up to a few batches."""
+
+
+class _Running(NamedTuple):
+    """A call that has been submitted."""
+
+    rank: int
+    chunk: list[int]
+    """Indices of its items."""
+    deadline: float
 
 
 class RayExecutor:
-    """Starts (or joins) Ray when the first model is loaded; ends all that it started when the block ends.
+    """Starts (or joins) Ray when the first model is loaded, and ends everything that it started when the block ends.
 
     Args:
-        started: called as soon as Ray runs: it has put signal handlers of its own in place.
-        interrupted: asked while waiting; may raise.
-        logs: gets what the actors printed, if one fails.
+        started: called as soon as Ray runs, because Ray replaces signal handlers.
+        interrupted: called at every poll of a wait; may raise.
+        logs: folder for the actors' output if the evaluation fails.
     """
 
     def __init__(
@@ -80,14 +90,14 @@ class RayExecutor:
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._group is not None and kind is None:
             self._calls.interrupted = lambda: None
-            stop([self._group])  # an engine ends its own processes
+            stop([self._group])  # gives an engine the chance to end its processes
         elif self._group is not None and self._logs is not None and issubclass(kind or Exception, DistillError):
             keep_logs(self._group.processes, self._logs)
         self._open.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
         if self._group is None:
-            self._group = self._hire(settings.tensor_parallel)
+            self._group = self._start_actors(settings.tensor_parallel)
         self._backend, self._batch_size = backend, settings.batch_size
         started = self._group.submit("load", folder.absolute(), backend, settings)
         self.device = self._calls.gather(started, what=f"loading {folder}", timeout_s=self._shards.deadline_s)[0]
@@ -95,40 +105,35 @@ class RayExecutor:
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         assert self._group is not None
         waiting = deque(chunks(items, task, self._backend, self._batch_size))
+        # Every rank once per call that it may have queued: taken when a call is submitted, returned when it is done.
         free = deque([rank for _ in range(CALLS_PER_WORKER) for rank in range(self._shards.count)])
-        running: dict[ray.ObjectRef, tuple[int, list[int], float]] = {}
+        limit_s = CALLS_PER_WORKER * self._shards.deadline_s  # a call may have to wait for those before it
+        running: dict[ray.ObjectRef, _Running] = {}
         while waiting or running:
             while waiting and free:
                 rank, chunk = free.popleft(), waiting.popleft()
                 (ref,) = self._group.submit("outputs", task, [items[index] for index in chunk], ranks=[rank])
-                running[ref] = (rank, chunk, time.monotonic() + CALLS_PER_WORKER * self._shards.deadline_s)
-            done, _ = ray.wait(list(running), timeout=_POLL_S)
+                running[ref] = _Running(rank, chunk, time.monotonic() + limit_s)
+            done, pending = ray.wait(list(running), timeout=_POLL_S)
             self._calls.interrupted()
-            self._require_in_time([call for ref, call in running.items() if ref not in done])
+            now = time.monotonic()
+            if late := {self._names[running[ref].rank] for ref in pending if running[ref].deadline < now}:
+                raise self._calls.late(late, "running the model", limit_s)
             for ref in done:
                 rank, chunk, _ = running.pop(ref)
                 outputs = self._calls.gather({ref: self._names[rank]}, what="running the model", timeout_s=_FETCH_S)[0]
                 free.append(rank)
                 yield [(chunk[index], output) for index, output in outputs]
 
-    def _require_in_time(self, running: Sequence[tuple[int, list[int], float]]) -> None:
-        """
-        Raises:
-            WorkerError: a call is not done by its deadline; one that waited behind another has had that one's time, too.
-        """
-        late = {self._names[rank] for rank, _, deadline in running if deadline < time.monotonic()}
-        if late:
-            raise self._calls.late(late, "running the model", CALLS_PER_WORKER * self._shards.deadline_s)
-
-    def _hire(self, tensor_parallel: int) -> WorkerGroup:
-        """Actors in placements of their own."""
+    def _start_actors(self, tensor_parallel: int) -> WorkerGroup:
+        """Starts one actor per shard, each in its own bundle."""
         settings, count = self._shards.ray, self._shards.count
         self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
-        each = self._gpus_each(gpus, tensor_parallel)
+        gpus_each = self._gpus_each(gpus, tensor_parallel)
         names = self._names
-        bundle = {"CPU": 1.0} | ({"GPU": each} if each else {})
-        placements = {name: ActorPlacement(name, index, 1.0, each) for index, name in enumerate(names)}
+        bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
+        placements = {name: ActorPlacement(name, i, 1.0, gpus_each) for i, name in enumerate(names)}
         plan = PlacementPlan(tuple(bundle for _ in names), placements)
         timeout_s = settings.placement_timeout_s
         placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))
@@ -141,14 +146,14 @@ class RayExecutor:
     def _gpus_each(self, gpus: float, tensor_parallel: int) -> float:
         """
         Raises:
-            ConfigError: tensor parallelism needs GPUs of its own.
+            ConfigError: the cluster has too few GPUs for tensor parallelism.
         """
-        count, asked = self._shards.count, self._shards.gpus_each
+        count = self._shards.count
         if tensor_parallel > 1:
             if gpus < tensor_parallel * count:
                 rule = f"{count} shards x {tensor_parallel} GPUs are asked, the cluster has {gpus:g}"
                 raise ConfigError("tensor_parallel", rule, None, "lower --tensor-parallel or --shards")
             return float(tensor_parallel)
-        if asked is not None:
-            return asked
+        if self._shards.gpus_each is not None:
+            return self._shards.gpus_each
         return 1 / math.ceil(count / gpus) if gpus else 0.0

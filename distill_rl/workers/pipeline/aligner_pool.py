@@ -1,11 +1,16 @@
-"""The aligner actors as one: batches go round, results keep their order, and no row ends a run by itself.
+"""The aligner actors as one pool: they take batches in turn, results keep their order, and no single row ends a run.
 
-`submit` returns at once with references; `settle` waits for a batch and sees to it that there is one: an aligner that
-raises, dies or overruns its deadline is asked once more (after a replacement where it did not merely raise), and if that
-fails too, the rows of the batch are tried one by one. A row that fails alone is left out, within `aligner.max_bad_rows`.
-Without actors the same is done in this process, but for deaths and deadlines, from which nothing could recover.
+`submit` returns references at once. `settle` waits for a batch and retries what fails, in this order:
 
-Consumes: batches. Waits for: the aligners, in `settle`. Unblocked by: their answers or deadlines. Produces: references.
+1. The batch is aligned. Batch t belongs to aligner t mod N, whatever the depth or the load.
+2. If the aligner raises, dies or overruns its deadline, the batch is aligned once more. An aligner that died or hangs
+   is replaced first; one that merely raised is kept.
+3. If that fails too, its rows are tried one by one. Rows that fail on their own are recorded as bad, within
+   `aligner.max_bad_rows`, and the batch is aligned without them.
+
+Without actors the driver aligns in its own process, in the same order; deaths and deadlines cannot be handled there.
+
+Consumes: batches. Waits for: the aligners, in `settle`. Unblocked by: their results or deadlines. Produces: references.
 """
 
 from __future__ import annotations
@@ -34,19 +39,19 @@ class Pending:
     """A batch at an aligner: references only."""
 
     batch: DocumentBatch
-    place: int
-    """which aligner"""
+    aligner: int
+    """Index of the aligner in the pool."""
     info: Any
-    """reference to the BatchInfo"""
+    """Reference to the BatchInfo."""
     parts: list[ray.ObjectRef]
     actor: Any = None
-    """who was asked; another may have taken its place"""
-    since: float | None = None
-    """when it was first seen to be next at its aligner"""
+    """The actor that was called; a replacement may have taken its index since."""
+    first_in_line_since: float | None = None
+    """When `overdue` first saw this batch at the head of its aligner's queue."""
 
 
 class BadRows:
-    """Rows left out of the run: listed in a file, and never more than the budget.
+    """Rows left out of the run: listed in a file, and never more of them than the budget.
 
     Raises:
         AlignmentError: an earlier part of the run has listed more than the budget.
@@ -55,43 +60,43 @@ class BadRows:
     def __init__(self, path: Path, budget: int):
         self._path, self._budget = path, budget
         self.rows: set[tuple[str, int]] = set()
-        """(train | validation, row)"""
+        """(`train` or `validation`, row)"""
         for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n"):  # a line that a kill cut off is found, and written, again
-                listed = json.loads(line)
-                self.rows.add((listed["source"], listed["row"]))
+            if line.endswith("\n"):  # a line that a kill cut off is ignored: its row will be found and listed again
+                entry = json.loads(line)
+                self.rows.add((entry["source"], entry["row"]))
         self._check("see there")
 
     def of(self, batch: DocumentBatch) -> tuple[int, ...]:
-        """Rows of this batch that are known to be bad."""
+        """The known bad rows of this batch."""
         return tuple(sorted({row for source, row in self.rows if source == batch.source} & set(batch.row_numbers)))
 
-    def add(self, source: str, found: BadRow) -> None:
+    def add(self, source: str, bad: BadRow) -> None:
         """
         Raises:
-            AlignmentError: one more than `aligner.max_bad_rows`.
+            AlignmentError: this is one more than `aligner.max_bad_rows`.
         """
-        if (source, found.row) in self.rows:
+        if (source, bad.row) in self.rows:
             return
-        self.rows.add((source, found.row))
+        self.rows.add((source, bad.row))
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"source": source, "row": found.row, "reason": found.reason[:500]}) + "\n")
-        log.warning("row %d (%s) is left out: %s", found.row, source, found.reason)
-        self._check(f"the last: {found.reason}")
+            file.write(json.dumps({"source": source, "row": bad.row, "reason": bad.reason[:500]}) + "\n")
+        log.warning("row %d (%s) is left out: %s", bad.row, source, bad.reason)
+        self._check(f"the last: {bad.reason}")
 
-    def _check(self, last: str) -> None:
+    def _check(self, detail: str) -> None:
         if len(self.rows) > self._budget:
             rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
-            remedy = f"mend or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
-            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {last}", remedy)
+            remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
+            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {detail}", remedy)
 
 
 class AlignerPool:
     """
     Args:
-        group: the actors; empty: `local` works in this process.
+        group: the actors. If it is empty, `local` does the work in this process.
         local: an object with the methods of `AlignerWorker`, for an empty group.
-        num_parts: what `build` returns besides its BatchInfo.
+        num_parts: number of values that `build` returns besides its BatchInfo.
         deadline_s: for one batch, and for one row of a batch that failed twice.
         max_restarts: how many aligners may be replaced.
     """
@@ -112,49 +117,52 @@ class AlignerPool:
         self._deadline_s, self._start_timeout_s, self._bad_rows = deadline_s, start_timeout_s, bad_rows
         self._max_restarts, self.restarts = max_restarts, 0
         self._unsettled: list[Pending] = []
-        """in the order of submission"""
+        """In the order of submission."""
 
     @property
     def names(self) -> list[str]:
         return self._group.names or ["driver"]
 
     def submit(self, batch: DocumentBatch) -> Pending:
-        """Hands a batch to the next aligner; waits only where there is none but this process."""
+        """Hands a batch to the next aligner. Blocks only in an empty pool, where this process does the work."""
         pending = Pending(batch, batch.index % len(self.names), None, [])
         self._build(pending)
         self._unsettled.append(pending)
         return pending
 
     def overdue(self, pending: Pending) -> bool:
-        """Whether a batch that nobody waits for yet has been at the head of its aligner's queue for `deadline_s`."""
+        """Whether a batch that is not being waited for has been at the head of its aligner's queue for `deadline_s`."""
         if not self._group.actors or _outcome(pending.info) != "unknown":
             return False
-        before = self._unsettled[: self._place_of(pending)]
-        if any(each.place == pending.place and _outcome(each.info) == "unknown" for each in before):
-            return False
-        if pending.since is None:
-            pending.since = time.monotonic()
-        return time.monotonic() - pending.since > self._deadline_s
+        for earlier in self._unsettled:
+            if earlier is pending:
+                break
+            if earlier.aligner == pending.aligner and _outcome(earlier.info) == "unknown":
+                return False  # the aligner has not come to this batch yet
+        if pending.first_in_line_since is None:
+            pending.first_in_line_since = time.monotonic()
+        return time.monotonic() - pending.first_in_line_since > self._deadline_s
 
     @property
     def queue(self) -> int:
-        """Batches that the aligners have yet to answer."""
-        infos = [each.info for each in self._unsettled]
+        """Number of batches that the aligners have not finished."""
+        infos = [pending.info for pending in self._unsettled]
         return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
 
-    def _place_of(self, pending: Pending) -> int:
-        return next((n for n, each in enumerate(self._unsettled) if each is pending), 0)
-
     def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
-        """What came of a batch, and whether its references were replaced on the way.
+        """Waits for a batch. Returns its BatchInfo, and whether its references were replaced on the way.
 
         Raises:
-            DistillError: what the user has to mend in the data; more bad rows than the budget.
+            DistillError: the data need a fix by the user, or more rows are bad than the budget allows.
         """
         what = f"aligning batch {pending.batch.index + 1}"
-        self._unsettled = [each for each in self._unsettled if each is not pending]
-        first = pending.info
-        info = self._attempt(pending, what) or self._again(pending, what)
+        self._unsettled = [other for other in self._unsettled if other is not pending]
+        first_info = pending.info
+        info = self._attempt(pending, what)
+        if info is None:
+            log.warning("%s is tried once more", what)
+            self._build(pending)
+            info = self._attempt(pending, what)
         if info is None:
             log.warning("%s failed twice; its rows are tried one by one", what)
             self._find_bad_rows(pending)
@@ -162,15 +170,15 @@ class AlignerPool:
             info = self._wait(pending, what)
         for row in info.bad_rows:
             self._bad_rows.add(pending.batch.source, row)
-        return info, pending.info is not first
+        return info, pending.info is not first_info
 
     def _build(self, pending: Pending) -> None:
-        """Has a batch built by whoever sits at its place now."""
-        batch, pending.since = pending.batch, None
+        """Calls the aligner that is now at the batch's index in the pool."""
+        batch, pending.first_in_line_since = pending.batch, None
         if not self._group.actors:
             pending.info, *pending.parts = [ray.put(part) for part in self._build_here(batch)]
             return
-        pending.actor = self._group.actors[pending.place]
+        pending.actor = self._group.actors[pending.aligner]
         build = pending.actor.build.options(num_returns=1 + self._num_parts)
         pending.info, *pending.parts = build.remote(batch, self._bad_rows.of(batch))
 
@@ -181,7 +189,7 @@ class AlignerPool:
             raise
         except Exception as error:
             log.warning("aligning batch %d: %s: %s", batch.index + 1, type(error).__name__, error)
-        for document in self._unknown(batch):
+        for document in self._not_known_bad(batch):
             try:
                 self._local.try_row(document)
             except DistillError:
@@ -190,65 +198,61 @@ class AlignerPool:
                 self._bad_rows.add(batch.source, BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
         return self._local.build(batch, self._bad_rows.of(batch))
 
-    def _again(self, pending: Pending, what: str) -> BatchInfo | None:
-        log.warning("%s is tried once more", what)
-        self._build(pending)
-        return self._attempt(pending, what)
-
     def _attempt(self, pending: Pending, what: str) -> BatchInfo | None:
-        """None after a failure that another try may mend; the aligner is able to work again then."""
+        """Waits for a batch; None after a failure that may be retried. The aligner can work again by then."""
         try:
             return self._wait(pending, what)
         except DistillError as error:
-            if _outcome(pending.info) == "done":  # after its deadline, but before anybody was told
+            if _outcome(pending.info) == "done":  # it finished between the deadline and now
                 return ray.get(pending.info)
             self._recover(pending, pending.info, error)
             return None
 
     def _wait(self, pending: Pending, what: str) -> BatchInfo:
-        waited = 0.0 if pending.since is None else time.monotonic() - pending.since
-        names = {pending.info: self.names[pending.place]}
-        return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited))[0]
+        since = pending.first_in_line_since
+        waited_s = 0.0 if since is None else time.monotonic() - since
+        names = {pending.info: self.names[pending.aligner]}
+        return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited_s))[0]
 
     def _recover(self, pending: Pending, call: ray.ObjectRef, error: DistillError) -> None:
-        """Raises what no second try can mend; puts a new actor in the place of one that died or does not answer.
+        """Replaces the aligner if it died or does not answer. Raises what a retry cannot help.
 
         Raises:
-            DistillError: `error`, if it is the user's to mend.
-            WorkerError: more were replaced than `faults.aligner_restarts`.
+            DistillError: `error`, if the user has to fix its cause.
+            WorkerError: more aligners were replaced than `faults.aligner_restarts`.
         """
         if error.exit_code == 2:
             raise error
         log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if _outcome(call) != "unknown" or self._group.actors[pending.place] is not pending.actor:
-            return
-        name = self._group.names[pending.place]
+        if _outcome(call) != "unknown" or self._group.actors[pending.aligner] is not pending.actor:
+            return  # it answered, so it is alive; or it has been replaced already
+        name = self._group.names[pending.aligner]
         if self.restarts >= self._max_restarts:
             rule = f"aligners may be replaced faults.aligner_restarts={self._max_restarts} times"
-            raise WorkerError(name, rule, str(error), "mend what ends them, or raise it") from error
+            raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
         self.restarts += 1
         log.warning("%s is replaced (%d of faults.aligner_restarts=%d)", name, self.restarts, self._max_restarts)
-        self._group.replace(pending.place, timeout_s=self._start_timeout_s)
+        self._group.replace(pending.aligner, timeout_s=self._start_timeout_s)
 
     def _find_bad_rows(self, pending: Pending) -> None:
-        for document in self._unknown(pending.batch):
+        """Tries each row on its own and records those that fail."""
+        for document in self._not_known_bad(pending.batch):
             row = int(document["row"])
-            calls = self._group.submit("try_row", document, ranks=[pending.place])
+            calls = self._group.submit("try_row", document, ranks=[pending.aligner])
             try:
                 self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._deadline_s)
             except DistillError as error:
-                pending.actor = self._group.actors[pending.place]
+                pending.actor = self._group.actors[pending.aligner]
                 self._recover(pending, next(iter(calls)), error)
                 self._bad_rows.add(pending.batch.source, BadRow(row, str(error)))
 
-    def _unknown(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
-        """Documents that are not known to be bad."""
-        known = self._bad_rows.of(batch)
-        return [document for document in batch.documents if int(document["row"]) not in known]
+    def _not_known_bad(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
+        bad = self._bad_rows.of(batch)
+        return [document for document in batch.documents if int(document["row"]) not in bad]
 
 
 def _outcome(call: ray.ObjectRef) -> Literal["done", "raised", "unknown"]:
-    """How a call ended, if it did; whoever was asked is alive and free unless that is unknown."""
+    """How a call ended, if it has. Unless this is unknown, the actor that was called is alive and free."""
     try:
         ray.get(call, timeout=0)
     except RayTaskError:

@@ -1,9 +1,19 @@
-"""Which transport each teacher's targets take, and every reader's ring opened, before the first step."""
+"""Chooses the transport for each teacher's targets, and opens and proves every ring before the first step.
+
+For each teacher rank that publishes, the hand-shake is:
+
+1. The teacher makes a ring and returns one offer per student rank that reads it.
+2. Those readers open the ring and return receipts, which the teacher accepts.
+3. The teacher publishes a probe of 1 KiB, and the readers check that it arrives as it was sent.
+
+A rank that fails a stage returns a `Problem` instead of raising, so that a second choice can be tried: shared memory
+as a file, otherwise, with `transport: auto`, the object store. A second choice that fails too is an error.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +43,7 @@ class Route:
     group: WorkerGroup
     rank: int
     source: str
+    """Name of the teacher rank."""
     readers: tuple[int, ...]
     num_slots: int
     choice: Choice
@@ -43,8 +54,7 @@ class Connector:
     """Opens the rings of all teachers.
 
     Args:
-        teachers: started.
-        student: started.
+        teachers, student: groups that have started.
     """
 
     def __init__(
@@ -58,68 +68,72 @@ class Connector:
         self._config, self._teachers, self._student, self._rings, self._calls = config, teachers, student, rings, calls
         self._timeout_s = config.ray.start_timeout_s
         self._used: dict[str, Route] = {}
-        """by source"""
+        """Routes whose probe arrived, by source."""
 
     def connect(self) -> dict[str, Choice]:
-        """By teacher rank the transport that it publishes through, proven by a round trip of 1 KiB.
+        """Opens all rings. Returns the proven transport of each teacher rank that publishes.
 
         Raises:
-            ConfigError: a transport that was asked for by name does not work from a teacher to a student rank.
+            ConfigError: a transport that was requested by name does not work from a teacher to a student rank.
         """
-        places = self._places(self._student, range(len(self._student.actors)))
-        self._join([route for teacher, group in self._teachers for route in self._routes(teacher, group, places)])
+        places = self._student_places()
+        routes = [
+            self._route(teacher, group, replica, places)
+            for teacher, group in self._teachers
+            for replica in range(teacher.parallel.dp)
+        ]
+        self._join(routes)
         chosen = {source: route.choice for source, route in self._used.items()}
         for choice in dict.fromkeys(chosen.values()):
             say(f"transport {choice.name}: {choice.reason}")
-            log.info("it is used by %s", ", ".join(source for source, its in chosen.items() if its == choice))
+            log.info("it is used by %s", ", ".join(source for source, other in chosen.items() if other == choice))
         return chosen
 
     def reconnect(self, teacher: TeacherConfig, group: WorkerGroup, rank: int) -> None:
-        """The same for the replica of a teacher that begins with this rank and has taken the place of another.
+        """Opens the ring of a replacement replica, whose first rank is `rank`.
 
         Raises:
-            ConfigError: see `connect`.
+            ConfigError: as for `connect`.
         """
-        places = self._places(self._student, range(len(self._student.actors)))
-        self._join([self._route(teacher, group, rank // teacher.parallel.tp, places)])
+        self._join([self._route(teacher, group, rank // teacher.parallel.tp, self._student_places())])
 
     def _join(self, routes: Sequence[Route]) -> None:
+        """Opens routes, and those that fail once more by their second choice."""
         problems = self._open(routes)
-        again = [self._second_choice(route, problems[route.source]) for route in routes if route.source in problems]
+        failed = [route for route in routes if route.source in problems]
+        retries = [self._second_choice(route, problems[route.source]) for route in failed]
         self._used |= {route.source: route for route in routes if route.source not in problems}
-        if again:  # readers first: what they have opened belongs to the teachers
-            for route in again:
+        if retries:
+            for route in retries:
                 self._used.pop(route.source, None)
-            self._close_others(list(self._used.values()))
-        for source, problem in self._open(again).items():
+            # Readers close first: what they have opened belongs to the teachers.
+            names = sorted({route.choice.name for route in self._used.values()})
+            self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
+        for source, problem in self._open(retries).items():
             raise ConfigError(
                 "transport", f"must work from {source} to the student", problem, "set transport=object_store"
             )
-        self._used |= {route.source: route for route in again}
+        self._used |= {route.source: route for route in retries}
+
+    def _student_places(self) -> list[Place]:
+        return self._places(self._student, range(len(self._student.actors)))
 
     def _places(self, group: WorkerGroup, ranks: Sequence[int]) -> list[Place]:
         return self._gather(group.submit("place", ranks=ranks))
 
-    def _routes(self, teacher: TeacherConfig, group: WorkerGroup, places: Sequence[Place]) -> list[Route]:
-        return [self._route(teacher, group, replica, places) for replica in range(teacher.parallel.dp)]
-
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
         dp, rank = teacher.parallel.dp, replica * teacher.parallel.tp
         students = self._config.student.parallel
-        (own,) = self._places(group, [rank])
-        # Replica r of dp writes rows r … r + 1 of every dp, student rank s of dp' reads rows s … s + 1 of every dp'.
-        share = Layout(replica * students.dp, students.dp, 1)
-        readers = readers_of(share, 0, dp * students.dp, dp=students.dp, tp=students.tp)
-        choice = choose(self._config.transport, own, [places[reader] for reader in readers])
-        source, slots = group.names[rank], self._rings.slots[teacher.name]
-        on = ", ".join(dict.fromkeys(_short(places[reader]) for reader in readers))
-        log.info("%s on %s is read on %s", source, _short(own), on)
-        return Route(group, rank, source, readers, slots, choice)
-
-    def _close_others(self, routes: Sequence[Route]) -> None:
-        """Lets the student close the transports that none of these routes takes."""
-        names = sorted({route.choice.name for route in routes})
-        self._student.call("close_others", names, what="connecting", timeout_s=self._timeout_s)
+        (place,) = self._places(group, [rank])
+        # Divide the batch into dp · dp' equal parts. Replica r of the teacher's dp writes parts r·dp' to (r + 1)·dp';
+        # rank s of the student's dp' reads parts s·dp to (s + 1)·dp. `readers_of` finds the ranks whose parts overlap.
+        written = Layout(replica * students.dp, students.dp, 1)
+        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, tp=students.tp)
+        choice = choose(self._config.transport, place, [places[reader] for reader in readers])
+        source, num_slots = group.names[rank], self._rings.slots[teacher.name]
+        on = ", ".join(dict.fromkeys(_node_and_device(places[reader]) for reader in readers))
+        log.info("%s on %s is read on %s", source, _node_and_device(place), on)
+        return Route(group, rank, source, readers, num_slots, choice)
 
     def _second_choice(self, route: Route, problem: str) -> Route:
         if route.choice.name == "shared_memory":
@@ -136,60 +150,66 @@ class Connector:
         return replace(route, choice=Choice(FALLBACK, reason))
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
-        """Opens the rings and sends the probes; what is in the way, by source, in the order of the routes."""
+        """Runs the hand-shake on all routes, stage by stage. Returns the first problem of each route that failed, by
+        source, in the order of the routes. A route that fails a stage takes no part in the later ones."""
         problems: dict[str, str] = {}
-        opening = (("open_ring", r.choice.name, r.source, r.num_slots, r.readers, r.backing) for r in routes)
-        offers = self._ask(routes, opening, problems)
-        receipts = self._tell_readers("open_rings", offers, problems)
-        accepted = self._ask(list(receipts), (("accept", found) for found in receipts.values()), problems)
-        probes = self._ask(list(accepted), (("publish_probe",) for _ in accepted), problems)
-        self._tell_readers("read_probes", {r: [probe] * len(r.readers) for r, probe in probes.items()}, problems)
+        opening: dict[Route, tuple[Any, ...]] = {
+            route: (route.choice.name, route.source, route.num_slots, route.readers, route.backing) for route in routes
+        }
+        offers = self._call_teachers("open_ring", opening, problems)
+        receipts = self._call_readers("open_rings", offers, problems)
+        accepted = self._call_teachers(
+            "accept", {route: (from_readers,) for route, from_readers in receipts.items()}, problems
+        )
+        probes = self._call_teachers("publish_probe", dict.fromkeys(accepted, ()), problems)
+        copies = {route: [probe] * len(route.readers) for route, probe in probes.items()}
+        self._call_readers("read_probes", copies, problems)
         return {route.source: problems[route.source] for route in routes if route.source in problems}
 
-    def _ask(
-        self, routes: Sequence[Route], questions: Iterable[tuple[Any, ...]], problems: dict[str, str]
+    def _call_teachers(
+        self, method: str, arguments: Mapping[Route, tuple[Any, ...]], problems: dict[str, str]
     ) -> dict[Route, Any]:
-        """Calls the publishing rank of each route, all at the same time; the answers, but for those that are problems.
+        """Calls a method on the publishing rank of each route, all at the same time.
 
-        Args:
-            questions: method and arguments for each route.
+        Returns:
+            The answers; those that are problems go to `problems` instead.
         """
         calls: Refs = {}
-        for route, (method, *arguments) in zip(routes, questions):
-            calls |= route.group.submit(method, *arguments, ranks=[route.rank])
-        answers = dict(zip(routes, self._gather(calls)))
+        for route, route_arguments in arguments.items():
+            calls |= route.group.submit(method, *route_arguments, ranks=[route.rank])
+        answers = dict(zip(arguments, self._gather(calls)))
         problems |= {route.source: str(answer) for route, answer in answers.items() if isinstance(answer, Problem)}
         return {route: answer for route, answer in answers.items() if not isinstance(answer, Problem)}
 
-    def _tell_readers(
-        self, method: str, things: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
+    def _call_readers(
+        self, method: str, items: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
     ) -> dict[Route, list[Any]]:
-        """Hands every reader its things; the answers of all readers of a route, unless one is a problem.
+        """Calls a method once on every student rank, with its items of all routes.
 
         Args:
-            things: per route one for each of its readers.
+            items: per route, one item for each of its readers.
+
+        Returns:
+            Per route the answers of its readers. A route with a problem goes to `problems` instead.
         """
-        inbox: dict[int, list[tuple[Route, Offer | Handle]]] = {rank: [] for rank in range(len(self._student.actors))}
-        for route, own in things.items():
-            for reader, thing in zip(route.readers, own):
-                inbox[reader].append((route, thing))
+        inboxes: list[list[tuple[Route, Offer | Handle]]] = [[] for _ in self._student.actors]
+        for route, route_items in items.items():
+            for reader, item in zip(route.readers, route_items):
+                inboxes[reader].append((route, item))
         calls: Refs = {}
-        for rank, entries in inbox.items():
-            calls |= self._student.submit(method, [thing for _, thing in entries], ranks=[rank])
-        answers: dict[Route, list[Any]] = {route: [] for route in things}
-        for entries, given in zip(inbox.values(), self._gather(calls)):
-            for (route, _), answer in zip(entries, given):
+        for rank, inbox in enumerate(inboxes):
+            calls |= self._student.submit(method, [item for _, item in inbox], ranks=[rank])
+        answers: dict[Route, list[Any]] = {route: [] for route in items}
+        for inbox, rank_answers in zip(inboxes, self._gather(calls)):
+            for (route, _), answer in zip(inbox, rank_answers):
                 answers[route].append(answer)
-        for route, found in answers.items():
-            for problem in found:
-                if isinstance(problem, Problem):
-                    problems.setdefault(route.source, str(problem))
-        return {route: found for route, found in answers.items() if route.source not in problems}
+                if isinstance(answer, Problem):
+                    problems.setdefault(route.source, str(answer))
+        return {route: route_answers for route, route_answers in answers.items() if route.source not in problems}
 
     def _gather(self, calls: Refs) -> list[Any]:
         return self._calls.gather(calls, what="connecting", timeout_s=self._timeout_s)
 
 
-def _short(place: Place) -> str:
-    """Node and device."""
+def _node_and_device(place: Place) -> str:
     return f"node {place.node_id} ({place.device})"

@@ -7,8 +7,8 @@ student still trains on an earlier one, and only ever waits for the student.
 How one batch moves (`SubBatch` lists the states):
 
 1. `submit` hands the batch to an aligner, cuts the references to its results into sub-batches and queues them.
-2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls the
-   teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
+2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls
+   the teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
 3. `settle` makes the batch the current one and waits for its alignment. The current batch comes first in the queue.
 4. The student group calls the student on each sub-batch whose teachers have been called, and waits for it.
 5. `finish` gives the slots back: every reader has returned, so they can be overwritten. That makes room for step 2.
@@ -61,8 +61,8 @@ class Pipeline:
         return pending
 
     def settle(self, pending: PendingBatch) -> BatchInfo:
-        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers are
-        called again with the new rows."""
+        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers
+        are called again with the new rows."""
         self._current = pending
         self._advance()
         return self._wait_for_alignment(pending)
@@ -79,8 +79,8 @@ class Pipeline:
         self._advance()
 
     def resubmit(self, name: str, replica: int) -> None:
-        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in the
-        original order and with the original slots, which exist in its new ring too."""
+        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in
+        the original order and with the original slots, which exist in its new ring too."""
         t = self._index(name)
         for sub_batch in self._open:
             if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed
@@ -105,7 +105,7 @@ class Pipeline:
 
     @property
     def queue(self) -> int:
-        """Batches that the aligners have not finished."""
+        """Number of batches that the aligners have not finished."""
         return self._aligners.queue
 
     def occupancy(self) -> dict[str, float]:
@@ -113,12 +113,12 @@ class Pipeline:
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
-        self._unsettled = [each for each in self._unsettled if each is not pending]
+        self._unsettled = [other for other in self._unsettled if other is not pending]
         info, replaced = self._aligners.settle(pending.aligned)
-        if replaced:  # the first references failed, and so did the calls that got them
+        if replaced:  # the first references failed, and so did the calls that were given them
             self._release(pending.sub_batches)
             self._split(pending)
-        needed = -(-info.num_rows // self._rings.rows_per_sub_batch)
+        needed = -(-info.num_rows // self._rings.rows_per_sub_batch)  # packing may fill fewer rows than planned
         self._release(pending.sub_batches[needed:])
         del pending.sub_batches[needed:]
         self._advance()
@@ -141,7 +141,7 @@ class Pipeline:
 
     def _advance(self) -> None:
         """Calls the teachers on every queued sub-batch that there is room for."""
-        self._queue.sort(key=lambda entry: entry[0] is not self._current)  # stable
+        self._queue.sort(key=lambda entry: entry[0] is not self._current)  # current batch first; the sort is stable
         while self._queue and self._has_room(self._queue[0][0]):
             self._call_teachers(self._queue.pop(0)[1])
 
@@ -154,7 +154,7 @@ class Pipeline:
             needed = self._rings.slots_per_sub_batch[name]
             if ledger.free < needed:
                 return False
-            held_by_later = ledger.held - sum(len(each.slots.get(name, ())) for each in current)
+            held_by_later = ledger.held - sum(len(sub_batch.slots.get(name, ())) for sub_batch in current)
             if pending is not self._current and held_by_later + needed > ledger.num_slots - needed:
                 return False  # the current batch must always find room for one sub-batch
         return True
@@ -166,9 +166,9 @@ class Pipeline:
             if teacher.name in self.lost:
                 calls.append([])
                 continue
-            own = self._ledgers[teacher.name].take(self._rings.slots_per_sub_batch[teacher.name])
-            slots[teacher.name] = own
-            calls.append([self._call(t, replica, sub_batch, own) for replica in range(teacher.parallel.dp)])
+            taken = self._ledgers[teacher.name].take(self._rings.slots_per_sub_batch[teacher.name])
+            slots[teacher.name] = taken
+            calls.append([self._call(t, replica, sub_batch, taken) for replica in range(teacher.parallel.dp)])
         sub_batch.call_teachers(slots, calls)
         self._open.append(sub_batch)
 
@@ -179,9 +179,9 @@ class Pipeline:
         return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)
 
     def _release(self, sub_batches: Sequence[SubBatch]) -> None:
-        gone = {id(each) for each in sub_batches}
+        gone = {id(sub_batch) for sub_batch in sub_batches}
         self._queue = [entry for entry in self._queue if id(entry[1]) not in gone]
-        self._open = [each for each in self._open if id(each) not in gone]
+        self._open = [sub_batch for sub_batch in self._open if id(sub_batch) not in gone]
         for sub_batch in sub_batches:
             for name, slots in sub_batch.release().items():
                 self._ledgers[name].give_back(slots)

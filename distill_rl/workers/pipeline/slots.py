@@ -1,4 +1,4 @@
-"""Which slots of a teacher's rings are free, as the driver knows: what it gave out and has not got back."""
+"""Which slots of a teacher's rings are free, as the driver keeps account of them: handed out and not yet returned means in use."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from distill_rl.transport.base import Slot
 
 FIRST_GENERATION = 2
-"""of every slot, borne by nothing but the probe that is sent before the first step"""
+"""Generation of every slot at the start; only the probe that is sent before the first step carries it."""
 
 
 class SlotLedger:
-    """The slots of one teacher. Its replicas use the same ones at the same time, each in a ring of its own.
+    """The slots of one teacher. All its replicas use the same slots at the same time, each in its own ring.
 
-    A slot comes back when every reader's call has returned; it is given out again with the next generation, the one that
-    waited longest first.
+    A slot is returned once every reader's call has returned. It is handed out again with the next generation, the slot
+    that was returned first going first.
     """
 
     def __init__(self, num_slots: int):
@@ -35,20 +35,20 @@ class SlotLedger:
     def take(self, count: int) -> tuple[Slot, ...]:
         """
         Raises:
-            RuntimeError: fewer are free; ask `free` first.
+            RuntimeError: fewer slots are free; check `free` first.
         """
         if count > self.free:
             raise RuntimeError(f"{count} slots of {self.num_slots} were asked for; {self.free} are free")
         taken = [self._free.popleft() for _ in range(count)]
-        for index in taken:
-            self._generations[index] += 2
+        for i in taken:
+            self._generations[i] += 2
         self._peak = max(self._peak, self.held)
-        return tuple(Slot(index, self._generations[index]) for index in taken)
+        return tuple(Slot(i, self._generations[i]) for i in taken)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         self._free.extend(slot.index for slot in slots)
 
     def occupancy(self) -> float:
-        """The largest share of the slots in use at once since this was last asked."""
+        """The largest share of the slots in use at once since the last call."""
         peak, self._peak = self._peak, self.held
         return peak / self.num_slots

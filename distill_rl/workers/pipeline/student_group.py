@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,20 +57,20 @@ class StudentGroup:
         self._group, self._config, self._calls, self._timer = group, config, calls, timer
         self._pipeline, self._recovery = pipeline, recovery
 
-    def train_step(self, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+    def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
         """forward_backward of every sub-batch; the last call ends with the optimizer step."""
         stage = _Stage("train", f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student"))
-        return self._run(stage, batch, sub_batches)
+        return self._run(stage, batch)
 
-    def evaluate(self, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+    def evaluate(self, batch: PendingBatch) -> dict[str, Metric]:
         """Validation losses of one batch."""
-        return self._run(_Stage("evaluate", f"validation batch {batch.index}", ("validation",) * 3), batch, sub_batches)
+        return self._run(_Stage("evaluate", f"validation batch {batch.index}", ("validation",) * 3), batch)
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
         """Calls a method in which all ranks take part (save, load, export). Returns their results in rank order."""
         return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
-    def _run(self, stage: _Stage, batch: PendingBatch, sub_batches: Sequence[SubBatch]) -> dict[str, Metric]:
+    def _run(self, stage: _Stage, batch: PendingBatch) -> dict[str, Metric]:
         """Waits for the alignment, then calls the student on every sub-batch as soon as its teachers have been called.
 
         The student is called only after the alignment is known to exist: no earlier fault can reach its state.
@@ -79,8 +78,8 @@ class StudentGroup:
         queue = self._pipeline.queue
         with self._timer.part(stage.timers[0]):
             info = self._pipeline.settle(batch)
-        progress = _Progress(stage, sub_batches[-1])
-        for sub_batch in sub_batches:
+        progress = _Progress(stage, batch.sub_batches[-1])
+        for sub_batch in batch.sub_batches:
             while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
                 self._finish_first(progress)
             self._call_student(progress, sub_batch)
@@ -107,7 +106,7 @@ class StudentGroup:
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
-        """Waits for the oldest running sub-batch and frees its slots. After a teacher's death: recovers, and waits again."""
+        """Waits for the oldest running sub-batch and frees its slots. Recovers from a teacher's death."""
         sub_batch = progress.running[0]
         while True:
             try:
@@ -126,7 +125,7 @@ class StudentGroup:
         calls = sub_batch.all_teacher_calls
         with self._timer.part(stage.timers[1]):
             returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {stage.what}")))
-            # Only the numbers: handles that were kept would keep the objects behind them alive.
+            # Keep the numbers only: a handle would keep the objects behind it alive.
             stats = [[returned[ref].measured for ref in teacher] for teacher in sub_batch.published]
             returned.clear()
         with self._timer.part(stage.timers[2]):

@@ -51,7 +51,7 @@ class SubBatch:
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Slots held, by teacher; every replica uses the same ones in its own ring."""
     teacher_calls: list[list[Refs]] = field(default_factory=list)
-    """Per teacher and replica the calls of its ranks, of which the first rank publishes. A lost teacher has no replicas."""
+    """Per teacher and replica, the calls of its ranks; the first rank publishes. A lost teacher has no replicas."""
     student_calls: Refs = field(default_factory=dict)
 
     def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:
@@ -95,10 +95,10 @@ class PendingBatch:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     @contextmanager
-    def lease(self) -> Iterator[tuple[PendingBatch, list[SubBatch]]]:
-        """The batch and its sub-batches for one step; released when the block ends, whatever happens."""
+    def lease(self) -> Iterator[None]:
+        """Keeps the batch for one step; it is released when the block ends, whatever happens."""
         try:
-            yield self, self.sub_batches
+            yield
         finally:
             self.release()
 

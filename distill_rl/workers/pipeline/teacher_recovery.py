@@ -1,7 +1,8 @@
-"""Restarts teachers that die, within a budget. A teacher that cannot be restarted ends the run, or the run goes on without it.
+"""Restarts teachers that die, within a budget. If that fails, the run ends or continues without the teacher.
 
-A replica is replaced as a whole, because its ranks form one process group. The replacement gets a new ring and is called on
-every sub-batch that the student is not done with, in the original order. Weights and rows are the same, so its targets are too.
+A replica is replaced as a whole, because its ranks form one process group. The replacement gets a new ring and is
+called on every sub-batch that the student is not done with, in the original order. Weights and rows are the same, so
+its targets are too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distill_rl.workers.pipeline.sub_batch import Teachers
 
 _KNOWN_WITHIN_S = 6.0
 """Ray reports the actors of a lost node as dead only some seconds after other actors have failed because of it."""
-_ASK_S = 0.5
+_POLL_S = 0.5
 """Interval between two polls for dead actors."""
 
 log = logging.getLogger(__name__)
@@ -51,30 +52,32 @@ class TeacherRecovery:
 
     def counts(self) -> dict[str, Metric]:
         """Restarts and losses since the run began; empty while there have been none."""
-        found = {
+        counts = {
             "faults/teacher_restarts": self._restarts,
             "faults/teachers_lost": len(self._pipeline.lost),
             "faults/aligner_restarts": self._pipeline.aligner_restarts,
         }
         if self._pipeline.lost:
             log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))
-        return {name: Metric(float(count), "last") for name, count in found.items() if count}
+        return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
     def find_dead(self, error: DistillError) -> None:
-        """Finds the replicas with a dead rank and ends their other ranks. A teacher that overran its deadline counts as dead.
+        """Finds the replicas with a dead rank and ends their other ranks. An overdue teacher counts as dead.
 
         Raises:
             DistillError: `error`, if no teacher is dead, or a rank of the student is dead too.
         """
-        own = {name for _, group in self._teachers for name in group.names}
-        if error.exit_code == 2 or not own:
+        teacher_ranks = {name for _, group in self._teachers for name in group.names}
+        if error.exit_code == 2 or not teacher_ranks:  # the user has to fix the cause, or there is nothing to recover
             raise error
         overdue = set(error.actors) if isinstance(error, Overdue) else set()
         deadline = time.monotonic() + _KNOWN_WITHIN_S
-        while not (dead := set(self._calls.dead()) | overdue) & (own | self._student) and time.monotonic() < deadline:
-            self._calls.look()
-            time.sleep(_ASK_S)
-        if not dead & own or dead & self._student:
+        dead = set(self._calls.dead()) | overdue
+        while not dead & (teacher_ranks | self._student) and time.monotonic() < deadline:
+            self._calls.poll()
+            time.sleep(_POLL_S)
+            dead = set(self._calls.dead()) | overdue
+        if not dead & teacher_ranks or dead & self._student:
             raise error
         self._dead = [
             (teacher, group, ranks)
@@ -90,7 +93,7 @@ class TeacherRecovery:
         """Starts replacements for what `find_dead` found.
 
         Raises:
-            WorkerError: the budget is spent and `faults.lost_teacher` is `fail`, or it was the last.
+            WorkerError: the budget is spent, and `faults.lost_teacher` is `fail` or no other teacher is left.
         """
         for teacher, group, ranks in self._dead:
             if teacher.name not in self._pipeline.lost:
@@ -122,7 +125,7 @@ class TeacherRecovery:
 
     def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
         gone = {*self._pipeline.lost, teacher.name}
-        left = [each.name for each, _ in self._teachers if each.name not in gone and each.weight > 0]
+        left = [other.name for other, _ in self._teachers if other.name not in gone and other.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:
             remedy = "raise faults.teacher_restarts, or fix what kills it; " + self._calls.after_death
             if left:

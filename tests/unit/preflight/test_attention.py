@@ -1,4 +1,4 @@
-"""What `check` says of attention and of the width of rows."""
+"""Problems with attention and with the width of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.models import attention as models_attention
+from distill_rl.models.attention import choice
 from distill_rl.preflight import attention
 from distill_rl.preflight.attention import attention_problems, width_problems
 
@@ -25,43 +25,44 @@ def problems(
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    there: set[str] = set()
-    for module in (attention, models_attention):
-        monkeypatch.setattr(module, "installed", lambda name: name in there)
-    return there
+    """The packages that count as installed."""
+    names: set[str] = set()
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "installed", lambda name: name in names)
+    return names
 
 
-@pytest.mark.parametrize("asked", ["auto", "sdpa", "eager"])
-def test_what_runs_everywhere_is_no_problem(asked: str) -> None:
-    assert problems(asked, asked, gpus=0) == []
+@pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
+def test_attention_for_cpus_is_no_problem(name: str) -> None:
+    assert problems(name, name, gpus=0) == []
 
 
-def test_flash_attention_without_its_package_is_named_with_the_remedy(packages: set[str]) -> None:
+def test_flash_attention_needs_its_package_and_bf16(packages: set[str]) -> None:
     wanted = (
         "{key}.attention: needs the package flash_attn, which is not installed; got flash_attention_2; "
         "pip install flash-attn, or set {key}.attention=auto"
     )
-    found = problems("flash_attention_2", "flash_attention_2")
-    assert found == [wanted.format(key=key) for key in ("student", "teachers.0")]
+    lines = problems("flash_attention_2", "flash_attention_2")
+    assert lines == [wanted.format(key=key) for key in ("student", "teachers.0")]
     packages.add("flash_attn")
     assert problems("flash_attention_2", "flash_attention_2") == []
     (line,) = problems("flash_attention_2", dtype="fp32")
     assert line.startswith("student.attention: needs student.dtype: bf16; got flash_attention_2")
 
 
-def test_kernels_of_gpus_are_refused_on_cpus() -> None:
+def test_varlen_is_refused_on_cpus() -> None:
     (line,) = problems(teacher="varlen", gpus=0)
     assert line == "teachers.0.attention: needs a GPU; none is visible; got varlen; set teachers.0.attention=auto"
 
 
-def test_a_cluster_may_have_the_gpus_that_are_not_here() -> None:
+def test_varlen_is_allowed_with_a_cluster() -> None:
     config = Config(student=StudentConfig(model="s", attention="varlen"))
     config.ray.address = "auto"
     assert list(attention_problems(config, [("student", LLAMA)], gpus=0)) == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"dtype": "fp32"}, "not in fp32"),
         ({"model": Gemma2Config()}, "soft cap"),
@@ -69,15 +70,15 @@ def test_a_cluster_may_have_the_gpus_that_are_not_here() -> None:
         ({"model": LlamaConfig(hidden_size=80, num_attention_heads=8)}, "not of 10"),
     ],
 )
-def test_varlen_that_a_model_cannot_have_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_varlen_is_refused_for_unsupported_models(settings: dict[str, Any], expected: str) -> None:
     (line,) = problems("varlen", **settings)
     assert line.startswith("student.attention: ")
-    assert said in line
+    assert expected in line
     assert line.endswith("got varlen; set student.attention=auto")
 
 
 @pytest.mark.parametrize(
-    ("length", "positions", "gpus", "said"),
+    ("length", "positions", "gpus", "expected"),
     [
         (1000, 1024, 1, None),
         (1001, 1100, 1, None),
@@ -88,14 +89,12 @@ def test_varlen_that_a_model_cannot_have_is_refused(settings: dict[str, Any], sa
         (100, 100, 1, "take another model"),
     ],
 )
-def test_rows_must_not_be_wider_than_a_table_of_positions(
-    length: int, positions: int, gpus: int, said: str | None
-) -> None:
+def test_rows_must_fit_a_table_of_positions(length: int, positions: int, gpus: int, expected: str | None) -> None:
     config = Config(student=StudentConfig(model="s"))
     config.data.max_length = length
-    found = list(width_problems(config, "student", GPT2Config(n_positions=positions), gpus=gpus))
-    assert len(found) == (said is not None)
-    assert all(line.startswith("data.max_length: ") and line.endswith(str(said)) for line in found)
+    lines = list(width_problems(config, "student", GPT2Config(n_positions=positions), gpus=gpus))
+    assert len(lines) == (expected is not None)
+    assert all(line.startswith("data.max_length: ") and line.endswith(str(expected)) for line in lines)
     if length <= positions:  # rotary positions go on
         other = LlamaConfig(max_position_embeddings=positions)
         assert list(width_problems(config, "student", other, gpus=gpus)) == []

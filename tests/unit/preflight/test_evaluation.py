@@ -1,4 +1,4 @@
-"""What is told of the suites of a run before it starts."""
+"""Problems with the suites of a run, found before it starts."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from tests.helpers.tokenizers import tiny_tokenizer
 STUDENT = Opened(tokenizer=tiny_tokenizer())
 
 
-def asked(*suites: str, data: Path | None) -> Config:
+def config_with(*suites: str, data: Path | None) -> Config:
     config = Config()
     config.evaluate.suites = list(suites)
     config.evaluate.data = None if data is None else str(data)
     return config
 
 
-def test_a_good_suite_has_no_problem(tmp_path: Path) -> None:
-    assert suite_problems(asked(str(write_suite(tmp_path)), data=tmp_path), STUDENT) == []
+def test_good_suite_has_no_problem(tmp_path: Path) -> None:
+    assert suite_problems(config_with(str(write_suite(tmp_path)), data=tmp_path), STUDENT) == []
 
 
-def test_without_suites_nothing_is_looked_for(tmp_path: Path) -> None:
-    assert suite_problems(asked(data=tmp_path / "nothing"), Opened()) == []
+def test_without_suites_nothing_is_checked(tmp_path: Path) -> None:
+    assert suite_problems(config_with(data=tmp_path / "nothing"), Opened()) == []
 
 
 @pytest.mark.parametrize(
     ("suites", "words"), [(("mmul",), "must be among"), (("mmlu",), "mmlu"), (("mmlu", "gsm8k"), "gsm8k")]
 )
 def test_unknown_suites_and_missing_data_are_one_line_each(tmp_path: Path, suites: tuple[str, ...], words: str) -> None:
-    found = suite_problems(asked(*suites, data=tmp_path), STUDENT)
-    assert all(line.startswith("evaluate.suites: ") for line in found)
-    assert words in " ".join(found)
-    assert len(found) == len(suites)
+    lines = suite_problems(config_with(*suites, data=tmp_path), STUDENT)
+    assert all(line.startswith("evaluate.suites: ") for line in lines)
+    assert words in " ".join(lines)
+    assert len(lines) == len(suites)
 
 
-def test_a_student_without_a_chat_template_cannot_be_asked_in_chats(tmp_path: Path) -> None:
+def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
     chats = tmp_path / "exact_match.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}], "answer": "ho"}) + "\n")
     bare = tiny_tokenizer()
     bare.chat_template = None
-    (line,) = suite_problems(asked("exact_match", data=chats), Opened(tokenizer=bare))
+    (line,) = suite_problems(config_with("exact_match", data=chats), Opened(tokenizer=bare))
     assert line.startswith("student: exact_match asks in chat messages")
-    assert suite_problems(asked("exact_match", data=chats), STUDENT) == []
+    assert suite_problems(config_with("exact_match", data=chats), STUDENT) == []
 
 
-def test_an_engine_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = asked(str(write_suite(tmp_path)), data=tmp_path)
+def test_missing_backend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_with(str(write_suite(tmp_path)), data=tmp_path)
     config.evaluate.backend = "vllm"
     monkeypatch.setattr("distill_rl.preflight.evaluation.find_spec", lambda name: None)
     (line,) = suite_problems(config, STUDENT)

@@ -10,40 +10,6 @@ from distill_rl.preflight import gather, inspect, visible_gpus
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
-from tests.helpers.zoo import write_model
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    """Models, data and a configuration that is good as it stands."""
-    root = tmp_path_factory.mktemp("material")
-    write_tiny_model(root / "student")
-    write_tiny_model(root / "teacher", vocab_size=384, hidden=64, positions=256, seed=1)  # a padded table
-    write_tiny_model(root / "foreign", tokenizer=tiny_tokenizer(330, seed=3))
-    tiny_tokenizer().save_pretrained(write_model(root / "gemma2", "gemma2", vocab_size=320))
-    write_corpus(root / "data.jsonl", rows=64)
-    write_corpus(root / "chat.jsonl", rows=64, messages=True)
-    (root / "run.yaml").write_text(
-        f"""
-run: {{dir: {root}/runs}}
-student: {{model: {root}/student}}
-teachers: [{{model: {root}/teacher, name: big}}]
-data: {{path: {root}/data.jsonl, max_length: 128}}
-loss: {{top_k: 8}}
-train: {{steps: 3, global_batch_size: 8, micro_batch_size: 2}}
-"""
-    )
-    return root
-
-
-@pytest.fixture
-def problems(material):
-    def _problems(*overrides, **options):
-        checked = gather(material / "run.yaml", overrides, **options)
-        assert all("\n" not in line for line in checked.problems)
-        return checked.problems
-
-    return _problems
 
 
 def only(lines):
@@ -51,7 +17,7 @@ def only(lines):
     return line
 
 
-def test_a_good_configuration_has_no_problem_and_all_facts(material):
+def test_good_configuration_has_all_facts(material):
     checked = gather(material / "run.yaml")
     assert (checked.problems, checked.unreachable) == ([], [])
     facts = checked.facts
@@ -63,25 +29,25 @@ def test_a_good_configuration_has_no_problem_and_all_facts(material):
     assert not (material / "runs").exists()
 
 
-def test_inspect_gives_what_gather_gives_for_a_loaded_configuration(material):
-    found = inspect(load_config(material / "run.yaml"))
-    assert (found.problems, found.unreachable) == ([], [])
-    assert found.facts == gather(material / "run.yaml").facts
+def test_inspect_agrees_with_gather(material):
+    inspected = inspect(load_config(material / "run.yaml"))
+    assert (inspected.problems, inspected.unreachable) == ([], [])
+    assert inspected.facts == gather(material / "run.yaml").facts
 
 
-def test_the_validation_split_is_counted_apart(material):
+def test_validation_split_is_counted_separately(material):
     facts = gather(material / "run.yaml", ["data.validation.fraction=0.25", "train.epochs=2", "train.steps=null"]).facts
     assert (facts.num_documents, facts.num_validation_documents) == (48, 16)
     assert facts.total_steps == 12
 
 
-def test_kernels_that_a_family_lacks_are_refused(problems, material, monkeypatch):
+def test_liger_is_refused_for_other_families(problems, material, monkeypatch):
     monkeypatch.setattr("distill_rl.preflight.visible_gpus", lambda: 1)
-    monkeypatch.setattr("distill_rl.preflight.extras.installed", lambda package: True)
-    # auto would choose CUDA IPC, of which this machine has nothing
-    asked = ("student.kernels=liger", "transport=shared_memory")
-    assert problems(*asked) == []
-    line = only(problems(*asked, f"student.model={material}/gemma2", f"teachers.0.model={material}/gemma2"))
+    monkeypatch.setattr("distill_rl.preflight.machine.installed", lambda package: True)
+    # auto would choose CUDA IPC, which this machine does not have
+    overrides = ("student.kernels=liger", "transport=shared_memory")
+    assert problems(*overrides) == []
+    line = only(problems(*overrides, f"student.model={material}/gemma2", f"teachers.0.model={material}/gemma2"))
     assert line.startswith(
         "student.kernels: liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2; set student"
     )
@@ -91,7 +57,7 @@ def test_teachers_that_do_not_run_are_not_opened(problems):
     assert problems("teachers.0.model=/nowhere", "loss.kd_weight=0", "loss.ce_weight=1") == []
 
 
-def test_everything_wrong_is_said_at_once_and_nothing_twice(problems, material):
+def test_all_problems_are_reported_at_once_without_repeats(problems, material):
     lines = problems(
         "student.model=/nowhere/student",
         "data.path=/nowhere/data.jsonl",
@@ -112,14 +78,14 @@ def test_everything_wrong_is_said_at_once_and_nothing_twice(problems, material):
     ]
 
 
-def test_a_missing_value_is_reported_once_and_the_rest_still_checked(tmp_path):
+def test_missing_value_does_not_stop_other_checks(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"run: {{dir: {tmp_path}}}\nteachers: [{{model: /nowhere}}]\ntrain: {{steps: 1}}\n")
     lines = gather(path).problems
     assert [line.partition(":")[0] for line in lines] == ["student.model", "data.path", "teachers.0.model"]
 
 
-def test_an_unreadable_configuration_file_ends_it(tmp_path):
+def test_unreadable_configuration_file_is_the_only_problem(tmp_path):
     checked = gather(tmp_path / "absent.yaml")
     assert checked.config is None
     assert "no such file" in only(checked.problems)
@@ -144,29 +110,29 @@ def test_an_unreadable_configuration_file_ends_it(tmp_path):
         (["data.format=messages"], "data.path: {root}/data.jsonl: column 'messages'"),
     ],
 )
-def test_a_problem_of_the_files_gives_one_line(problems, material, overrides, expected):
+def test_problem_with_a_file_gives_one_line(problems, material, overrides, expected):
     lines = problems(*overrides)
     assert any(line.startswith(expected.format(root=material)) for line in lines), lines
     assert len({line.partition(":")[0] for line in lines}) == 1
 
 
-def test_a_missing_column_lists_the_columns_there_are(problems):
+def test_missing_column_lists_the_existing_ones(problems):
     assert "['text']" in only(problems("data.text_key=body"))
 
 
-def test_a_teacher_with_another_vocabulary_is_told_by_its_hash(problems, material):
+def test_other_vocabulary_is_named_by_its_hash(problems, material):
     assert problems(f"teachers.0.model={material}/foreign") == []
     line = only(problems(f"teachers.0.model={material}/foreign", "loss.cross_tokenizer=null"))
     rule = "must have the student's vocabulary (loss.cross_tokenizer: null); the tokenizers differ"
     assert line.startswith(f"teachers.0: {rule}; got student ")
-    ours = gather(material / "run.yaml").facts.tokenizer_hash
-    theirs = gather(material / "run.yaml", [f"student.model={material}/foreign"]).facts.tokenizer_hash
-    assert ours[:12] in line
-    assert theirs[:12] in line
+    student_hash = gather(material / "run.yaml").facts.tokenizer_hash
+    teacher_hash = gather(material / "run.yaml", [f"student.model={material}/foreign"]).facts.tokenizer_hash
+    assert student_hash[:12] in line
+    assert teacher_hash[:12] in line
     assert "loss.cross_tokenizer" in line
 
 
-def test_a_padded_table_is_fine_and_one_that_is_too_small_is_not(problems, material, tmp_path):
+def test_too_few_embedding_rows_are_refused(problems, material, tmp_path):
     small = write_tiny_model(tmp_path / "small", vocab_size=300)
     line = only(problems(f"teachers.0.model={small}"))
     assert line.startswith(
@@ -175,7 +141,7 @@ def test_a_padded_table_is_fine_and_one_that_is_too_small_is_not(problems, mater
     assert problems() == []
 
 
-def test_a_family_without_a_plan_is_refused_over_two_ranks_only(problems, material):
+def test_family_without_tp_plan_is_refused_over_two_ranks(problems, material):
     assert problems(f"student.model={material}/gemma2") == []
     assert "gemma2 has no tensor-parallel plan" in only(
         problems(f"student.model={material}/gemma2", "student.parallel.tp=2")
@@ -188,7 +154,7 @@ def test_messages_need_a_chat_template(problems, material, tmp_path):
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
     line = only(problems(f"data.path={material}/chat.jsonl", f"student.tokenizer={tmp_path}/plain"))
-    assert line.startswith("data.format: chat messages need a chat template, which the student's tokenizer has not")
+    assert line.startswith("data.format: chat messages need a chat template; the student's tokenizer has none")
 
 
 def rows(path: Path, *lines) -> Path:
@@ -212,7 +178,7 @@ GOOD = [{"text": f"row {i}"} for i in range(16)]
         ([*GOOD, b'{"text": "\xff\xfe"}'], ["row 16", "UTF-8"]),
     ],
 )
-def test_broken_rows_are_named_with_file_row_and_reason(problems, tmp_path, lines, expected):
+def test_broken_row_is_named_with_file_and_reason(problems, tmp_path, lines, expected):
     path = rows(tmp_path / "data.jsonl", *lines) if lines else tmp_path / "data.jsonl"
     path.touch()
     line = only(problems(f"data.path={path}"))
@@ -220,7 +186,7 @@ def test_broken_rows_are_named_with_file_row_and_reason(problems, tmp_path, line
     assert all(part in line for part in expected), line
 
 
-def test_a_truncated_parquet_file_and_folder_are_named(problems, tmp_path):
+def test_truncated_parquet_and_arrow_files_are_named(problems, tmp_path):
     parquet = write_corpus(tmp_path / "x.parquet", form="parquet")
     parquet.write_bytes(parquet.read_bytes()[:-200])
     assert "x.parquet" in only(problems(f"data.path={parquet}"))
@@ -229,13 +195,13 @@ def test_a_truncated_parquet_file_and_folder_are_named(problems, tmp_path):
     assert str(folder) in only(problems(f"data.path={folder}"))
 
 
-def test_a_damaged_tokenizer_is_a_line_and_not_a_traceback(problems, material, tmp_path):
+def test_damaged_tokenizer_is_one_line(problems, material, tmp_path):
     broken = shutil.copytree(material / "student", tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{}")
     assert only(problems(f"student.model={broken}")).startswith("student.tokenizer: ")
 
 
-def test_hub_names_that_cannot_be_reached_are_listed_and_are_no_problem(material, monkeypatch):
+def test_unreachable_hub_names_are_listed_separately(material, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     overrides = [
         "student.model=meta-llama/Llama-3.2-1B",
@@ -251,7 +217,7 @@ def test_hub_names_that_cannot_be_reached_are_listed_and_are_no_problem(material
     ]
 
 
-def test_a_run_directory_in_use_is_refused_unless_it_is_resumed_or_cleaned(problems, material):
+def test_used_run_directory_needs_resume_or_clean(problems, material):
     run = material / "runs" / "run"
     run.mkdir(parents=True)
     try:
@@ -268,22 +234,22 @@ def test_a_run_directory_in_use_is_refused_unless_it_is_resumed_or_cleaned(probl
         shutil.rmtree(material / "runs")
 
 
-def test_an_output_that_cannot_be_written_is_refused(problems, tmp_path):
+def test_unwritable_run_directory_is_refused(problems, tmp_path):
     (tmp_path / "file").touch()
     assert str(tmp_path) in only(problems(f"run.dir={tmp_path}/file"))
     assert "/proc/runs" in only(problems("run.dir=/proc/runs"))
 
 
-def test_too_little_space_says_what_is_needed_and_what_is_free(problems, monkeypatch):
+def test_too_little_space_names_needed_and_free_bytes(problems, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     disk, shared = problems()
     assert "2 checkpoints and the export need about 1.0 MiB, and 0.0 MiB are free" in disk
     assert shared.startswith("/dev/shm: Ray's object store needs 80 MiB of it; got 0 MiB free; free some, enlarge it")
-    assert len(problems("ray.address=auto")) == 1, "a cluster has its own"
+    assert len(problems("ray.address=auto")) == 1, "a cluster has its own /dev/shm"
 
 
-def test_gpus_asked_are_compared_with_the_visible_ones(problems, monkeypatch):
+def test_more_gpus_than_visible_are_refused(problems, monkeypatch):
     from distill_rl import preflight
 
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
@@ -293,27 +259,27 @@ def test_gpus_asked_are_compared_with_the_visible_ones(problems, monkeypatch):
     assert problems("student.parallel.dp=4", "ray.address=auto") == []
 
 
-def test_gpus_are_those_that_torch_counts(monkeypatch):
+def test_visible_gpus_are_those_that_torch_counts(monkeypatch):
     assert visible_gpus() == torch.cuda.device_count()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == 0
 
 
-def test_a_cuda_kernel_that_numba_cannot_compile_is_refused(problems, monkeypatch):
+def test_cuda_aligner_without_compiler_is_refused(problems, monkeypatch):
     from distill_rl import preflight
     from distill_rl.align.dp.device import missing_for_cuda
 
     if missing_for_cuda() is None:
         pytest.skip("Numba has a usable CUDA target here")
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 1)
-    asked = ("aligner.dp.backend=cuda", "aligner.num_gpus=0.1")
-    line = only(problems(*asked))
+    overrides = ("aligner.dp.backend=cuda", "aligner.num_gpus=0.1")
+    line = only(problems(*overrides))
     assert line.startswith("aligner.dp.backend: needs "), line
     assert line.endswith("set aligner.dp.backend=numba"), line
-    assert problems(*asked, "ray.address=auto") == []
+    assert problems(*overrides, "ray.address=auto") == []
 
 
-def test_learning_the_assistant_needs_messages(problems, material):
+def test_loss_on_assistant_needs_messages(problems, material):
     line = only(problems("data.loss_on=assistant"))
     assert line.startswith("data.loss_on: assistant turns are found in chat messages only")
     assert problems("data.loss_on=assistant", f"data.path={material}/chat.jsonl") == []

@@ -1,4 +1,4 @@
-"""R21: what a run is made of is known by its content, and a checkpoint of anything else is refused."""
+"""R21: a run is identified by the content of its files, and a checkpoint of other files is refused."""
 
 import json
 import re
@@ -11,35 +11,28 @@ from distill_rl.errors import CheckpointError
 from distill_rl.preflight.job import prepare
 from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
-from tests.helpers.corpus import write_corpus
-from tests.helpers.models import write_tiny_model
-
-CONFIG = """\
-student: {{model: {0}/student, dtype: fp32}}
-teachers: [{{name: big, model: {0}/teacher, dtype: fp32}}]
-data: {{path: {0}/{1}, max_length: 64}}
-train: {{steps: 1, global_batch_size: 8}}
-run: {{dir: {0}/runs}}
-"""
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    root = tmp_path_factory.mktemp("original")
-    write_tiny_model(root / "teacher", hidden=32, seed=1)
-    write_tiny_model(root / "student", hidden=16, seed=2)
-    write_corpus(root / "text.jsonl", rows=20, seed=5)
-    write_corpus(root / "chats.jsonl", rows=20, seed=6, messages=True)
+@pytest.fixture
+def copy(material, tmp_path):
+    """A copy of the material in another folder, for changes."""
+    root = tmp_path / "copy"
+    root.mkdir()
+    for name in ("student", "teacher"):
+        shutil.copytree(material / name, root / name)
+    for name in ("data.jsonl", "chat.jsonl"):
+        shutil.copy(material / name, root / name)
+    (root / "run.yaml").write_text((material / "run.yaml").read_text().replace(str(material), str(root)))
     return root
 
 
 def fingerprints(root, data):
-    (root / "run.yaml").write_text(CONFIG.format(root, data))
-    return prepare(load_config(root / "run.yaml"), RunPaths(root / "runs" / "mine")).fingerprints
+    config = load_config(root / "run.yaml", [f"data.path={root}/{data}"])
+    return prepare(config, RunPaths(root / "runs" / "mine")).fingerprints
 
 
 def change_a_word(root):
-    file = root / "text.jsonl"
+    file = root / "data.jsonl"
     file.write_text(file.read_text().replace("a", "e", 1))
 
 
@@ -71,20 +64,18 @@ def change_the_template(root):
 @pytest.mark.parametrize(
     ("data", "change", "name"),
     [
-        ("text.jsonl", change_a_word, "data"),
-        ("text.jsonl", add_a_token, "tokenizer"),
-        ("text.jsonl", change_a_weight, "teacher big"),
-        ("text.jsonl", change_the_shape, "student"),
-        ("chats.jsonl", change_the_template, "chat template"),
+        ("data.jsonl", change_a_word, "data"),
+        ("data.jsonl", add_a_token, "tokenizer"),
+        ("data.jsonl", change_a_weight, "teacher big"),
+        ("data.jsonl", change_the_shape, "student"),
+        ("chat.jsonl", change_the_template, "chat template"),
     ],
 )
-def test_an_edited_file_is_refused_with_both_hashes(original, tmp_path, data, change, name):
-    root = tmp_path / "copy"
-    shutil.copytree(original, root)
-    saved = fingerprints(root, data)
-    assert saved["data"] == fingerprints(original, data)["data"], "what a thing is called is not what it is"
-    change(root)
-    current = fingerprints(root, data)
+def test_edited_file_is_refused_with_both_hashes(material, copy, data, change, name):
+    saved = fingerprints(copy, data)
+    assert saved["data"] == fingerprints(material, data)["data"], "the path must not matter"
+    change(copy)
+    current = fingerprints(copy, data)
     with pytest.raises(CheckpointError) as caught:
         checkpoints.require_same(saved, current)
     (line,) = caught.value.problems

@@ -11,10 +11,10 @@ from distill_rl.preflight import run_directory
 
 @pytest.fixture
 def config(tmp_path):
-    made = Config()
-    made.run.dir, made.run.name = str(tmp_path / "runs"), "mine"
-    made.student.model = made.data.path = "x"
-    return made
+    config = Config()
+    config.run.dir, config.run.name = str(tmp_path / "runs"), "mine"
+    config.student.model = config.data.path = "x"
+    return config
 
 
 def used(config):
@@ -24,26 +24,25 @@ def used(config):
     return paths
 
 
-def test_a_fresh_directory_is_no_problem_and_looking_makes_nothing(config):
+def test_checking_a_fresh_directory_creates_nothing(config):
     assert run_directory.problems(config, clean=False) == []
     assert not run_directory.paths_of(config).root.exists()
 
 
-def test_a_run_directory_is_closed_to_other_writers_whatever_the_umask_and_its_parents_are_left(config):
+def test_run_directory_is_closed_whatever_the_umask(config):
     root = run_directory.paths_of(config).root
     before = os.umask(0o002)
     try:
         used(config)
         config.checkpoint.resume = "latest"
-        used_again = [root, root / "checkpoints"]
         with run_directory.occupy(config, clean=False):
-            assert [oct(folder.stat().st_mode)[-3:] for folder in used_again] == ["755", "755"]
-        assert root.parent.stat().st_mode & 0o020
+            assert [oct(folder.stat().st_mode)[-3:] for folder in (root, root / "checkpoints")] == ["755", "755"]
+        assert root.parent.stat().st_mode & 0o020, "the parent keeps its mode"
     finally:
         os.umask(before)
 
 
-def test_a_used_directory_needs_resume_or_clean(config):
+def test_used_directory_needs_resume_or_clean(config):
     used(config)
     (line,) = run_directory.problems(config, clean=False)
     assert "--resume" in line
@@ -60,7 +59,7 @@ def test_clean_empties_a_run_directory(config):
         assert again.attempt == 1
 
 
-def test_every_start_has_a_folder_of_logs_and_latest_is_the_newest(config):
+def test_every_start_has_a_folder_of_logs(config):
     for number in (1, 2, 3):
         with run_directory.occupy(config, clean=False) as paths:
             assert (paths.attempt, paths.logs) == (number, paths.root / "logs" / f"attempt_{number}")
@@ -74,7 +73,7 @@ def test_every_start_has_a_folder_of_logs_and_latest_is_the_newest(config):
     assert (paths.root / "logs" / "attempt_2" / "driver.log").read_text() == "2"
 
 
-def test_a_batch_script_says_which_attempt_it_is_and_may_have_made_the_folder(config, monkeypatch):
+def test_batch_script_sets_the_attempt(config, monkeypatch):
     folder = run_directory.paths_of(config).root / "logs" / "attempt_4"
     folder.mkdir(parents=True)
     (folder / "ray.log").write_text("by the batch script")
@@ -84,15 +83,15 @@ def test_a_batch_script_says_which_attempt_it_is_and_may_have_made_the_folder(co
         assert (paths.root / "logs" / "latest" / "ray.log").read_text() == "by the batch script"
 
 
-@pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", "²"])
-def test_an_attempt_that_is_no_number_is_named(config, monkeypatch, said):
-    monkeypatch.setenv("DISTILL_RL_ATTEMPT", said)
-    told = pytest.raises(ConfigError, match="DISTILL_RL_ATTEMPT: must be a whole number from 1")
-    with told, run_directory.occupy(config, clean=False):
+@pytest.mark.parametrize("attempt", ["", "0", "-1", "two", "1.5", "²"])
+def test_invalid_attempt_is_refused(config, monkeypatch, attempt):
+    monkeypatch.setenv("DISTILL_RL_ATTEMPT", attempt)
+    refused = pytest.raises(ConfigError, match="DISTILL_RL_ATTEMPT: must be a whole number from 1")
+    with refused, run_directory.occupy(config, clean=False):
         pass
 
 
-def test_clean_does_not_touch_what_is_no_run_directory(config):
+def test_clean_refuses_other_folders(config):
     root = run_directory.paths_of(config).root
     root.mkdir(parents=True)
     (root / "thesis.tex").write_text("years of work")
@@ -100,25 +99,25 @@ def test_clean_does_not_touch_what_is_no_run_directory(config):
     assert "no run directory" in run_directory.problems(config, clean=True)[0]
 
 
-def test_clean_and_resume_exclude_each_other_before_anything_is_deleted(config):
+def test_clean_and_resume_exclude_each_other(config):
     used(config)
     config.checkpoint.resume = "latest"
     assert "nothing to resume from" in run_directory.problems(config, clean=True)[0]
 
 
-def test_the_recorded_configuration_can_be_run_again(config):
+def test_recorded_configuration_does_not_resume(config):
     config.checkpoint.resume = "latest"
     with run_directory.occupy(config, clean=False) as paths:
         assert "resume: null" in paths.config.read_text()
 
 
-def test_a_file_in_the_way_is_named(config, tmp_path):
+def test_file_instead_of_folder_is_named(config, tmp_path):
     (tmp_path / "runs").write_text("a file")
     (line,) = run_directory.problems(config, clean=False)
     assert "runs" in line
 
 
-def test_two_processes_cannot_hold_one_directory(config):
+def test_two_processes_cannot_use_one_directory(config):
     code = (
         "import sys\n"
         "from distill_rl.preflight import run_directory\n"

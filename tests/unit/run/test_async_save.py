@@ -1,4 +1,4 @@
-"""Saving beside the training, seen from the driver. The ranks are threads here; real ones: tests/distributed, tests/cli."""
+"""Background saves, seen from the driver. The ranks are threads here; real ones: tests/distributed, tests/cli."""
 
 import re
 import subprocess
@@ -17,8 +17,8 @@ from distill_rl.types import TrainState
 
 
 class Ranks:
-    """Keeps the contract of the student's ranks: `save` returns at once, the files and then the marker come when `go` is
-    set; what went wrong is in the marker and raised by `finish_saving`, or only the latter."""
+    """Keeps the contract of the student's ranks: `save` returns at once; the files, then the marker, appear when `go`
+    is set. An error is in the marker and raised by `finish_saving`, or only the latter if `mute`."""
 
     def __init__(self):
         self.go = threading.Event()
@@ -42,7 +42,7 @@ class Ranks:
 
     def _write(self, directory, marker, fails):
         self.go.wait()
-        if not fails and directory.is_dir():  # else the run has ended
+        if not fails and directory.is_dir():  # otherwise the run has ended
             (directory / "weights").write_text("weights")
         if not self.mute and directory.is_dir():
             write_json(marker, {"error": fails or None, "files": ["weights"]})
@@ -62,7 +62,7 @@ def store(tmp_path):
 
 
 def saver_over(store, ranks, **settings):
-    return Saver(store, ranks.collective, beside=True, deadline_s=30, dead=ranks.dead, **settings)
+    return Saver(store, ranks.collective, in_background=True, deadline_s=30, dead=ranks.dead, **settings)
 
 
 def state(step):
@@ -77,7 +77,7 @@ def no_threads():
     return [thread.name for thread in threading.enumerate() if thread.name == "commit"] == []
 
 
-def test_a_save_returns_before_it_is_written_and_the_next_waits_for_it(store, ranks, tmp_path):
+def test_next_save_waits_for_the_one_in_flight(store, ranks, tmp_path):
     ranks.go.clear()
     with saver_over(store, ranks) as saver:
         saver.save(state(1))
@@ -94,8 +94,8 @@ def test_a_save_returns_before_it_is_written_and_the_next_waits_for_it(store, ra
 
 @pytest.mark.parametrize("mute", [False, True])
 @pytest.mark.parametrize("how", ["save", "settle"])
-def test_an_error_of_the_ranks_is_raised_by_the_next_save_or_at_the_end(store, ranks, tmp_path, how, mute):
-    """Also one that could not be written beside the checkpoint, as on a full disk."""
+def test_rank_error_is_raised_by_next_save_or_settle(store, ranks, tmp_path, how, mute):
+    """Also an error that did not reach the marker, as on a full disk (`mute`)."""
     with saver_over(store, ranks) as saver:
         saver.save(state(1))
         saver.settle()
@@ -108,7 +108,7 @@ def test_an_error_of_the_ranks_is_raised_by_the_next_save_or_at_the_end(store, r
     assert no_threads()
 
 
-def test_a_run_that_fails_completes_what_its_ranks_still_write(store, ranks, tmp_path):
+def test_failed_run_completes_save_in_flight(store, ranks, tmp_path):
     def fail(saver):
         with saver:
             saver.save(state(1))
@@ -123,14 +123,14 @@ def test_a_run_that_fails_completes_what_its_ranks_still_write(store, ranks, tmp
 
 
 @pytest.mark.parametrize("why", ["dead", "silent"])
-def test_a_run_that_fails_drops_what_its_ranks_will_not_write(store, ranks, tmp_path, why, monkeypatch):
+def test_failed_run_drops_save_of_dead_or_silent_ranks(store, ranks, tmp_path, why, monkeypatch):
     def fail(saver):
         with saver:
             saver.save(state(2))
             raise RuntimeError("the student died")
 
     monkeypatch.setattr(async_save, "_PATIENCE_S", 30.0 if why == "dead" else 0.3)
-    monkeypatch.setattr(async_save, "_ASK_S", 0.1)
+    monkeypatch.setattr(async_save, "_LIVENESS_POLL_S", 0.1)
     with saver_over(store, ranks) as saver:
         saver.save(state(1))
         saver.settle()
@@ -143,9 +143,9 @@ def test_a_run_that_fails_drops_what_its_ranks_will_not_write(store, ranks, tmp_
     ranks.go.set()
 
 
-def test_ranks_that_never_say_a_word_are_an_error_that_names_the_deadline(store, ranks, tmp_path):
+def test_missing_marker_is_an_error_after_the_deadline(store, ranks, tmp_path):
     ranks.mute = True
-    with Saver(store, ranks.collective, beside=True, deadline_s=0.2) as saver:
+    with Saver(store, ranks.collective, in_background=True, deadline_s=0.2) as saver:
         saver.save(state(1))
         with pytest.raises(WorkerError, match=r"saving step 1: .*ray\.step_timeout_s=0\.2"):
             saver.settle()
@@ -170,8 +170,8 @@ def test_waiting_for_a_save_can_be_interrupted(store, ranks, tmp_path, monkeypat
     assert names(tmp_path) == ["step-1"]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_at_once_there_is_no_thread_and_an_error_is_raised_by_the_save_itself(store, tmp_path, beside):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_save_at_once_commits_and_raises_without_a_thread(store, tmp_path, in_background):
     def collective(method, *arguments, what):
         if arguments:
             directory, marker = arguments
@@ -181,11 +181,11 @@ def test_at_once_there_is_no_thread_and_an_error_is_raised_by_the_save_itself(st
             (Path(directory) / "weights").write_text("weights")
         return [100]
 
-    with Saver(store, collective, beside=beside, deadline_s=30) as saver:
-        saver.save(state(1), at_once=beside)
+    with Saver(store, collective, in_background=in_background, deadline_s=30) as saver:
+        saver.save(state(1), at_once=in_background)
         assert no_threads()
         with pytest.raises(WorkerError, match=r"saving step 2: .*no such luck"):
-            saver.save(state(2), at_once=beside)
+            saver.save(state(2), at_once=in_background)
     assert names(tmp_path) == ["step-1"]
 
 
@@ -211,7 +211,7 @@ class Big(Ranks):
         super()._write(directory, marker, self.fails)
 
 ranks = Big()
-with Saver(store, ranks.collective, beside=True, deadline_s=30) as saver:
+with Saver(store, ranks.collective, in_background=True, deadline_s=30) as saver:
     saver.save(state(1))
     saver.settle()
     if case == "before":
@@ -227,8 +227,8 @@ assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-1"]
 
 
 @pytest.mark.parametrize("case", ["before", "meanwhile"])
-def test_on_a_full_disk_the_old_checkpoint_stays_and_the_message_says_how_much_is_missing(tmp_path, case):
-    """A file system of one megabyte, in a mount name space of its own."""
+def test_full_disk_keeps_old_checkpoint_and_names_missing_bytes(tmp_path, case):
+    """A file system of one megabyte in a separate mount namespace."""
     mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec '{sys.executable}' -c \"$0\" {tmp_path} {case}"
     inside = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     try:

@@ -27,22 +27,22 @@ def steps_in(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_what_was_written_is_what_is_found(tmp_path):
+def test_newest_returns_what_was_saved(tmp_path):
     save(store_in(tmp_path), 5, score=0.25)
-    found = store_in(tmp_path).newest()
-    assert found.path.name == "step-5"
-    assert found.state == SavedState(TrainState(5, Cursor(1, 35)), {"data": "d" * 64}, 0.25)
-    assert (found.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
+    checkpoint = store_in(tmp_path).newest()
+    assert checkpoint.path.name == "step-5"
+    assert checkpoint.state == SavedState(TrainState(5, Cursor(1, 35)), {"data": "d" * 64}, 0.25)
+    assert (checkpoint.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
 
 
-def test_only_the_newest_are_kept_and_the_best_besides(tmp_path):
+def test_newest_and_best_are_kept(tmp_path):
     store = store_in(tmp_path, keep_last=2, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.4), (5, None)):
         save(store, step, score)
     assert steps_in(tmp_path) == [2, 4, 5]
 
 
-def test_a_draft_that_is_dropped_leaves_the_old_and_nothing_of_the_new(tmp_path):
+def test_dropped_draft_leaves_nothing_behind(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     draft = store.begin(SavedState(TrainState(2)))
@@ -52,7 +52,7 @@ def test_a_draft_that_is_dropped_leaves_the_old_and_nothing_of_the_new(tmp_path)
     assert store.newest().state.train.step == 1
 
 
-def test_a_folder_left_by_a_killed_save_is_never_chosen_and_swept_by_the_next(tmp_path):
+def test_folder_of_killed_save_is_ignored_then_removed(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     (tmp_path / ".tmp-step-9-abcd" / "student").mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_a_folder_left_by_a_killed_save_is_never_chosen_and_swept_by_the_next(tm
 
 @pytest.mark.parametrize("name", ["student/shard-0", "student/nested/shard-1", "state.json", "MANIFEST.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "empty"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, name, harm):
+def test_damaged_checkpoint_is_named_and_skipped(tmp_path, name, harm):
     store = store_in(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -78,14 +78,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, name
         file.write_bytes(content)
     with pytest.raises(CheckpointError, match=name):
         checkpoints.read(tmp_path / "step-2")
-    said = []
-    assert checkpoints.find(store, "auto", said.append).state.train.step == 1
-    (line,) = said
+    warnings = []
+    assert checkpoints.find(store, "auto", warnings.append).state.train.step == 1
+    (line,) = warnings
     assert name in line
     assert "step-1 is taken instead" in line
 
 
-def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
+def test_every_flipped_bit_of_manifest_is_detected(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -96,14 +96,14 @@ def test_every_flipped_bit_of_the_manifest_is_found(tmp_path):
         assert store.newest(lambda line: None).state.train.step == 1
 
 
-def test_with_half_written_ones_only_auto_starts_afresh(tmp_path):
+def test_auto_starts_afresh_beside_half_written_folders(tmp_path):
     for name in (".tmp-step-4-abcd", ".tmp-pruned-step-2-abcd"):
         (tmp_path / name / "student").mkdir(parents=True)
     assert checkpoints.find(store_in(tmp_path), "auto") is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])
-def test_with_damaged_ones_only_nothing_is_thrown_away_by_starting_afresh(tmp_path, resume):
+def test_only_damaged_checkpoints_refuse_a_fresh_start(tmp_path, resume):
     store = store_in(tmp_path)
     for step in (1, 2):
         save(store, step)
@@ -117,7 +117,7 @@ def test_with_damaged_ones_only_nothing_is_thrown_away_by_starting_afresh(tmp_pa
 
 @pytest.mark.parametrize("mode", [0o775, 0o757])
 @pytest.mark.parametrize("name", [".", "student", "student/shard-0", "MANIFEST.json"])
-def test_what_others_can_write_is_refused_and_named(tmp_path, name, mode):
+def test_checkpoint_writable_by_others_is_refused(tmp_path, name, mode):
     save(store_in(tmp_path), 1)
     (tmp_path / "step-1" / name).chmod(mode)
     with pytest.raises(CheckpointError, match=r"can be written by others .*chmod -R go-w") as caught:
@@ -127,7 +127,7 @@ def test_what_others_can_write_is_refused_and_named(tmp_path, name, mode):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
 @pytest.mark.parametrize("name", [".", "student/shard-0"])
-def test_what_belongs_to_somebody_else_is_refused_and_named(tmp_path, name):
+def test_checkpoint_of_another_user_is_refused(tmp_path, name):
     save(store_in(tmp_path), 1)
     os.chown(tmp_path / "step-1" / name, 54321, 54321)
     with pytest.raises(CheckpointError, match="belongs to user 54321"):
@@ -135,7 +135,7 @@ def test_what_belongs_to_somebody_else_is_refused_and_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["student", "student/shard-0", "MANIFEST.json"])
-def test_a_link_in_a_checkpoint_is_refused_even_to_the_same_bytes(tmp_path, name):
+def test_link_in_checkpoint_is_refused(tmp_path, name):
     save(store_in(tmp_path / "run"), 1)
     entry = tmp_path / "run" / "step-1" / name
     entry.rename(tmp_path / "elsewhere")
@@ -144,19 +144,19 @@ def test_a_link_in_a_checkpoint_is_refused_even_to_the_same_bytes(tmp_path, name
         checkpoints.read(tmp_path / "run" / "step-1")
 
 
-def test_a_step_that_leads_out_of_the_run_is_passed_over_and_one_given_by_hand_is_followed(tmp_path):
+def test_step_link_is_skipped_unless_named_explicitly(tmp_path):
     save(store_in(tmp_path / "other"), 9)
     run = store_in(tmp_path / "run")
     save(run, 1)
     (tmp_path / "run" / "step-9").symlink_to(tmp_path / "other" / "step-9")
-    said = []
-    assert run.newest(said.append).state.train.step == 1
-    assert f"it leads to {tmp_path / 'other' / 'step-9'}" in said[0]
+    warnings = []
+    assert run.newest(warnings.append).state.train.step == 1
+    assert f"it leads to {tmp_path / 'other' / 'step-9'}" in warnings[0]
     assert checkpoints.find(run, str(tmp_path / "run" / "step-9")).state.train.step == 9
 
 
-def test_what_cannot_be_trusted_is_refused_before_anything_is_opened(tmp_path):
-    """Whoever opened this manifest would wait for a writer for ever."""
+def test_special_file_is_refused_before_it_is_opened(tmp_path):
+    """Opening this manifest, a FIFO, would block for ever."""
     save(store_in(tmp_path), 1)
     manifest = tmp_path / "step-1" / "MANIFEST.json"
     manifest.unlink()
@@ -166,7 +166,7 @@ def test_what_cannot_be_trusted_is_refused_before_anything_is_opened(tmp_path):
 
 
 @pytest.mark.parametrize("opened", [".", ".."])
-def test_a_place_where_others_could_exchange_a_checkpoint_is_named_with_the_remedy(tmp_path, opened):
+def test_parent_folder_writable_by_others_is_refused(tmp_path, opened):
     store = store_in(tmp_path / "run" / "checkpoints")
     save(store, 1)
     save(store, 2)
@@ -174,15 +174,15 @@ def test_a_place_where_others_could_exchange_a_checkpoint_is_named_with_the_reme
     place.chmod(0o775)
     with pytest.raises(CheckpointError, match=rf"{place}: must be .*mode 0775.*chmod go-w {place}") as caught:
         checkpoints.find(store, "auto")
-    assert len(caught.value.problems) == 2, "once, and that none is left"
+    assert len(caught.value.problems) == 2, "one line for the folder, one saying that no checkpoint is left"
     place.chmod(0o1777)
     assert checkpoints.find(store, "auto").state.train.step == 2
     place.chmod(0o755)
-    tmp_path.chmod(0o775)  # further up is not ours to judge
+    tmp_path.chmod(0o775)  # folders further up are not checked
     assert checkpoints.find(store, "auto").state.train.step == 2
 
 
-def test_a_checkpoint_is_closed_to_others_whatever_the_umask(tmp_path):
+def test_checkpoint_is_closed_to_others_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
         save(store_in(tmp_path), 1)
@@ -191,20 +191,20 @@ def test_a_checkpoint_is_closed_to_others_whatever_the_umask(tmp_path):
     assert store_in(tmp_path).newest().state.train.step == 1
 
 
-def test_without_room_nothing_is_begun_and_the_message_says_how_much_is_needed_and_free(tmp_path):
+def test_too_little_space_refuses_to_begin_a_save(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     saved = sum(file.stat().st_size for file in (tmp_path / "step-1").rglob("*") if file.is_file())
     manifest = tmp_path / "step-1" / "MANIFEST.json"
     assert store.begin(SavedState(TrainState(2))).num_bytes == saved - manifest.stat().st_size
-    store.sweep()
+    store.clean_up()
     huge = store_in(tmp_path / "fresh")
     with pytest.raises(CheckpointError, match=rf"needs {2**70} bytes of free space; got \d+ bytes; free some space"):
         huge.begin(SavedState(TrainState(1)), lambda: 2**70)
     assert list((tmp_path / "fresh").iterdir()) == []
 
 
-def test_nothing_is_pruned_before_the_new_one_is_whole(tmp_path):
+def test_nothing_is_pruned_before_the_commit(tmp_path):
     store = store_in(tmp_path, keep_last=1)
     save(store, 1)
     draft = store.begin(SavedState(TrainState(2)))
@@ -214,17 +214,17 @@ def test_nothing_is_pruned_before_the_new_one_is_whole(tmp_path):
     assert steps_in(tmp_path) == [2]
 
 
-def test_what_a_killed_process_was_replacing_or_pruning_is_put_right(tmp_path):
+def test_clean_up_undoes_a_killed_replacement(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
     (tmp_path / "step-1").rename(tmp_path / ".tmp-old-step-1-abcd")
     (tmp_path / ".tmp-pruned-step-0-abcd").mkdir()
-    store.sweep()
+    store.clean_up()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert store.newest().state.train.step == 1
 
 
-def test_checkpoints_of_a_future_that_was_left_are_set_aside(tmp_path):
+def test_later_steps_are_set_aside_on_resume(tmp_path):
     store = store_in(tmp_path, keep_last=1)
     for step in (4, 8):
         save(store_in(tmp_path, keep_last=9), step)
@@ -235,7 +235,7 @@ def test_checkpoints_of_a_future_that_was_left_are_set_aside(tmp_path):
     assert [path.name[:17] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-8-"]
 
 
-def test_a_manifest_of_a_newer_format_is_refused(tmp_path):
+def test_newer_manifest_format_is_refused(tmp_path):
     save(store_in(tmp_path), 1)
     manifest = tmp_path / "step-1" / "MANIFEST.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
@@ -243,7 +243,7 @@ def test_a_manifest_of_a_newer_format_is_refused(tmp_path):
         checkpoints.read(tmp_path / "step-1")
 
 
-def test_a_manifest_made_before_it_had_a_hash_of_its_own_is_read(tmp_path):
+def test_older_manifest_without_own_hash_is_read(tmp_path):
     save(store_in(tmp_path), 1)
     manifest = tmp_path / "step-1" / "MANIFEST.json"
     content = json.loads(manifest.read_text())
@@ -252,13 +252,13 @@ def test_a_manifest_made_before_it_had_a_hash_of_its_own_is_read(tmp_path):
     assert checkpoints.read(tmp_path / "step-1").state.train.step == 1
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+def test_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint"):
         checkpoints.find(store_in(tmp_path), str(tmp_path))
 
 
 @pytest.mark.parametrize("hostile", ["../outside", "/etc/hostname"])
-def test_a_manifest_cannot_point_outside_its_folder(tmp_path, hostile):
+def test_manifest_cannot_name_files_outside_its_folder(tmp_path, hostile):
     save(store_in(tmp_path / "run"), 1)
     manifest = tmp_path / "run" / "step-1" / "MANIFEST.json"
     (tmp_path / "run" / "outside").write_text("x")
@@ -269,7 +269,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path, hostile):
         checkpoints.read(tmp_path / "run" / "step-1")
 
 
-def test_a_file_that_the_manifest_does_not_name_is_refused(tmp_path):
+def test_file_missing_from_manifest_is_refused(tmp_path):
     save(store_in(tmp_path), 1)
     (tmp_path / "step-1" / "student" / "stray.pkl").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"stray\.pkl"):
@@ -277,11 +277,11 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("resume", "step"), [(None, None), ("auto", None)])
-def test_a_fresh_start_where_nothing_is_asked_for_or_nothing_is_there(tmp_path, resume, step):
+def test_fresh_start_without_resume_or_checkpoint(tmp_path, resume, step):
     assert checkpoints.find(store_in(tmp_path), resume) is step
 
 
-def test_latest_without_a_checkpoint_says_what_to_do(tmp_path):
+def test_latest_without_checkpoint_names_the_remedy(tmp_path):
     with pytest.raises(CheckpointError, match="--clean"):
         checkpoints.find(store_in(tmp_path), "latest")
 
@@ -294,14 +294,22 @@ def test_changed_data_is_refused_with_both_hashes():
     assert len(caught.value.problems) == 1
 
 
-def test_two_hashes_in_one_fingerprint_are_both_shown():
+def test_all_hashes_of_a_fingerprint_are_shown():
     with pytest.raises(CheckpointError) as caught:
         checkpoints.require_same(
-            {"crossing": f"tokenizer {'a' * 64}, projection {'b' * 64}"},
-            {"crossing": f"tokenizer {'a' * 64}, projection {'c' * 64}"},
+            {"tokenizer pair": f"tokenizer {'a' * 64}, projection {'b' * 64}"},
+            {"tokenizer pair": f"tokenizer {'a' * 64}, projection {'c' * 64}"},
         )
     assert f"projection {'c' * 16}, saved" in str(caught.value)
     assert f"projection {'b' * 16};" in str(caught.value)
+
+
+def test_former_name_of_a_tokenizer_pair_is_accepted(tmp_path):
+    store = store_in(tmp_path)
+    draft = store.begin(SavedState(TrainState(1), {"crossing to teacher big": "a" * 64}))
+    store.commit(draft)
+    saved = store.newest().state.fingerprints
+    checkpoints.require_same(saved, {"tokenizer pair with teacher big": "a" * 64})
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of saving: what is found afterwards is whole, and nothing is lost."""
+"""kill -9 at any moment of a save: every checkpoint found afterwards is complete, and none is lost."""
 
 import random
 import subprocess
@@ -16,9 +16,9 @@ from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)
-store.sweep()
-found = store.newest()
-first = found.state.train.step + 1 if found else 1
+store.clean_up()
+checkpoint = store.newest()
+first = checkpoint.state.train.step + 1 if checkpoint else 1
 print("saving", flush=True)
 for step in itertools.count(first):
     draft = store.begin(SavedState(TrainState(step), {}, float(step % 7)))
@@ -29,7 +29,7 @@ for step in itertools.count(first):
 """
 
 
-def test_twenty_kills_at_random_moments_of_saving_lose_nothing(tmp_path):
+def test_twenty_kills_during_saves_lose_nothing(tmp_path):
     draw, last, interrupted, took_s = random.Random(7), 0, 0, 0.02
     for _ in range(20):
         with subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path], stdout=subprocess.PIPE) as child:
@@ -38,14 +38,14 @@ def test_twenty_kills_at_random_moments_of_saving_lose_nothing(tmp_path):
                 start = time.monotonic()
                 assert child.stdout.readline() == b"saved\n"
                 took_s = time.monotonic() - start
-            time.sleep(draw.uniform(0, took_s))  # the moment of the kill: anywhere in a save
+            time.sleep(draw.uniform(0, took_s))  # so that the kill can hit any moment of a save
             child.kill()
         interrupted += any(tmp_path.glob(".tmp-*"))
-        found = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
-        step = found.state.train.step if found else 0
+        checkpoint = CheckpointStore(tmp_path, keep_last=2, keep_best=1).newest(pytest.fail)
+        step = checkpoint.state.train.step if checkpoint else 0
         assert step >= last
-        for name in "abc" if found else ():
-            assert (found.student / name).read_bytes() == f"{step}{name}".encode() * 9000
+        for name in "abc" if checkpoint else ():
+            assert (checkpoint.student / name).read_bytes() == f"{step}{name}".encode() * 9000
         last = step
     assert last > 0
     assert interrupted > 0

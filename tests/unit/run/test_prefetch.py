@@ -18,7 +18,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_items_come_in_order_with_exactly_depth_jobs_ahead(depth):
+def test_items_come_in_order_with_depth_jobs_ahead(depth):
     recorder, seen = Recorder(), []
     for position, item in enumerate(Lookahead(range(6), recorder.submit, recorder.release, depth)):
         seen.append(item)
@@ -27,7 +27,7 @@ def test_items_come_in_order_with_exactly_depth_jobs_ahead(depth):
     assert recorder.released == []
 
 
-def test_leaving_early_releases_what_was_submitted_and_not_handed_out():
+def test_leaving_early_releases_pending_items():
     recorder = Recorder()
     with Lookahead(range(9), recorder.submit, recorder.release, depth=2) as items:
         for _ in items:
@@ -36,7 +36,7 @@ def test_leaving_early_releases_what_was_submitted_and_not_handed_out():
     assert recorder.released == ["item 2", "item 1"]
 
 
-def test_an_error_in_the_consumer_releases_the_rest():
+def test_consumer_error_releases_pending_items():
     recorder = Recorder()
 
     def consume():
@@ -49,7 +49,7 @@ def test_an_error_in_the_consumer_releases_the_rest():
     assert recorder.released == ["item 1"]
 
 
-def test_an_error_in_submit_releases_what_came_before():
+def test_submit_error_releases_pending_items():
     recorder = Recorder()
 
     def submit(job):
@@ -62,6 +62,6 @@ def test_an_error_in_submit_releases_what_came_before():
     assert recorder.released == ["item 1", "item 0"]
 
 
-def test_a_negative_depth_is_refused():
+def test_negative_depth_is_refused():
     with pytest.raises(ValueError, match="depth"):
         Lookahead([], str, str, -1)

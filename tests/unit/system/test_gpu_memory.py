@@ -1,4 +1,4 @@
-"""CUDA out of memory as one line, in every phase. PyTorch's error is made here, with the text that its allocator gives it."""
+"""CUDA out of memory as one line, in every phase. PyTorch's error is raised by the tests, with its allocator's text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AMOUNTS = (
 VOCABULARY, WIDTH = 320, 24
 
 
-def run_out(*_: object, **__: object) -> None:
+def run_out_of_memory(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError(TEXT)
 
 
@@ -56,26 +56,26 @@ def batch():
 
 
 def line(caught: pytest.ExceptionInfo[GpuMemoryError]) -> str:
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is GpuMemoryError
-    assert str(again) == str(caught.value)
-    return str(again)
+    unpickled = pickle.loads(pickle.dumps(caught.value))
+    assert type(unpickled) is GpuMemoryError
+    assert str(unpickled) == str(caught.value)
+    return str(unpickled)
 
 
 @pytest.mark.parametrize("phase", REMEDIES)
-def test_every_phase_names_amounts_and_settings_on_one_line(phase) -> None:
+def test_every_phase_names_amounts_and_settings(phase) -> None:
     with pytest.raises(GpuMemoryError) as caught, gpu_phase(phase):
-        run_out()
+        run_out_of_memory()
     assert line(caught) == f"{phase}: needs more GPU memory; got {AMOUNTS}; {REMEDIES[phase]}"
     assert "\n" not in line(caught)
 
 
-def test_the_innermost_phase_is_named() -> None:
+def test_innermost_phase_is_named() -> None:
     with pytest.raises(GpuMemoryError, match=r"^backward: "), gpu_phase("forward"), gpu_phase("backward"):
-        run_out()
+        run_out_of_memory()
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_errors_pass_unchanged() -> None:
     for error in (RuntimeError("shapes do not fit"), NumericsError("loss"), MemoryError()):
         with pytest.raises(type(error)) as caught, gpu_phase("forward"):
             raise error
@@ -87,56 +87,56 @@ def test_other_errors_pass_as_they_are() -> None:
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
 ])  # fmt: skip
-def test_what_allocates_beside_torch_counts_too(text: str) -> None:
+def test_errors_of_other_libraries_are_recognised(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
     with pytest.raises(GpuMemoryError) as caught, gpu_phase("forward"):
         raise RuntimeError(text)
     assert text.splitlines()[0] in line(caught)
 
 
-def test_a_forward_pass_says_so(student, batch) -> None:
-    student.model.register_forward_hook(run_out)
+def test_forward_pass_names_its_phase(student, batch) -> None:
+    student.model.register_forward_hook(run_out_of_memory)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, forward: .*lower train\.micro_batch_size"):
         student.forward_backward(batch, no_targets)
 
 
-def test_a_backward_pass_says_so(student, batch) -> None:
+def test_backward_pass_names_its_phase(student, batch) -> None:
     def in_backward(module: object, arguments: object, output: Any) -> None:
-        output.logits.register_hook(run_out)
+        output.logits.register_hook(run_out_of_memory)
 
     student.model.register_forward_hook(in_backward)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, backward: .*student\.activation_checkpointing=true"):
         student.forward_backward(batch, no_targets)
 
 
-def test_an_optimizer_step_says_so(student, batch) -> None:
-    student.optimizer.register_step_pre_hook(run_out)
+def test_optimizer_step_names_its_phase(student, batch) -> None:
+    student.optimizer.register_step_pre_hook(run_out_of_memory)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, optimizer step: .*raise student\.parallel\.dp"):
         student.train_step(batch, no_targets)
 
 
-def test_loading_a_model_says_so(world, folders, monkeypatch) -> None:
+def test_loading_a_model_names_its_phase(world, folders, monkeypatch) -> None:
     config = engine_config(folders["student"], [folders["teacher"]])
-    monkeypatch.setattr(torch.nn.Module, "to_empty", run_out)
+    monkeypatch.setattr(torch.nn.Module, "to_empty", run_out_of_memory)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, student load: .*ray\.placement=disaggregated"):
         StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
     with pytest.raises(GpuMemoryError, match=r"^rank 0, teacher load: .*teachers\[\]\.parallel\.tp"):
         TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
 
 
-def test_a_teachers_forward_pass_says_so(world, folders, batch) -> None:
+def test_teacher_forward_pass_names_its_phase(world, folders, batch) -> None:
     config = engine_config(folders["student"], [folders["teacher"]])
     engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
-    engine.model.get_input_embeddings().register_forward_hook(run_out)
+    engine.model.get_input_embeddings().register_forward_hook(run_out_of_memory)
     with pytest.raises(GpuMemoryError, match=r"teacher forward: .*lower teachers\[\]\.micro_batch_size"):
         engine_targets(engine, batch)
 
 
 @pytest.mark.parametrize("choose", [True, False])
-def test_an_evaluation_says_so(folders, choose: bool) -> None:
-    lane = LocalExecutor()
-    lane.load(folders["student"], "hf", Settings(batch_size=2))
-    lane._backend.model.register_forward_hook(run_out)
+def test_evaluation_names_its_phase(folders, choose: bool) -> None:
+    executor = LocalExecutor()
+    executor.load(folders["student"], "hf", Settings(batch_size=2))
+    executor._backend.model.register_forward_hook(run_out_of_memory)
     item = Item("0", "ka", "lo", choices=("lo", "mi")) if choose else Item("0", "ka", "lo")
     with pytest.raises(GpuMemoryError, match=r"evaluation: .*evaluate\.batch_size .*raise evaluate\.gpu_share"):
-        list(lane.outputs(Task(choose, max_new_tokens=2), [item]))
+        list(executor.outputs(Task(choose, max_new_tokens=2), [item]))

@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.system.redact import REDACTED, in_text, redact
 
-# No one's: made up in the shapes that providers give them.
+# Invented, in the formats of real providers.
 SHAPES = [
     "sk-ant-api03-Xy9_kQ2-abcDEF0123456789-ghiJKL_mnoPQR456-aA",
     "sk-proj-abc_DEF-ghi0123456789_jklMNOpqr",
@@ -23,7 +23,7 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize("secret", SHAPES)
-def test_what_has_the_shape_of_a_token_is_taken_out_whole(secret):
+def test_tokens_are_recognised_by_their_format(secret):
     for text in ("{}", "Bearer {}", "key={}, then", '"{}"', "({}).", "https://host/{}/x"):
         assert in_text(text.format(secret)) == text.format(REDACTED)
 
@@ -33,7 +33,7 @@ def test_ordinary_words_stay(text):
     assert in_text(text) == text
 
 
-def test_all_that_stands_under_the_name_of_a_secret_is_taken_out_and_column_names_are_not():
+def test_values_under_secret_names_are_redacted():
     tree = {
         "hub": {"token": "hf_x", "api_key": "k", "password": 12345, "client_secret": "s", "TOKEN": "t", "keys": ["a"]},
         "spelt": {"api-key": "k", "accessToken": "t", "monkey": "m", "credentials": {"user": "u", "pin": ["1"]}},
@@ -68,5 +68,5 @@ def test_all_that_stands_under_the_name_of_a_secret_is_taken_out_and_column_name
         ("model hf_small, task-abcdefghijklmnopqrst, a@b", "model hf_small, task-abcdefghijklmnopqrst, a@b"),
     ],
 )  # fmt: skip
-def test_secrets_inside_a_text_are_taken_out(text, left):
+def test_secrets_inside_a_text_are_redacted(text, left):
     assert in_text(text) == left

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from distill_rl.system.signals import Preempted, Signals, held_back
+from distill_rl.system.signals import Preempted, Signals, signals_blocked
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_first_request_to_stop_waits_for_the_step_and_the_second_does_not(number):
+def test_second_request_to_stop_interrupts(number):
     now = [100.0]
     with Signals(lambda: now[0]) as signals:
         os.kill(os.getpid(), number)
@@ -22,7 +22,7 @@ def test_the_first_request_to_stop_waits_for_the_step_and_the_second_does_not(nu
             signals.raise_if_interrupted()
 
 
-def test_a_request_that_a_scheduler_delivers_twice_at_once_is_one():
+def test_two_signals_within_a_second_are_one_request():
     now = [100.0]
     with Signals(lambda: now[0]) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -30,12 +30,12 @@ def test_a_request_that_a_scheduler_delivers_twice_at_once_is_one():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.preempted
         signals.raise_if_interrupted()
-        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is never the same request
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C is always a request of its own
         with pytest.raises(KeyboardInterrupt):
             signals.raise_if_interrupted()
 
 
-def test_the_term_of_a_time_limit_does_not_interrupt_the_save_that_its_warning_began():
+def test_sigterm_after_sigusr1_does_not_interrupt_the_save():
     now = [100.0]
     with Signals(lambda: now[0]) as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -48,7 +48,7 @@ def test_the_term_of_a_time_limit_does_not_interrupt_the_save_that_its_warning_b
             signals.raise_if_interrupted()
 
 
-def test_ctrl_c_interrupts_at_the_next_poll_and_is_no_preemption():
+def test_ctrl_c_interrupts_at_the_next_poll():
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert not signals.preempted
@@ -56,7 +56,7 @@ def test_ctrl_c_interrupts_at_the_next_poll_and_is_no_preemption():
             signals.raise_if_interrupted()
 
 
-def test_at_once_a_signal_raises_where_it_arrives_or_on_entry():
+def test_at_once_raises_on_arrival_or_on_entry():
     with Signals() as signals:
         with pytest.raises(Preempted), signals.at_once():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -66,9 +66,9 @@ def test_at_once_a_signal_raises_where_it_arrives_or_on_entry():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_what_is_held_back_is_heard_afterwards_and_never_by_children():
+def test_blocked_signals_arrive_later_and_never_in_children():
     with Signals() as signals:
-        with held_back():
+        with signals_blocked():
             child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1)
             assert child.stdout.readline() == b"up\n"
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
@@ -79,14 +79,14 @@ def test_what_is_held_back_is_heard_afterwards_and_never_by_children():
     assert child.returncode == 0
 
 
-def test_handlers_are_given_back():
+def test_previous_handlers_are_restored():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     with Signals():
         assert signal.getsignal(signal.SIGTERM) is not before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
 
 
-def test_pressing_ctrl_c_again_ends_the_process_at_once():
+def test_second_ctrl_c_ends_the_process_at_once():
     code = (
         "import os, signal\n"
         "from distill_rl.system.signals import Signals\n"

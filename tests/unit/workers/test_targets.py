@@ -1,4 +1,4 @@
-"""Of the targets of a sub-batch the student opens all that hold rows of its own before it computes anything."""
+"""Before it computes anything, a student rank opens all targets of a sub-batch that hold some of its rows."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -8,14 +8,14 @@ import torch
 from distill_rl.losses import TopKLogprobs
 from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.local import LocalTransport
-from distill_rl.workers.actors.student import _Targets
+from distill_rl.workers.actors.student import _FetchedTargets
 from distill_rl.workers.actors.teacher import Published
 
 TOKENS, K, ROWS_PER_SLOT, SLOTS = 3, 2, 2, 4
 
 
-class Monitored(LocalTransport):
-    """Counts the slots that are open at once."""
+class CountingTransport(LocalTransport):
+    """Counts the slots that are open at the same time."""
 
     open_now = most_open = 0
 
@@ -30,25 +30,25 @@ class Monitored(LocalTransport):
 
 def published(writer: LocalTransport) -> Published:
     handles = []
-    for number in range(SLOTS):
-        first = number * ROWS_PER_SLOT
+    for i in range(SLOTS):
+        first = i * ROWS_PER_SLOT
         ids = torch.arange(first * TOKENS * K, (first + ROWS_PER_SLOT) * TOKENS * K, dtype=torch.int32).view(-1, K)
         tensors = {"ids": ids, "logprobs": -ids.float()}
-        handles.append(writer.publish(Slot(number, 2), tensors, Layout(first, ROWS_PER_SLOT, TOKENS)))
+        handles.append(writer.publish(Slot(i, 2), tensors, Layout(first, ROWS_PER_SLOT, TOKENS)))
     return Published(tuple(handles))
 
 
 @pytest.fixture
 def opened():
-    writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), Monitored(node_id="here")
+    writer, reader = LocalTransport(Ring(SLOTS, 4096), node_id="here"), CountingTransport(node_id="here")
     writer.accept(reader.open(writer.offer(0)))
     return reader, published(writer)
 
 
-def test_rows_are_read_from_the_slots_that_were_opened_and_far_bytes_are_counted_once(opened):
+def test_rows_are_read_from_open_slots_and_bytes_counted_once(opened):
     reader, sent = opened
     for node_id, far in (("here", 0), ("there", sum(handle.num_bytes for handle in sent.handles))):
-        targets = _Targets({"local": reader}, node_id, 1.0, [1], [sent])
+        targets = _FetchedTargets({"local": reader}, node_id, 1.0, [1], [sent])
         with ExitStack() as stack:
             targets.open(0, SLOTS * ROWS_PER_SLOT, stack)
             for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
@@ -62,16 +62,16 @@ def test_rows_are_read_from_the_slots_that_were_opened_and_far_bytes_are_counted
     assert (reader.most_open, reader.open_now) == (SLOTS, 0)
 
 
-def test_a_rank_opens_the_slots_of_its_own_rows_only(opened):
+def test_rank_opens_only_the_slots_of_its_rows(opened):
     reader, sent = opened
     with ExitStack() as stack:
-        _Targets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
+        _FetchedTargets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
     assert (reader.most_open, reader.open_now) == (1, 0)
 
 
-def test_a_teacher_that_was_lost_says_nothing(opened):
+def test_lost_teacher_has_no_target(opened):
     reader, sent = opened
-    targets = _Targets({"local": reader}, "here", 1.0, [0, 1], [sent])
+    targets = _FetchedTargets({"local": reader}, "here", 1.0, [0, 1], [sent])
     with ExitStack() as stack:
         targets.open(0, 1, stack)
         with targets(0, 1) as (lost, target):

@@ -1,4 +1,4 @@
-"""The aligner without Ray around it."""
+"""The aligner actor, without Ray."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.types import Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 
-student, teacher, crosses = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
+student, teacher, other_tokenizer = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
 config = Config(student=StudentConfig(model=student), teachers=[TeacherConfig(name="big", model=teacher)])
 config.data.max_length = 64
-plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 64, packing=not crosses, pad_id=2)
-worker = AlignerWorker(0, config, "text", plan, (crosses,))
+plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 64, packing=not other_tokenizer, pad_id=2)
+worker = AlignerWorker(0, config, "text", plan, (other_tokenizer,))
 worker.start()
 info, *parts = worker.build(DocumentBatch(0, ({"row": 0, "text": "kalomi ter"},), Cursor()))
 assert info.num_documents == 1 and len(parts) == 2, (info, parts)
@@ -32,8 +32,8 @@ print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 
 
 @pytest.mark.parametrize("teacher", ["student", "foreign"])
-def test_an_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
-    """There may be many on a machine; with torch each would take twice the time to start, and 200 MB more."""
+def test_aligner_starts_without_torch(tmp_path: Path, teacher: str) -> None:
+    """There may be many on a machine. With torch each would take twice as long to start, and 200 MB more."""
     if version("transformers") < "5.19":
         pytest.skip("this release of transformers imports torch with its tokenizers")
     tiny_tokenizer().save_pretrained(tmp_path / "student")

@@ -1,4 +1,4 @@
-"""What is refused before a cluster is asked anything; real clusters are in tests/ray/test_access.py."""
+"""Refusals before any cluster is contacted; real clusters are in tests/ray/test_access.py."""
 
 import sys
 
@@ -8,7 +8,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.workers.cluster import access
 
 
-def test_without_the_means_to_ask_a_cluster_is_not_joined_where_tokens_are_in_use(monkeypatch):
+def test_missing_grpc_refuses_to_join_if_tokens_are_in_use(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-secret")
     monkeypatch.setitem(sys.modules, "grpc", None)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

@@ -1,4 +1,4 @@
-"""Names of metrics, and that nothing is kept where Ray has no metrics agent; what an agent gets: tests/monitoring."""
+"""Names of gauges, and that nothing is recorded without Ray's metrics agent. With an agent: tests/monitoring."""
 
 from __future__ import annotations
 
@@ -27,25 +27,23 @@ from distill_rl.workers.cluster.gauges import Gauges, GaugeSink, gauge_of, write
         ("step", "step", ""),
     ],
 )
-def test_two_levels_name_a_metric_and_the_rest_is_what_it_is_of(name: str, metric: str, of: str) -> None:
+def test_gauge_name_is_two_levels_and_the_rest_is_a_tag(name: str, metric: str, of: str) -> None:
     assert gauge_of(name, 1.5) == (metric, 1.5, of)
 
 
 @pytest.mark.parametrize("agent", [False, True], ids=["no agent", "no Ray"])
-def test_without_an_agent_or_without_ray_nothing_is_made(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
+def test_nothing_is_recorded_without_agent_or_ray(monkeypatch: pytest.MonkeyPatch, agent: bool) -> None:
     monkeypatch.setattr(gauges, "has_agent", lambda: agent)
     monkeypatch.setattr(ray, "is_initialized", lambda: not agent)
-    sink, own = GaugeSink("run"), Gauges("run")
+    sink, gauges_of_run = GaugeSink("run"), Gauges("run")
     sink.write(1, {"train/loss": 1.0, "train/tokens": 5.0})
-    own.set("x", 1.0)
-    own.add("x", 1.0)
+    gauges_of_run.set("x", 1.0)
+    gauges_of_run.add("x", 1.0)
     sink.close()
-    assert own._made == sink._gauges._made == {}
+    assert gauges_of_run._metrics == sink._gauges._metrics == {}
 
 
-def test_the_agents_of_all_nodes_are_listed_as_prometheus_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_list_the_agents_of_all_living_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def node(address: str, alive: bool) -> dict[str, Any]:
         return {"NodeManagerAddress": address, "MetricsExportPort": 8080, "Alive": alive}
 
@@ -58,7 +56,7 @@ def test_the_agents_of_all_nodes_are_listed_as_prometheus_reads_them(
     ]
 
 
-def test_whether_there_is_an_agent_is_told_by_a_package_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in (None, ModuleSpec("aiohttp_cors", None)):
-        monkeypatch.setattr(gauges, "find_spec", lambda name, found=found: found)
-        assert gauges.has_agent() is (found is not None)
+def test_agent_is_detected_by_a_package_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (None, ModuleSpec("aiohttp_cors", None)):
+        monkeypatch.setattr(gauges, "find_spec", lambda name, spec=spec: spec)
+        assert gauges.has_agent() is (spec is not None)

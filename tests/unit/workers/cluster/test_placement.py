@@ -6,14 +6,14 @@ from distill_rl.workers.cluster.placement import EVALUATOR, Node, actor_names, p
 
 
 def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):
-    made = Config()
-    made.student.parallel = ParallelConfig(*student)
-    made.teachers = [TeacherConfig(name=f"t{i}", parallel=ParallelConfig(*size)) for i, size in enumerate(teachers)]
-    made.loss.kd_weight = kd_weight
-    return made
+    settings = Config()
+    settings.student.parallel = ParallelConfig(*student)
+    settings.teachers = [TeacherConfig(name=f"t{i}", parallel=ParallelConfig(*size)) for i, size in enumerate(teachers)]
+    settings.loss.kd_weight = kd_weight
+    return settings
 
 
-def test_ranks_are_named_dp_major():
+def test_ranks_are_named_in_dp_major_order():
     student, teachers, aligners = actor_names(config(student=(2, 2), teachers=((1, 2),)))
     assert student == ["student-dp0-tp0", "student-dp0-tp1", "student-dp1-tp0", "student-dp1-tp1"]
     assert teachers == {"t0": ["t0/dp0-tp0", "t0/dp0-tp1"]}
@@ -24,12 +24,12 @@ def test_ranks_are_named_dp_major():
 @pytest.mark.parametrize(
     ("student", "teachers"), [((1, 1), ((1, 1),)), ((2, 2), ((1, 2), (2, 1))), ((1, 1), ((2, 2),))]
 )
-def test_every_actor_has_one_seat_and_no_bundle_is_oversubscribed(student, teachers, gpus):
+def test_every_actor_is_placed_and_no_bundle_oversubscribed(student, teachers, gpus):
     plan = place_actors(config(student, teachers), gpus=gpus)
     names = actor_names(config(student, teachers))
     assert set(plan.placements) == {*names[0], *names[2], *(name for group in names[1].values() for name in group)}
-    for number, bundle in enumerate(plan.bundles):
-        inside = [place for place in plan.placements.values() if place.bundle == number]
+    for i, bundle in enumerate(plan.bundles):
+        inside = [place for place in plan.placements.values() if place.bundle == i]
         assert sum(place.num_cpus for place in inside) == bundle["CPU"]
         assert sum(place.num_gpus for place in inside) <= bundle.get("GPU", 0) + 1e-9
 
@@ -42,54 +42,54 @@ def test_colocated_ranks_share_a_gpu_and_aligners_have_none():
     assert "GPU" not in plan.bundles[plan.placements["aligner-0"].bundle]
 
 
-def test_aligners_that_use_a_gpu_sit_with_the_ranks_in_turn_and_take_their_share():
-    asked = config(student=(2, 1), teachers=((2, 1),))
-    asked.aligner.num_gpus = 0.2
-    plan = place_actors(asked, 3, gpus=True)
+def test_aligners_with_a_gpu_share_join_the_ranks_in_turn():
+    settings = config(student=(2, 1), teachers=((2, 1),))
+    settings.aligner.num_gpus = 0.2
+    plan = place_actors(settings, 3, gpus=True)
     assert [plan.placements[f"aligner-{i}"].bundle for i in range(3)] == [0, 1, 0]
     assert {plan.placements[f"aligner-{i}"].num_gpus for i in range(3)} == {0.2}
-    for number, bundle in enumerate(plan.bundles):
-        inside = [place for place in plan.placements.values() if place.bundle == number]
+    for i, bundle in enumerate(plan.bundles):
+        inside = [place for place in plan.placements.values() if place.bundle == i]
         assert sum(place.num_gpus for place in inside) == pytest.approx(bundle["GPU"])
-    assert "GPU" not in place_actors(asked, 3, gpus=False).bundles[-1]
+    assert "GPU" not in place_actors(settings, 3, gpus=False).bundles[-1]
 
 
-def test_aligners_that_leave_nothing_of_a_gpu_are_refused():
-    asked = config()
-    asked.aligner.num_gpus = 0.5
+def test_aligners_that_take_a_whole_gpu_are_refused():
+    settings = config()
+    settings.aligner.num_gpus = 0.5
     with pytest.raises(
         ConfigError,
         match=r"^aligner\.num_gpus: .* must leave them some of it; got aligner-0, aligner-1 with 1 of one GPU",
     ):
-        place_actors(asked, 2, gpus=True)
+        place_actors(settings, 2, gpus=True)
 
 
-def test_aligners_may_sit_on_different_nodes():
+def test_aligners_without_gpu_have_separate_bundles():
     plan = place_actors(config(), 3, gpus=False)
     assert [plan.bundles[plan.placements[f"aligner-{i}"].bundle] for i in range(3)] == [{"CPU": 1.0}] * 3
     assert len({plan.placements[f"aligner-{i}"].bundle for i in range(3)}) == 3
 
 
-def test_without_aligners_there_is_no_bundle_for_them():
+def test_no_bundle_without_aligners():
     plan = place_actors(config(), 0, gpus=True)
     assert len(plan.bundles) == 1
     assert set(plan.placements) == {"student-dp0-tp0", "t0/dp0-tp0"}
 
 
-def test_without_distillation_no_teacher_has_a_seat():
+def test_no_teacher_is_placed_without_distillation():
     assert not any(name.startswith("t0") for name in place_actors(config(kd_weight=0.0), gpus=False).placements)
 
 
-def test_a_shortage_says_asked_there_and_free():
+def test_shortage_names_asked_total_and_free_amounts():
     plan = place_actors(config(), gpus=True)
     line = shortage(plan, {"CPU": 2.0}, {"CPU": 1.0})
     assert line == "CPU: asked 3, cluster has 2, free 1, GPU: asked 1, cluster has 0, free 0"
 
 
-def apart(**sizes):
-    made = config(**sizes)
-    made.ray.placement = "disaggregated"
-    return made
+def disaggregated(**sizes):
+    settings = config(**sizes)
+    settings.ray.placement = "disaggregated"
+    return settings
 
 
 def node(name, **resources):
@@ -97,7 +97,7 @@ def node(name, **resources):
 
 
 def test_disaggregated_ranks_have_a_gpu_each():
-    plan = place_actors(apart(student=(2, 1), teachers=((1, 2), (1, 1))), gpus=True)
+    plan = place_actors(disaggregated(student=(2, 1), teachers=((1, 2), (1, 1))), gpus=True)
     ranks = [place for place in plan.placements.values() if not place.actor.startswith("aligner")]
     assert {place.num_gpus for place in ranks} == {1.0}
     assert len({place.bundle for place in ranks}) == len(ranks) == 5
@@ -105,14 +105,14 @@ def test_disaggregated_ranks_have_a_gpu_each():
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "shared_memory"])
-def test_a_transport_of_one_node_is_refused_where_teachers_and_student_have_nodes_of_their_own(name):
-    made = apart(student=(1, 1), teachers=((1, 1),))
-    made.transport = name
+def test_one_node_transport_is_refused_between_nodes(name):
+    settings = disaggregated(student=(1, 1), teachers=((1, 1),))
+    settings.transport = name
     with pytest.raises(
         ConfigError, match=rf"transport: {name} works inside one node; got ray\.placement=disaggregated"
     ):
-        place_actors(made, gpus=2, nodes=[node("a", CPU=8, GPU=1), node("b", CPU=8, GPU=1)])
-    assert place_actors(made, gpus=2, nodes=[node("a", CPU=8, GPU=2)]).nodes == ()
+        place_actors(settings, gpus=2, nodes=[node("a", CPU=8, GPU=1), node("b", CPU=8, GPU=1)])
+    assert place_actors(settings, gpus=2, nodes=[node("a", CPU=8, GPU=2)]).nodes == ()
 
 
 @pytest.mark.parametrize(
@@ -121,103 +121,106 @@ def test_a_transport_of_one_node_is_refused_where_teachers_and_student_have_node
         ([node("a", CPU=8, GPU=2), node("b", CPU=8, GPU=2)], ["a", "a", "b", "b"]),
         ([node("a", CPU=8, GPU=1), node("b", CPU=8, GPU=1), node("c", CPU=8, GPU=4)], ["a", "b", "c", "c"]),
         ([node("a", CPU=8, GPU=3), node("b", CPU=8, GPU=2)], ["a", "a", "b", "b"]),
-        ([node("a", CPU=1, GPU=8), node("b", CPU=8, GPU=8)], None),  # one of the student's fits, and then no teacher
+        (
+            [node("a", CPU=1, GPU=8), node("b", CPU=8, GPU=8)],
+            None,
+        ),  # room for one rank of the student on the first, then none left for the teachers
         ([node("a", CPU=8, GPU=8)], None),
     ],
 )
-def test_student_and_teachers_have_nodes_of_their_own_where_there_are_enough(nodes, expected):
-    plan = place_actors(apart(student=(2, 1), teachers=((1, 2),)), gpus=True, nodes=nodes)
+def test_student_and_teachers_get_separate_nodes_if_possible(nodes, expected):
+    plan = place_actors(disaggregated(student=(2, 1), teachers=((1, 2),)), gpus=True, nodes=nodes)
     assert [*plan.nodes] == ([] if expected is None else [*expected, None])
 
 
-def test_on_cpus_nodes_are_told_apart_by_their_cores():
-    plan = place_actors(apart(), 0, gpus=False, nodes=[node("a", CPU=2), node("b", CPU=2)])
+def test_cpu_nodes_are_filled_by_their_cores():
+    plan = place_actors(disaggregated(), 0, gpus=False, nodes=[node("a", CPU=2), node("b", CPU=2)])
     assert plan.nodes == ("a", "b")
     assert shortage(plan, {"CPU": 4}, {"CPU": 1}).endswith("free 1, on the nodes a, b")
 
 
-def test_colocated_ranks_are_pinned_nowhere():
+def test_colocated_ranks_are_not_pinned():
     assert place_actors(config(), gpus=True, nodes=[node("a", CPU=9, GPU=9), node("b", CPU=9, GPU=9)]).nodes == ()
 
 
-def evaluated(placement="colocated", **sizes):
-    made = config(**sizes)
-    made.evaluate.suites = ["mmlu"]
-    made.ray.placement = placement
-    return made
+def with_suites(placement="colocated", **sizes):
+    settings = config(**sizes)
+    settings.evaluate.suites = ["mmlu"]
+    settings.ray.placement = placement
+    return settings
 
 
-def test_without_suites_there_is_no_evaluator():
+def test_no_evaluator_without_suites():
     assert EVALUATOR not in place_actors(config(), gpus=4).placements
 
 
-def test_an_evaluator_has_a_gpu_of_its_own_where_one_is_left_over():
-    plan = place_actors(evaluated(), 1, gpus=2)
+def test_evaluator_gets_a_gpu_that_is_left_over():
+    plan = place_actors(with_suites(), 1, gpus=2)
     assert plan.placements[EVALUATOR].num_gpus == 1.0
     assert plan.bundles[plan.placements[EVALUATOR].bundle] == {"CPU": 1.0, "GPU": 1.0}
     assert plan.placements["student-dp0-tp0"].num_gpus == 0.5
 
 
-def test_an_evaluator_shares_the_first_gpu_where_there_is_no_other():
-    plan = place_actors(evaluated(student=(2, 1)), 1, gpus=2)
+def test_evaluator_shares_the_first_gpu_if_none_is_left():
+    plan = place_actors(with_suites(student=(2, 1)), 1, gpus=2)
     assert plan.placements[EVALUATOR].bundle == plan.placements["student-dp0-tp0"].bundle == 0
     assert plan.placements[EVALUATOR].num_gpus == 0.2
     assert plan.placements["student-dp0-tp0"].num_gpus == pytest.approx(0.4)
     assert plan.placements["student-dp1-tp0"].num_gpus == 1.0
 
 
-def test_an_evaluator_gets_the_share_that_it_is_given_and_leaves_the_rest():
-    asked = evaluated()
-    asked.evaluate.gpu_share = 0.5
-    plan = place_actors(asked, 1, gpus=1)
+def test_evaluator_takes_its_share_and_leaves_the_rest():
+    settings = with_suites()
+    settings.evaluate.gpu_share = 0.5
+    plan = place_actors(settings, 1, gpus=1)
     assert plan.placements[EVALUATOR].num_gpus == 0.5
     assert plan.placements["student-dp0-tp0"].num_gpus == plan.placements["t0/dp0-tp0"].num_gpus == 0.25
-    asked.evaluate.gpu_share = 1.0
+    settings.evaluate.gpu_share = 1.0
     with pytest.raises(ConfigError, match=r"^evaluate\.gpu_share: .* got evaluator with 1 of one GPU"):
-        place_actors(asked, 1, gpus=1)
+        place_actors(settings, 1, gpus=1)
 
 
-def test_ranks_beside_an_evaluator_are_held_to_the_memory_that_is_left():
-    placements = place_actors(evaluated(student=(2, 1)), 1, gpus=2, needs={"student": 30.0, "t0": 10.0}).placements
+def test_ranks_beside_an_evaluator_have_limited_memory():
+    placements = place_actors(with_suites(student=(2, 1)), 1, gpus=2, needs={"student": 30.0, "t0": 10.0}).placements
     assert placements["student-dp0-tp0"].gpu_memory == pytest.approx(0.6)
     assert placements["t0/dp0-tp0"].gpu_memory == pytest.approx(0.2)
-    assert placements["student-dp1-tp0"].gpu_memory == 1.0, "it has a GPU without an evaluator"
-    alike = place_actors(evaluated(), 1, gpus=1).placements
-    assert alike["student-dp0-tp0"].gpu_memory == alike["t0/dp0-tp0"].gpu_memory == pytest.approx(0.4)
+    assert placements["student-dp1-tp0"].gpu_memory == 1.0, "its GPU has no evaluator"
+    equal = place_actors(with_suites(), 1, gpus=1).placements
+    assert equal["student-dp0-tp0"].gpu_memory == equal["t0/dp0-tp0"].gpu_memory == pytest.approx(0.4)
 
 
-def test_ranks_without_an_evaluator_take_the_memory_that_they_find():
+def test_ranks_without_an_evaluator_have_all_memory():
     for plan in (
         place_actors(config(), gpus=1),
-        place_actors(evaluated(), 1, gpus=2),
-        place_actors(evaluated(), 1, gpus=0),
+        place_actors(with_suites(), 1, gpus=2),
+        place_actors(with_suites(), 1, gpus=0),
     ):
-        assert {each.gpu_memory for each in plan.placements.values()} == {1.0}
+        assert {place.gpu_memory for place in plan.placements.values()} == {1.0}
 
 
-def test_an_evaluator_on_a_cpu_has_a_seat_of_its_own():
-    plan = place_actors(evaluated(), 1, gpus=0)
+def test_evaluator_on_cpus_has_a_separate_bundle():
+    plan = place_actors(with_suites(), 1, gpus=0)
     assert plan.bundles[plan.placements[EVALUATOR].bundle] == {"CPU": 1.0}
     assert plan.placements[EVALUATOR].num_gpus == 0
 
 
-def test_a_disaggregated_evaluator_is_on_any_node():
+def test_disaggregated_evaluator_may_be_on_any_node():
     nodes = [node("a", CPU=4, GPU=2), node("b", CPU=4, GPU=2)]
-    plan = place_actors(evaluated("disaggregated", student=(1, 1), teachers=((1, 1),)), 0, gpus=4, nodes=nodes)
+    plan = place_actors(with_suites("disaggregated", student=(1, 1), teachers=((1, 1),)), 0, gpus=4, nodes=nodes)
     assert plan.nodes == ("a", "b", None)
     assert plan.placements[EVALUATOR].num_gpus == 1.0
 
 
-def test_ranks_of_a_replica_are_pinned_to_one_node_each():
-    asked = config(student=(4, 2, 2), teachers=((2, 1),))
+def test_ranks_of_a_replica_are_pinned_to_one_node():
+    settings = config(student=(4, 2, 2), teachers=((2, 1),))
     nodes = [Node("a", {"CPU": 99.0, "GPU": 6.0}), Node("b", {"CPU": 99.0, "GPU": 4.0})]
-    plan = place_actors(asked, gpus=10, nodes=nodes)
+    plan = place_actors(settings, gpus=10, nodes=nodes)
     assert plan.nodes[:8] == ("a",) * 4 + ("b",) * 4
     assert set(plan.nodes[8:]) == {None}, "an aligner is on any node"
     assert len(plan.nodes) == len(plan.bundles)
 
 
-def test_replicas_that_no_node_has_room_for_are_packed_by_ray():
+def test_replicas_that_fit_on_no_node_are_not_pinned():
     nodes = [Node(name, {"CPU": 99.0, "GPU": 3.0}) for name in "abc"]
     assert place_actors(config(student=(4, 2, 2)), gpus=9, nodes=nodes).nodes == ()
     assert place_actors(config(student=(4, 2, 2)), gpus=9, nodes=nodes[:1]).nodes == ()

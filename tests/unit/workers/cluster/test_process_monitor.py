@@ -1,4 +1,4 @@
-"""What the watch sees and does, on real processes of this machine."""
+"""The process monitor on real processes of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def worker(tmp_path):
-    """A process that waits, and writes its stacks when it is asked."""
+    """A process that waits, and writes its stacks on SIGUSR2."""
     out, err = tmp_path / "worker.out", tmp_path / "worker.err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=stdout, stderr=stderr)
@@ -40,8 +40,8 @@ def worker(tmp_path):
 
 
 @pytest.fixture
-def at_home(monkeypatch):
-    """As if this process were the driver of a Ray on this node."""
+def local_ray(monkeypatch):
+    """Makes this process look like the driver of a Ray on this node."""
 
     class Context:
         def get_node_id(self):
@@ -50,57 +50,57 @@ def at_home(monkeypatch):
     monkeypatch.setattr(process_monitor.ray, "get_runtime_context", Context)
 
 
-def looking(made: ProcessMonitor, monkeypatch, seconds: float) -> None:
-    """One look, so much later than the last one."""
-    made.now = getattr(made, "now", 1000.0) + seconds
-    monkeypatch.setattr(process_monitor.time, "monotonic", lambda: made.now)
-    made.look()
+def update_after(seconds: float, monitor: ProcessMonitor, monkeypatch) -> None:
+    """Updates the monitor with a clock that has moved on by so much."""
+    monitor.now = getattr(monitor, "now", 1000.0) + seconds
+    monkeypatch.setattr(process_monitor.time, "monotonic", lambda: monitor.now)
+    monitor.update()
 
 
-def test_states_and_the_stacks_of_a_process(worker):
+def test_states_and_stacks_of_a_process(worker):
     here = NodeMonitor()
     assert here.states([worker]) == ["sleeping"]
     (stack,) = here.stacks([worker])
     assert "waits_here" in stack
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: here.states([worker]) == ["stopped"], "the stop")
-    assert here.stacks([worker]) == [""], "one that stands still cannot write"
+    assert here.stacks([worker]) == [""], "a stopped process cannot write"
     here.kill(worker)
     until(lambda: here.states([worker]) == ["gone"], "the end")
 
 
-def test_another_process_of_the_same_number_is_neither_seen_nor_killed(worker):
+def test_reused_pid_is_neither_reported_nor_killed(worker):
     other = Process(worker.pid, worker.created - 1, "here")
     assert NodeMonitor().states([other]) == ["gone"]
     NodeMonitor().kill(other)
     assert NodeMonitor().states([worker]) == ["sleeping"]
 
 
-def test_what_stands_still_for_long_is_killed_and_named(worker, at_home, monkeypatch, tmp_path):
-    made = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+def test_process_stopped_for_too_long_is_killed(worker, local_ray, monkeypatch, tmp_path):
+    monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
     for _ in range(5):
-        looking(made, monkeypatch, 1.1)
+        update_after(1.1, monitor, monkeypatch)
     assert NodeMonitor().states([worker]) == ["stopped"]
-    looking(made, monkeypatch, 1.1)
+    update_after(1.1, monitor, monkeypatch)
     monkeypatch.undo()
     until(lambda: NodeMonitor().states([worker]) == ["gone"], "the end")
-    assert made.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
-    assert made.where("student-dp0-tp0") == "student-dp0-tp0 on 10.0.0.1"
+    assert monitor.fate("student-dp0-tp0") == "it was stopped (SIGSTOP) for 5 s, and killed"
+    assert monitor.where("student-dp0-tp0") == "student-dp0-tp0 on 10.0.0.1"
 
 
-def test_a_driver_that_stood_still_itself_forgives(worker, at_home, monkeypatch, tmp_path):
-    made = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
+def test_driver_that_was_stopped_itself_kills_nothing(worker, local_ray, monkeypatch, tmp_path):
+    monitor = ProcessMonitor(FaultsConfig(stopped_s=5), {"student-dp0-tp0": worker}, tmp_path)
     os.kill(worker.pid, signal.SIGSTOP)
     until(lambda: NodeMonitor().states([worker]) == ["stopped"], "the stop")
-    looking(made, monkeypatch, 1.1)
-    looking(made, monkeypatch, 3600.0)
+    update_after(1.1, monitor, monkeypatch)
+    update_after(3600.0, monitor, monkeypatch)
     assert NodeMonitor().states([worker]) == ["stopped"]
-    assert made.fate("student-dp0-tp0") == ""
+    assert monitor.fate("student-dp0-tp0") == ""
 
 
-def test_last_words_leave_out_what_ray_writes_and_what_a_terminal_would_obey(worker, at_home, tmp_path):
+def test_last_words_leave_out_markers_and_escape_codes(worker, local_ray, tmp_path):
     with open(worker.logs[-1], "a") as log:  # noqa: PTH123
         log.write(":actor_name:StudentWorker\nfirst\n\nsecond\n\x1b[31mthird\n:job_id:01\n")
     words = ProcessMonitor(FaultsConfig(), {"a": worker}, tmp_path).last_words("a", lines=2)
@@ -110,4 +110,4 @@ def test_last_words_leave_out_what_ray_writes_and_what_a_terminal_would_obey(wor
 def test_logs_are_kept_by_name(worker, tmp_path):
     keep_logs([("big/dp0-tp0", worker)], tmp_path / "kept")
     assert (tmp_path / "kept" / "big-dp0-tp0.out").read_text() == "ready\n"
-    assert not (tmp_path / "kept" / "big-dp0-tp0.err").exists(), "nothing was said there"
+    assert not (tmp_path / "kept" / "big-dp0-tp0.err").exists(), "nothing was printed there"

@@ -1,4 +1,4 @@
-"""The order in which teachers are called and slots are given out; the actors are stood in for by lists of calls."""
+"""The order in which teachers are called and slots are handed out. Lists of calls stand in for the actors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 
 @dataclass
 class Aligners:
-    """Every batch fills `rows` rows; the batches in `mended` need a second try."""
+    """Every batch fills `rows` rows; the batches in `repeated` have to be aligned twice."""
 
     num_parts: int
     rows: int
-    mended: set[int] = field(default_factory=set)
+    repeated: set[int] = field(default_factory=set)
     hanging: set[int] = field(default_factory=set)
-    """batches on which an aligner hangs until somebody settles them"""
+    """Batches on which an aligner hangs."""
     restarts: int = 0
 
     def overdue(self, pending: Pending) -> bool:
@@ -39,10 +39,10 @@ class Aligners:
         return Pending(batch, 0, "info", [f"batch {batch.index} part {part}" for part in range(self.num_parts)])
 
     def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
-        again = pending.batch.index in self.mended
-        if again:
-            pending.parts[:] = [f"mended {part}" for part in pending.parts]
-        return BatchInfo(pending.batch.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), again
+        failed = pending.batch.index in self.repeated
+        if failed:
+            pending.parts[:] = [f"repeated {part}" for part in pending.parts]
+        return BatchInfo(pending.batch.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
 
 
 @dataclass
@@ -50,40 +50,44 @@ class Teacher:
     name: str
     calls: list[tuple[Any, tuple]] = field(default_factory=list)
     unread: dict[tuple[int, int], str] = field(default_factory=dict)
-    """(first rank of a replica, slot) → the part in it that the student is not done with"""
+    """Parts that the student has not finished reading, by (first rank of the replica, slot)."""
 
     def submit(self, method: str, *arguments: Any, ranks: range) -> dict[str, str]:
         assert method == "forward"
         self.calls.append(arguments)
         part, slots = arguments
         for slot in slots:
-            assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was given out before it was read"
+            assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was handed out before it was read"
             self.unread[ranks[0], slot.index] = part
         return {f"{self.name} call {len(self.calls)} rank {rank}": f"{self.name}/{rank}" for rank in ranks}
 
     def read(self, parts: Sequence[str]) -> None:
-        """The student is done with what was made of these parts."""
+        """The student has finished reading the targets of these parts."""
         self.unread = {place: part for place, part in self.unread.items() if part not in parts}
 
 
 def config(*, batch=8, micro=2, depth=1, slots=None, teachers=({},)) -> Config:
-    made = Config()
-    made.train.global_batch_size, made.train.micro_batch_size = batch, micro
-    made.prefetch.depth, made.prefetch.slots = depth, slots
-    made.teachers = [
-        TeacherConfig(name=f"t{n}", parallel=ParallelConfig(*each.get("parallel", (1, 1))),
-                      micro_batch_size=each.get("micro"), export=each.get("export", "topk"))
-        for n, each in enumerate(teachers)
-    ]  # fmt: skip
-    return made
+    settings = Config()
+    settings.train.global_batch_size, settings.train.micro_batch_size = batch, micro
+    settings.prefetch.depth, settings.prefetch.slots = depth, slots
+    settings.teachers = [
+        TeacherConfig(
+            name=f"t{i}",
+            parallel=ParallelConfig(*teacher.get("parallel", (1, 1))),
+            micro_batch_size=teacher.get("micro"),
+            export=teacher.get("export", "topk"),
+        )
+        for i, teacher in enumerate(teachers)
+    ]
+    return settings
 
 
-def build(made: Config, *, rows: int | None = None, mended=()) -> tuple[Pipeline, list[Teacher]]:
-    plan, rings = BatchPlan.from_config(made, 0), ring_plan(made)
-    parts = plan.sub_batches * (plan.student.dp + sum(share.dp for share in plan.teachers))
-    aligners = Aligners(parts, rows or made.train.global_batch_size, set(mended))
-    teachers = [Teacher(teacher.name) for teacher in made.teachers]
-    return Pipeline(aligners, list(zip(made.teachers, teachers)), plan, rings), teachers
+def build(settings: Config, *, rows: int | None = None, repeated=()) -> tuple[Pipeline, list[Teacher]]:
+    plan, rings = BatchPlan.from_config(settings, 0), ring_plan(settings)
+    parts = plan.sub_batches * (plan.student.dp + sum(sharding.dp for sharding in plan.teachers))
+    aligners = Aligners(parts, rows or settings.train.global_batch_size, set(repeated))
+    teachers = [Teacher(teacher.name) for teacher in settings.teachers]
+    return Pipeline(aligners, list(zip(settings.teachers, teachers)), plan, rings), teachers
 
 
 def documents(index: int) -> DocumentBatch:
@@ -91,7 +95,7 @@ def documents(index: int) -> DocumentBatch:
 
 
 def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) -> None:
-    """What StudentGroup does: a sub-batch is called when the teachers have been, and the oldest is waited for."""
+    """Does what StudentGroup does: calls a sub-batch after its teachers, and waits for the oldest one."""
     submitted = [(sub_batch, [list(parts) for parts in sub_batch.teachers]) for sub_batch in batch.sub_batches]
     pipeline.settle(batch)
     for sub_batch, parts in submitted:
@@ -109,7 +113,7 @@ def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) 
 def _finish(pipeline: Pipeline, teachers: Sequence[Teacher], sub_batch: SubBatch) -> None:
     _read(teachers, sub_batch.teachers)
     pipeline.finish(sub_batch)
-    assert sub_batch.published == [], "references would keep alive what was in the slots"
+    assert sub_batch.published == [], "a reference would keep the content of the slots alive"
 
 
 def _read(teachers: Sequence[Teacher], parts_by_teacher: Sequence[Sequence[str]]) -> None:
@@ -117,7 +121,7 @@ def _read(teachers: Sequence[Teacher], parts_by_teacher: Sequence[Sequence[str]]
         teacher.read(parts)
 
 
-def test_teachers_see_depth_batches_ahead_and_no_more():
+def test_teachers_are_called_depth_batches_ahead():
     pipeline, (teacher,) = build(config(depth=2))
     batches = [pipeline.submit(documents(index)) for index in range(3)]
     pipeline.settle(batches[0])
@@ -126,7 +130,7 @@ def test_teachers_see_depth_batches_ahead_and_no_more():
     assert sorted(held) == list(range(12))
 
 
-def test_a_whole_ring_holds_each_batch_in_one_wave():
+def test_whole_ring_takes_each_batch_in_one_sub_batch():
     pipeline, teachers = build(config(depth=1))
     with Lookahead((documents(i) for i in range(5)), pipeline.submit, PendingBatch.release, 1) as items:
         for batch in items:
@@ -135,12 +139,12 @@ def test_a_whole_ring_holds_each_batch_in_one_wave():
     assert [len(slots) for _, slots in teachers[0].calls] == [4] * 5
 
 
-def test_a_logits_ring_of_two_slots_takes_a_batch_in_waves_and_validation_goes_between():
+def test_small_ring_takes_sub_batches_with_validation_between():
     pipeline, teachers = build(config(depth=1, teachers=({"export": "logits"},)))
     (teacher,) = teachers
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     train(pipeline, teachers, first)
-    assert len(teacher.calls) == 5  # and one of the next batch: the other slot is kept free for whatever comes first
+    assert len(teacher.calls) == 5  # four, and one of the next batch: the other slot is reserved for the current batch
     train(pipeline, teachers, pipeline.submit(documents(77)))
     train(pipeline, teachers, second)
     assert [part for part, _ in teacher.calls] == [
@@ -151,7 +155,7 @@ def test_a_logits_ring_of_two_slots_takes_a_batch_in_waves_and_validation_goes_b
     ]
 
 
-def test_the_student_waits_for_nothing_but_the_wave_before_the_last_of_a_ring():
+def test_finished_sub_batch_makes_room_for_the_next():
     pipeline, (teacher,) = build(config(depth=0, slots=2))
     batch = pipeline.submit(documents(0))
     pipeline.settle(batch)
@@ -161,20 +165,20 @@ def test_the_student_waits_for_nothing_but_the_wave_before_the_last_of_a_ring():
     assert [sub_batch.state is not State.QUEUED for sub_batch in batch.sub_batches] == [True, True, True, False]
 
 
-def test_a_batch_that_is_aligned_again_is_taught_again_in_slots_that_were_given_back():
-    pipeline, (teacher,) = build(config(), mended=[0])
+def test_repeated_alignment_calls_teachers_again_in_free_slots():
+    pipeline, (teacher,) = build(config(), repeated=[0])
     batch = pipeline.submit(documents(0))
     failed = {slot.index: slot.generation for _, slots in teacher.calls for slot in slots}
     teacher.unread.clear()  # a call whose argument failed has written nothing
     pipeline.settle(batch)
     part, again = teacher.calls[-1]
-    assert part == "mended batch 0 part 1"
+    assert part == "repeated batch 0 part 1"
     assert len(teacher.calls) == 2
     for slot in again:
         assert slot.generation == failed.get(slot.index, 2) + 2
 
 
-def test_waves_without_rows_are_left_out_and_cost_the_next_batch_nothing():
+def test_sub_batches_without_rows_release_their_slots():
     pipeline, teachers = build(config(depth=0, slots=2), rows=2)
     for index in range(3):
         batch = pipeline.submit(documents(index))
@@ -184,7 +188,7 @@ def test_waves_without_rows_are_left_out_and_cost_the_next_batch_nothing():
     assert pipeline.occupancy() == {"t0": 0.0}
 
 
-def test_a_replica_that_took_anothers_place_is_called_on_all_that_is_open_in_the_old_order_and_slots():
+def test_replacement_is_resubmitted_open_sub_batches_in_order():
     pipeline, teachers = build(config(depth=2, teachers=({"parallel": (2, 2)}, {})))
     batches = [pipeline.submit(documents(index)) for index in range(3)]
     train(pipeline, teachers, batches[0])
@@ -198,12 +202,12 @@ def test_a_replica_that_took_anothers_place_is_called_on_all_that_is_open_in_the
     assert teachers[1].calls == other
     for batch, before in zip(batches[1:], kept):
         (sub_batch,) = batch.sub_batches
-        assert list(sub_batch.teacher_calls[0][0]) == before, "the living replica is left alone"
+        assert list(sub_batch.teacher_calls[0][0]) == before, "the other replica is not called again"
         assert [ref.rpartition(" ")[2] for ref in sub_batch.teacher_calls[0][1]] == ["2", "3"]
         assert [len(teacher) for teacher in sub_batch.published] == [2, 1]
 
 
-def test_a_wave_that_was_learnt_is_not_taught_again_by_a_new_replica():
+def test_finished_sub_batch_is_not_resubmitted():
     pipeline, (teacher,) = build(config(depth=1, teachers=({"parallel": (1, 2)},)))
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
@@ -217,11 +221,11 @@ def test_a_wave_that_was_learnt_is_not_taught_again_by_a_new_replica():
     assert list(sub_batch.all_teacher_calls) == [leader]
 
 
-def test_a_teacher_that_is_lost_is_called_no_more_and_its_ring_stops_nobody():
+def test_lost_teacher_is_not_called_and_blocks_nothing():
     pipeline, teachers = build(config(depth=1, teachers=({"export": "logits"}, {})))
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
-    assert first.sub_batches[-1].state is State.QUEUED, "the small ring holds it up"
+    assert first.sub_batches[-1].state is State.QUEUED, "the small ring delays it"
     called = len(teachers[0].calls)
     pipeline.lose("t0")
     assert all(sub_batch.state is State.TEACHING for sub_batch in first.sub_batches)
@@ -234,16 +238,16 @@ def test_a_teacher_that_is_lost_is_called_no_more_and_its_ring_stops_nobody():
     assert pipeline.lost == {"t0"}
 
 
-def test_a_batch_to_come_on_which_an_aligner_hangs_is_looked_after_while_another_is_waited_for():
-    pipeline, (teacher,) = build(config(), mended=[1])
+def test_check_aligners_repeats_a_later_batch_that_hangs():
+    pipeline, (teacher,) = build(config(), repeated=[1])
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
     pipeline.check_aligners()
-    assert len(teacher.calls) == 2, "nobody hangs"
+    assert len(teacher.calls) == 2, "no aligner hangs"
     pipeline._aligners.hanging.add(1)
     teacher.read(second.sub_batches[0].teachers[0])  # a call whose argument failed has written nothing
     pipeline.check_aligners()
-    assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "mended batch 1 part 1"]
+    assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "repeated batch 1 part 1"]
     pipeline.check_aligners()
     assert len(teacher.calls) == 3, "once is enough"
 
@@ -263,18 +267,18 @@ def runs(draw):
             max_size=3,
         )
     )
-    made = config(batch=16, micro=draw(st.sampled_from([1, 2])), depth=draw(st.integers(0, 3)), teachers=teachers)
-    least = max(8 // (each["parallel"][0] * each["micro"]) for each in teachers)
-    made.prefetch.slots = draw(st.none() | st.integers(least, 40))
-    return made, draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    settings = config(batch=16, micro=draw(st.sampled_from([1, 2])), depth=draw(st.integers(0, 3)), teachers=teachers)
+    least = max(8 // (teacher["parallel"][0] * teacher["micro"]) for teacher in teachers)
+    settings.prefetch.slots = draw(st.none() | st.integers(least, 40))
+    return settings, draw(st.lists(st.booleans(), min_size=1, max_size=6))
 
 
 @given(runs())
-def test_no_ring_stops_a_run_and_no_slot_is_given_out_twice(case):
-    made, validates = case
-    pipeline, teachers = build(made)
+def test_no_ring_blocks_a_run_or_hands_out_a_slot_twice(case):
+    settings, validates = case
+    pipeline, teachers = build(settings)
     jobs = (documents(index) for index in range(len(validates)))
-    with Lookahead(jobs, pipeline.submit, PendingBatch.release, made.prefetch.depth) as items:
+    with Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth) as items:
         for batch, validate in zip(items, validates):
             with batch.lease():
                 train(pipeline, teachers, batch)
@@ -287,7 +291,7 @@ def test_no_ring_stops_a_run_and_no_slot_is_given_out_twice(case):
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 @pytest.mark.parametrize(("slots", "export"), [(None, "topk"), (None, "logits"), (4, "topk"), (9, "topk")])
-def test_the_waves_of_a_batch_do_not_depend_on_the_depth(depth, slots, export):
+def test_sub_batches_do_not_depend_on_the_depth(depth, slots, export):
     plans = {
         ring_plan(config(depth=d, slots=slots, teachers=({"export": export},))).rows_per_sub_batch for d in (depth, 0)
     }

@@ -1,4 +1,4 @@
-"""What needs a package that is not installed is said before a run starts."""
+"""Settings that need a package of an extra are refused if it is not installed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.models.attention import choice as attention
-from distill_rl.preflight.extras import extra_problems
+from distill_rl.preflight.machine import extra_problems
 
 
-def asked() -> Config:
+def config_with_all_extras() -> Config:
     config = Config()
     config.student.kernels = "liger"
     config.observe.wandb = config.observe.mlflow = config.ray.dashboard = True
@@ -21,7 +21,7 @@ def asked() -> Config:
 
 def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    assert list(extra_problems(asked())) == [
+    assert list(extra_problems(config_with_all_extras())) == [
         "student.kernels: needs liger_kernel, which is not installed; got liger; pip install 'distill_rl[liger]'",
         "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
         "observe.mlflow: needs mlflow, which is not installed; got true; pip install 'distill_rl[mlflow]'",
@@ -29,23 +29,23 @@ def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_nothing_is_needed_for_what_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_settings_need_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert list(extra_problems(Config())) == []
     config = Config()
     config.ray.dashboard, config.ray.address = True, "auto"
-    assert list(extra_problems(config)) == [], "a cluster that is joined has its own"
+    assert list(extra_problems(config)) == [], "a joined cluster has its own dashboard"
 
 
-def test_a_package_is_no_problem_and_a_folder_of_its_name_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namespace_package_does_not_count_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None, origin=f"/site/{name}/__init__.py"))
-    assert list(extra_problems(asked())) == []
+    assert list(extra_problems(config_with_all_extras())) == []
     monkeypatch.undo()
     monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None))
-    assert len(list(extra_problems(asked()))) == 4
+    assert len(list(extra_problems(config_with_all_extras()))) == 4
 
 
-def test_the_folder_that_wandb_leaves_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow_of_nobody").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not attention.installed("mlflow_of_nobody")

@@ -1,0 +1,108 @@
+"""Checks what this machine offers: packages of extras, GPUs, kernels and disk space."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from distill_rl.config.derive import suites_every
+from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.schema import Config
+from distill_rl.errors import problems_of
+from distill_rl.models.attention.choice import installed
+from distill_rl.preflight.opened import Opened, line
+from distill_rl.transport.choose import expected
+
+
+def extra_problems(config: Config) -> Iterator[str]:
+    """Settings that need a package of an extra that is not installed."""
+    needs_dashboard = config.ray.dashboard and config.ray.address is None
+    extras = {
+        "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
+        "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),
+        "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
+        "ray.dashboard": (needs_dashboard, "true", "aiohttp_cors", "dashboard"),
+    }
+    for key, (wanted, value, package, extra) in extras.items():
+        if wanted and not installed(package):
+            rule, remedy = f"needs {package}, which is not installed", f"pip install 'distill_rl[{extra}]'"
+            yield line(key, rule, value, remedy)
+
+
+def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
+    """What `student.kernels: liger` needs besides its package."""
+    from distill_rl.models.kernels import liger_problems
+
+    if config.student.kernels != "liger":
+        return
+    remedy = "set student.kernels=torch"
+    if not gpus and config.ray.address is None:
+        yield line("student.kernels", "liger needs a GPU; none is visible", None, remedy)
+    if student.config is not None:
+        yield from (line("student.kernels", problem, None, remedy) for problem in liger_problems(student.config))
+
+
+def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
+    """Too few GPUs for the parallel layout, or none that the aligners or the transport need.
+
+    Colocated workers share GPUs rank by rank, so the largest group determines how many are needed. Disaggregated
+    workers need one each. On CPUs any number of processes may share the cores. A cluster checks this at placement.
+    """
+    if config.ray.address is not None:
+        return
+    if config.aligner.dp.backend == "cuda":
+        yield from _cuda_aligner_problems(gpus)
+    yield from problems_of(lambda: expected(config.transport, gpus=gpus))
+    if not gpus:
+        return
+    groups = [("student", config.student.parallel)]
+    groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
+    needed = [parallel.dp * parallel.tp for _, parallel in groups]
+    remedy = "lower dp or tp, or join a cluster with ray.address"
+    if config.ray.placement == "disaggregated":
+        if sum(needed) > gpus:
+            rule = f"disaggregated asks {' + '.join(map(str, needed))} = {sum(needed)} GPUs, {gpus} are visible"
+            yield line("ray.placement", rule, None, f"set ray.placement=colocated, {remedy}")
+        return
+    for (key, parallel), count in zip(groups, needed):
+        if count > gpus:
+            rule = f"dp {parallel.dp} x tp {parallel.tp} = {count} GPUs are asked, {gpus} are visible"
+            yield line(f"{key}.parallel", rule, None, remedy)
+
+
+def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
+    """What the aligners' CUDA kernel needs here. Numba's simulator, which replaces a GPU in tests, needs nothing."""
+    from distill_rl.align.dp.device import missing_for_cuda
+
+    missing = missing_for_cuda()
+    if missing and not gpus:
+        yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+    elif missing:
+        yield line("aligner.dp.backend", missing.rule, "cuda", missing.remedy)
+
+
+def space_problems(config: Config, facts: Facts) -> Iterator[str]:
+    """Too little disk space for the checkpoints that are kept, one being written, the export and copies to evaluate.
+
+    A checkpoint needs 12 bytes per parameter: master weights and two optimizer moments in fp32.
+    """
+    if facts.student is None:
+        return
+    run = Path(config.run.dir).expanduser().absolute()
+    existing = next((folder for folder in (run, *run.parents) if folder.is_dir()), None)
+    if existing is None:
+        return
+    count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
+    copies = 2 if config.evaluate.suites and suites_every(config) else 0  # one being evaluated, one in the queue
+    needed = count * 12 * facts.student.parameters + (1 + copies) * facts.student.bytes_on_disk
+    usage = shutil.disk_usage(existing)
+    # A pseudo file system has size 0; that it cannot be written to is reported elsewhere.
+    if usage.total and needed > usage.free:
+        exports = f"the export and {copies} copies to evaluate" if copies else "the export"
+        rule = f"{count} checkpoints and {exports} need about {_size(needed)}, and {_size(usage.free)} are free"
+        yield line("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
