@@ -21,7 +21,7 @@ import torch
 from distill_rl.bench import record
 from distill_rl.bench.prefetch import learn_tokenizer
 from distill_rl.evals.backends.base import Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 
 LEAST = 3.0
@@ -74,7 +74,7 @@ def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden:
 
 
 @torch.inference_mode()
-def per_letter(generator: Generator, items: Sequence[Item]) -> Logprobs:
+def per_letter(generator: HfBackend, items: Sequence[Item]) -> Logprobs:
     """A forward pass over the whole text for every letter; the head only where it is needed."""
     found = []
     for item in items:
@@ -88,7 +88,7 @@ def per_letter(generator: Generator, items: Sequence[Item]) -> Logprobs:
     return found
 
 
-def chosen(generator: Generator, items: Sequence[Item], batch_size: int, *, share: bool) -> Logprobs:
+def chosen(generator: HfBackend, items: Sequence[Item], batch_size: int, *, share: bool) -> Logprobs:
     """What the backend makes of the items, with or without what they share made known to it."""
     generator.settings = replace(generator.settings, batch_size=batch_size)
     if not share:
@@ -96,7 +96,7 @@ def chosen(generator: Generator, items: Sequence[Item], batch_size: int, *, shar
     return [output.logprobs for _, output in sorted(generator.choose(items), key=lambda pair: pair[0])]
 
 
-def compare(generator: Generator, items: Sequence[Item], batch_size: int, rounds: int) -> dict[str, Any]:
+def compare(generator: HfBackend, items: Sequence[Item], batch_size: int, rounds: int) -> dict[str, Any]:
     """Seconds of every way, how much faster each is than the loop, and the greatest difference from it."""
     ways: dict[str, Callable[[], Logprobs]] = {
         LOOP: lambda: per_letter(generator, items),
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         sizes = {name: getattr(options, name) for name in ("vocabulary", "hidden", "layers")}
         write_model(Path(folder), items, **sizes)
-        generator = Generator(folder, Settings(dtype="fp32", device="cpu"))
+        generator = HfBackend(folder, Settings(dtype="fp32", device="cpu"))
         lengths = [len(generator.encoder.encode(item)) for item in items]
         ways = compare(generator, items, options.batch, options.rounds)
     workload = {name: getattr(options, name) for name in ("subjects", "questions", "batch", "rounds")} | sizes

@@ -16,7 +16,7 @@ from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
     from distill_rl.evals.executor import Executor
-    from distill_rl.evals.options import Asked, Options
+    from distill_rl.evals.options import LoadedSuite, Options
     from distill_rl.evals.run import Model
 
 Result = TypeVar("Result")
@@ -71,7 +71,7 @@ def evaluate(request: Request) -> int:
     """
     setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from distill_rl.evals.progress import Printed
+    from distill_rl.evals.progress import ConsoleProgress
     from distill_rl.evals.run import evaluate_models
 
     with ExitStack() as stack:
@@ -92,7 +92,7 @@ def evaluate(request: Request) -> int:
                     request.data,
                     request.options,
                     executor,
-                    Printed(),
+                    ConsoleProgress(),
                     asked=asked,
                     interrupted=stop,
                 )
@@ -103,7 +103,7 @@ def evaluate(request: Request) -> int:
             get("evals").info("the evaluation failed", exc_info=True)
             raise
     print_table(results)
-    say_what_was_left_out(results)
+    warn_about_too_long_items(results)
     if request.out is not None:
         say(f"results   {request.out}")
         if len(models) > 1:
@@ -111,7 +111,7 @@ def evaluate(request: Request) -> int:
     return 0
 
 
-def prepared(request: Request) -> tuple[list[Model], list[Asked]]:
+def prepared(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
     """The models and the questions.
 
     Raises:
@@ -121,8 +121,8 @@ def prepared(request: Request) -> tuple[list[Model], list[Asked]]:
     from distill_rl.evals.run import check_models
 
     problems: list[str] = []
-    models = _tried(lambda: named_models(request.models, request.out), problems) or []
-    _tried(lambda: require_sense(request), problems)
+    models = _tried(lambda: parse_models(request.models, request.out), problems) or []
+    _tried(lambda: require_valid(request), problems)
     asked = _tried(lambda: load_questions(request.suites, request.data, request.options), problems) or []
     _tried(lambda: check_models(models, asked), problems)
     if problems:
@@ -139,7 +139,7 @@ def _tried(step: Callable[[], Result], problems: list[str]) -> Result | None:
         return None
 
 
-def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
+def parse_models(given: Sequence[str], out: Path | None) -> list[Model]:
     """`NAME=DIR`, or `DIR`, whose name is that of the folder, or of the run that it is the export of.
 
     One model's results go to `out` itself, several models' to a folder for each.
@@ -168,7 +168,7 @@ def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
     return [Model(name, path, out and (out if single else out / name)) for name, path in named.items()]
 
 
-def require_sense(request: Request) -> None:
+def require_valid(request: Request) -> None:
     """
     Raises:
         ConfigError: numbers that make no sense, or settings that do not go together; all at once.
@@ -253,7 +253,7 @@ def print_table(results: Results) -> None:
     console.print(table)
 
 
-def say_what_was_left_out(results: Results) -> None:
+def warn_about_too_long_items(results: Results) -> None:
     """Items that count as not right because they could not be asked."""
     for model, suites in results.items():
         for suite, result in suites.items():

@@ -95,13 +95,13 @@ def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend
         ConfigError: no such backend, or a folder that it cannot load.
     """
     if name == "hf":
-        from distill_rl.evals.backends.hf import Generator
+        from distill_rl.evals.backends.hf import HfBackend
 
-        return Generator(folder, settings)
+        return HfBackend(folder, settings)
     if name == "vllm":
-        from distill_rl.evals.backends.vllm import VLLM
+        from distill_rl.evals.backends.vllm import VllmBackend
 
-        return VLLM(folder, settings)
+        return VllmBackend(folder, settings)
     raise ConfigError("backend", "must be hf or vllm", name)
 
 

@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadedSuite:
     """A suite with its questions in hand."""
 
     suite: Suite
@@ -67,7 +67,7 @@ class Asked:
         return digest.hexdigest()
 
 
-def load_questions(names: Sequence[str], data: Path, options: Options) -> list[Asked]:
+def load_questions(names: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
     """The suites with their items.
 
     Raises:
@@ -75,7 +75,7 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[A
         DataError: the bad rows of all suites; with `strict` also what only is a warning else.
     """
     _require_sizes(options)
-    found: list[Asked] = []
+    found: list[LoadedSuite] = []
     problems: list[str] = []
     for name, suite in registry.find_all(names).items():
         num_fewshot = with_fewshot(suite, options.num_fewshot)
@@ -88,13 +88,13 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[A
         if options.strict:
             problems += questions.warnings
         drawn = _draw(questions.items, options.limit, options.seed)
-        found.append(Asked(suite, name, num_fewshot, replace(questions, items=drawn)))
+        found.append(LoadedSuite(suite, name, num_fewshot, replace(questions, items=drawn)))
     if problems:
         raise DataError.many(dict.fromkeys(problems))
     return found
 
 
-def chat_suites(asked: Sequence[Asked]) -> list[str]:
+def chat_suites(asked: Sequence[LoadedSuite]) -> list[str]:
     """Names of the suites that ask in chat messages."""
     return [each.suite.name for each in asked if any(not isinstance(item.prompt, str) for item in each.items)]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Shown(Protocol):
+class SuiteProgress(Protocol):
     """A suite that is being run."""
 
     def add(self, rows: Iterable[Row]) -> None: ...
@@ -23,7 +23,7 @@ class Shown(Protocol):
 class Progress(Protocol):
     """Listens to an evaluation."""
 
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[Shown]:
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
         """A suite starts, with these of its rows there already."""
         ...
 
@@ -34,10 +34,10 @@ class Progress(Protocol):
     def warn(self, text: str) -> None: ...
 
 
-class Quiet:
+class SilentProgress:
     """Says nothing, but for warnings, which go to the log."""
 
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[Shown]:
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
         return nullcontext(self)
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -52,7 +52,7 @@ class Quiet:
         get("evals").warning(text)
 
 
-class Printed:
+class ConsoleProgress:
     """For a person: items done, the score so far and the time left.
 
     Args:
@@ -74,8 +74,8 @@ class Printed:
         self._interval, self._clock = interval_s, clock
 
     @contextmanager
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[Shown]:
-        tally = _Tally(printable(f"{suite}  {model}"), total, self)
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        tally = _ConsoleSuite(printable(f"{suite}  {model}"), total, self)
         tally.count(rows)
         if tally.items:
             self._say(f"{tally.name}: {tally.items} of {total} items are there already")
@@ -89,7 +89,7 @@ class Printed:
         self._say(printable(f"warning: {text}"))
 
     @contextmanager
-    def _bar(self, tally: _Tally) -> Iterator[None]:
+    def _bar(self, tally: _ConsoleSuite) -> Iterator[None]:
         if not self._console.is_terminal:
             yield
             self._say(tally.line())
@@ -121,10 +121,10 @@ class Printed:
         self._say(text)
 
 
-class _Tally:
+class _ConsoleSuite:
     """Items done and their scores."""
 
-    def __init__(self, name: str, total: int, printed: Printed):
+    def __init__(self, name: str, total: int, printed: ConsoleProgress):
         self.name, self.total, self._printed = name, total, printed
         self.items, self.tokens, self._sum = 0, 0, 0.0
         self._first = self._written = printed.now()

@@ -17,11 +17,11 @@ from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import Executor, LocalExecutor, Task
 from distill_rl.evals.grading.grader import Graded, Grader
-from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
-from distill_rl.evals.progress import Progress, Quiet
+from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, load_questions
+from distill_rl.evals.progress import Progress, SilentProgress
 from distill_rl.evals.results.result import Row, chosen, completed, summarise, worked_tokens
 from distill_rl.evals.results.statistics import wilson
-from distill_rl.evals.results.store import Store, occupied
+from distill_rl.evals.results.store import Store, locked
 from distill_rl.evals.suites import registry
 from distill_rl.evals.suites.base import Item
 from distill_rl.evals.suites.registry import SUITES
@@ -98,7 +98,7 @@ def evaluate_models(
     options: Options,
     executor: Executor,
     progress: Progress | None = None,
-    asked: Sequence[Asked] | None = None,
+    asked: Sequence[LoadedSuite] | None = None,
     interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Scores models one after the other, each on all suites: model name → suite → result. As `evaluate`.
@@ -108,7 +108,7 @@ def evaluate_models(
         asked: the questions, where they are loaded already.
         interrupted: asked while something else than the executor is waited for; may raise.
     """
-    progress = progress or Quiet()
+    progress = progress or SilentProgress()
     asked = load_questions(suites, data, options) if asked is None else asked
     check_models(models, asked)
     for each in asked:
@@ -116,16 +116,16 @@ def evaluate_models(
             progress.warn(warning)
     results: dict[str, dict[str, dict[str, Any]]] = {}
     with ExitStack() as stack:
-        stack.enter_context(occupied({model.out for model in models if model.out is not None}))
+        stack.enter_context(locked({model.out for model in models if model.out is not None}))
         grader = stack.enter_context(Grader())
         # What is in the way is told before any model is loaded.
-        runs = [_Run(model, asked, options, interrupted) for model in models]
+        runs = [_ModelRun(model, asked, options, interrupted) for model in models]
         for run in runs:
             results[run.model.name] = run.suites(executor, grader, progress)
     return results
 
 
-def check_models(models: Sequence[Model], asked: Sequence[Asked]) -> None:
+def check_models(models: Sequence[Model], asked: Sequence[LoadedSuite]) -> None:
     """
     Raises:
         ConfigError: folders that hold no model, or none that the suites can ask; all problems at once.
@@ -157,17 +157,17 @@ def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[st
     return [] if tokenizer.chat_template else [chat_problem(chats, what)]
 
 
-class _Run:
+class _ModelRun:
     """One model on all suites."""
 
-    def __init__(self, model: Model, asked: Sequence[Asked], options: Options, interrupted: Callable[[], None]):
+    def __init__(self, model: Model, asked: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
         self.model, self.options, self._interrupted = model, options, interrupted
         self._hash = hash_model(model.folder, interrupted)
         self._tokenizer: Any = None
         self._loaded = False
         self._stores = [(each, self._store(each)) for each in asked]
 
-    def _store(self, asked: Asked) -> Store:
+    def _store(self, asked: LoadedSuite) -> Store:
         options = self.options
         key = self._key(asked)
         return Store(self.model.out, asked.suite.name, key, clean=options.clean, replace_others=options.replace_others)
@@ -175,7 +175,7 @@ class _Run:
     def suites(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
         return {each.suite.name: self._suite(each, store, executor, grader, progress) for each, store in self._stores}
 
-    def _key(self, asked: Asked) -> dict[str, Any]:
+    def _key(self, asked: LoadedSuite) -> dict[str, Any]:
         """What decides every row; not the batch size, which a run that goes on may change."""
         return {
             "suite": asked.suite.name,
@@ -193,7 +193,7 @@ class _Run:
         }
 
     def _suite(
-        self, asked: Asked, store: Store, executor: Executor, grader: Grader, progress: Progress
+        self, asked: LoadedSuite, store: Store, executor: Executor, grader: Grader, progress: Progress
     ) -> dict[str, Any]:
         if store.result is not None:
             progress.found(self.model.name, asked.suite.name, store.result)
@@ -205,7 +205,7 @@ class _Run:
             self._loaded = True
             start = time.perf_counter()
         if todo and self.options.settings.dtype == "auto":
-            store.began_on(executor.device.partition(":")[0])
+            store.set_device(executor.device.partition(":")[0])
         tokens = 0
         with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
             try:
@@ -222,12 +222,12 @@ class _Run:
         return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
 
     def _rows(
-        self, asked: Asked, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
+        self, asked: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
     ) -> Iterator[list[Row]]:
         """Rows as they are judged; the model goes on meanwhile."""
         if not items:
             return
-        waiting = _Waiting(asked.name, grader, self._interrupted)
+        waiting = _PendingGrades(asked.name, grader, self._interrupted)
         task = Task(asked.choose, max_new_tokens or 0, asked.suite.stop)
         for outputs in executor.run(task, items):
             rows = []
@@ -242,7 +242,7 @@ class _Run:
             yield rows + waiting.done()
         yield from waiting.rest()
 
-    def _max_new_tokens(self, asked: Asked) -> int | None:
+    def _max_new_tokens(self, asked: LoadedSuite) -> int | None:
         if asked.choose:
             return None
         own = self.options.max_new_tokens or asked.suite.max_new_tokens
@@ -255,7 +255,7 @@ class _Run:
             self._tokenizer = read_tokenizer(self.model.folder)
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _facts(self, asked: Asked) -> dict[str, Any]:
+    def _facts(self, asked: LoadedSuite) -> dict[str, Any]:
         item = asked.items[0]
         prompt = item.prefix + item.prompt if isinstance(item.prompt, str) else [dict(turn) for turn in item.prompt]
         return {
@@ -269,7 +269,7 @@ class _Run:
 
 
 @dataclass
-class _Waiting:
+class _PendingGrades:
     """Completions that are being judged."""
 
     suite: str

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
@@ -47,7 +47,7 @@ def outputs(executor: LocalExecutor, task: Task) -> list[Output]:
 
 def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
     """Prompts, stop texts, ends of text and scores."""
-    hf = Generator(folder, FP32)
+    hf = HfBackend(folder, FP32)
     written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
     stop = (max((output.text for output in written), key=len)[2:4],)
     for stops in ((), stop):

@@ -1,4 +1,4 @@
-"""What runs a model on the items of a suite. `generate.Generator` (Transformers) is the oracle, `vllm.VLLM` the fast one.
+"""What runs a model on the items of a suite. `generate.HfBackend` (Transformers) is the oracle, `vllm.VllmBackend` the fast one.
 
 Both take prompts as ids from one `encode.Encoder`, so that they see the same tokens.
 """

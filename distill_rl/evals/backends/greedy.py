@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.backends.encode import Encoder
-from distill_rl.evals.backends.prefix_sharing import Beginning
+from distill_rl.evals.backends.prefix_sharing import SharedPrefix
 
 _SILENT = 8
 """Tokens without text of their own that may stand inside a stop text."""
@@ -31,7 +31,7 @@ class Row:
     """tokens that may be written; at least 1"""
 
 
-class Ending:
+class StopDetector:
     """Tells when a completion has come to its end.
 
     Args:
@@ -65,12 +65,12 @@ class Ending:
 
 
 @torch.inference_mode()
-def write(model: Any, rows: Sequence[Row], beginning: Beginning, ending: Ending) -> Iterator[tuple[int, Output]]:
+def write(model: Any, rows: Sequence[Row], beginning: SharedPrefix, ending: StopDetector) -> Iterator[tuple[int, Output]]:
     """Completions as they end. A row that has ended leaves the batch, so that it neither costs work nor runs on past
     the model's positions.
 
     Args:
-        model: one whose cache is `plain` (`sharing.Abilities`).
+        model: one whose cache is `plain` (`sharing.CacheSupport`).
     """
     live, written = list(rows), [[] for _ in rows]  # type: list[Row], list[list[int]]
     ids, mask = _pad([row.ids[beginning.length :] for row in rows], beginning.length, model.device)
@@ -107,7 +107,7 @@ def write(model: Any, rows: Sequence[Row], beginning: Beginning, ending: Ending)
 
 
 @torch.inference_mode()
-def write_by_library(model: Any, rows: Sequence[Row], ending: Ending) -> Iterator[tuple[int, Output]]:
+def generate_with_transformers(model: Any, rows: Sequence[Row], ending: StopDetector) -> Iterator[tuple[int, Output]]:
     """The same by transformers' own `generate`, for models that keep a state of another kind; all rows run until the
     last has ended."""
     from transformers import StoppingCriteria, StoppingCriteriaList

@@ -13,7 +13,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backends import greedy, likelihood
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
-from distill_rl.evals.backends.prefix_sharing import Beginning, abilities, group
+from distill_rl.evals.backends.prefix_sharing import SharedPrefix, abilities, group
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.determinism import start_vector_math
 
@@ -21,7 +21,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DEFAULT = Settings()
 
 
-class Generator:
+class HfBackend:
     """A model and its tokenizer, loaded offline, from safetensors, without running code of the model's folder.
 
     Rows of similar length share a batch, the longest first, which keeps padding small and shows at once whether the
@@ -66,17 +66,17 @@ class Generator:
                 yield index, Output(prompt_tokens=len(ids), too_long=True)
             else:
                 rows.append(greedy.Row(index, ids, max_new_tokens if room is None else min(max_new_tokens, room)))
-        ending = greedy.Ending(self.encoder, stop)
+        ending = greedy.StopDetector(self.encoder, stop)
         may_share = [len(row.ids) - 1 for row in rows]
         for batch, beginning in self._batches(rows, may_share, items, share=self.abilities.share_padded):
             if self.abilities.plain:
                 yield from greedy.write(self.model, batch, beginning, ending)
             else:
-                yield from greedy.write_by_library(self.model, batch, ending)
+                yield from greedy.generate_with_transformers(self.model, batch, ending)
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         rows: list[likelihood.Row] = []
-        counts = likelihood.Counts()
+        counts = likelihood.ChoiceCollector()
         for index, item in enumerate(items):
             choices = self.encoder.choices(item)
             room = self.encoder.room(choices.context)
@@ -94,11 +94,11 @@ class Generator:
 
     def _batches(
         self, rows: Sequence[Any], may_share: Sequence[int], items: Sequence[Item], *, share: bool
-    ) -> Iterator[tuple[list[Any], Beginning]]:
+    ) -> Iterator[tuple[list[Any], SharedPrefix]]:
         """Rows to run together, and what all of them begin with."""
         ids, prefixes = [row.ids for row in rows], [items[row.index].prefix for row in rows]
         for part in group(ids, may_share, prefixes, share=share):
-            beginning = Beginning(self.model, ids[part.rows[0]][: part.shared])
+            beginning = SharedPrefix(self.model, ids[part.rows[0]][: part.shared])
             for batch in part.batches(self.settings.batch_size):
                 yield [rows[row] for row in batch], beginning
 

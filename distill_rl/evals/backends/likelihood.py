@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.backends.encode import Choices
-from distill_rl.evals.backends.prefix_sharing import Beginning
+from distill_rl.evals.backends.prefix_sharing import SharedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def rows_of(index: int, choices: Choices) -> list[Row]:
     return [Row(index, [*choices.context, *body], start, tuple(members)) for body, members in bodies.items()]
 
 
-class Counts:
+class ChoiceCollector:
     """Puts the choices of an item together, whose rows may come apart."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Counts:
 
 
 @torch.inference_mode()
-def score(model: Any, rows: Sequence[Row], beginning: Beginning) -> list[dict[int, float]]:
+def score(model: Any, rows: Sequence[Row], beginning: SharedPrefix) -> list[dict[int, float]]:
     """Per row {number of a choice: sum of its tokens' log-probabilities}.
 
     Rows are padded on the right, where causal models do not look, so that they need no mask and follow the shared

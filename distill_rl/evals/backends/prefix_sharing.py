@@ -15,7 +15,7 @@ import torch
 
 from distill_rl.evals.backends.encode import common_length
 
-WORTH_SHARING = 16
+MIN_SHARED_TOKENS = 16
 """Tokens from which on a shared beginning pays for batches of its own."""
 
 
@@ -49,7 +49,7 @@ def group(rows: Sequence[Sequence[int]], most: Sequence[int], prefixes: Sequence
     groups = []
     for members in named.values():
         shared = min(common_length([rows[row] for row in members]), min(most[row] for row in members))
-        if len(members) > 1 and shared >= WORTH_SHARING:
+        if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
             groups.append(Group(shared, members))
         else:
             alone += members
@@ -61,7 +61,7 @@ def group(rows: Sequence[Sequence[int]], most: Sequence[int], prefixes: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class CacheSupport:
     """What can be done with a model's cache, as far as its config and class tell."""
 
     plain: bool
@@ -82,7 +82,7 @@ class Abilities:
         return self.share_aligned and not self.windows
 
 
-def abilities(model: Any) -> Abilities:
+def abilities(model: Any) -> CacheSupport:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -94,10 +94,10 @@ def abilities(model: Any) -> Abilities:
     known = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
     chunked = getattr(config, "attention_chunk_size", None) is not None
     plain = known and not chunked and not model._is_stateful and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
-    return Abilities(plain, DynamicSlidingWindowLayer in layers, bool(kinds & {"longrope", "dynamic"}))
+    return CacheSupport(plain, DynamicSlidingWindowLayer in layers, bool(kinds & {"longrope", "dynamic"}))
 
 
-class Beginning:
+class SharedPrefix:
     """The cache of the tokens that the rows of a group share; None where nothing is shared.
 
     Args:

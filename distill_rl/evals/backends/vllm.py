@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 """Set before vllm is imported, where the user has not."""
 
 
-class VLLM:
+class VllmBackend:
     """A model in vLLM, which batches by itself and keeps what prompts share in its cache.
 
     Greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder. A prompt
@@ -73,7 +73,7 @@ class VLLM:
     ) -> Iterator[tuple[int, Output]]:
         from vllm import SamplingParams
 
-        from distill_rl.evals.backends.greedy import Ending, Row
+        from distill_rl.evals.backends.greedy import StopDetector, Row
 
         rows, requests = {}, []
         for index, item in enumerate(items):
@@ -87,7 +87,7 @@ class VLLM:
             ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
             ends |= {"stop": list(stop)} if stop else {"detokenize": False}
             requests.append((index, ids, SamplingParams(temperature=0, max_tokens=rows[index].room, **ends)))
-        ending = Ending(self.encoder, stop)
+        ending = StopDetector(self.encoder, stop)
         for index, made in self._run(requests):
             completion = made.outputs[0]
             output = ending.first(rows[index], completion.token_ids)
@@ -99,7 +99,7 @@ class VLLM:
         from distill_rl.evals.backends import likelihood
 
         rows: list[likelihood.Row] = []
-        counts = likelihood.Counts()
+        counts = likelihood.ChoiceCollector()
         for index, item in enumerate(items):
             choices = self.encoder.choices(item)
             if max(len(ids) for ids in choices.continuations) > self._room(choices.context):
@@ -149,7 +149,7 @@ class VLLM:
         self.device = "cpu" if cpu else "cuda"
         _require_device(self.settings.device, cpu)
         try:
-            with nullcontext() if cpu else one_at_a_time():
+            with nullcontext() if cpu else startup_lock():
                 arguments = engine_arguments(self.folder, self.settings, cpu=cpu)
                 if not cpu:
                     require_room(arguments["gpu_memory_utilization"], free_memory(self.settings.tensor_parallel))
@@ -239,7 +239,7 @@ def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
+def startup_lock() -> Iterator[None]:
     """Waits until no other process of this user starts an engine on the GPUs that this one sees."""
     gpus = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     path = Path(tempfile.gettempdir()) / f"distill_rl-{os.getuid()}-vllm-{gpus}.lock"

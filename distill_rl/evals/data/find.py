@@ -17,7 +17,7 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class DataSetNames:
     """What the folders and files of a data set are called, in lower case and without punctuation."""
 
     own: tuple[str, ...]
@@ -26,14 +26,14 @@ class Names:
     """folders of other data sets in which such a file may lie too"""
 
 
-MATH = Names(("math", "hendrycksmath", "competitionmath", "hendryckscompetitionmath", "eleutheraihendrycksmath"))
-MATH500 = Names(("math500", "huggingfaceh4math500"), beside=MATH.own)
-MMLU = Names(("mmlu", "caismmlu", "hendryckstest", "mmlunotrain", "hailsmmlunotrain", "lukaemonmmlu"))
-GSM8K = Names(("gsm8k", "openaigsm8k", "gradeschoolmath"))
+MATH = DataSetNames(("math", "hendrycksmath", "competitionmath", "hendryckscompetitionmath", "eleutheraihendrycksmath"))
+MATH500 = DataSetNames(("math500", "huggingfaceh4math500"), beside=MATH.own)
+MMLU = DataSetNames(("mmlu", "caismmlu", "hendryckstest", "mmlunotrain", "hailsmmlunotrain", "lukaemonmmlu"))
+GSM8K = DataSetNames(("gsm8k", "openaigsm8k", "gradeschoolmath"))
 _ALL = frozenset(name for names in (MATH, MATH500, MMLU, GSM8K) for name in names.own)
 
 
-def find(data: Path, names: Names, split: str) -> list[Path]:
+def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
     """The files of a split, in order, or the folder of a data set that `datasets` saved.
 
     Args:
@@ -68,7 +68,7 @@ def find(data: Path, names: Names, split: str) -> list[Path]:
     return found
 
 
-def _roots(data: Path, names: Names) -> Iterator[Path]:
+def _roots(data: Path, names: DataSetNames) -> Iterator[Path]:
     """Folders that may be the data set's, the likeliest first."""
     children = _folders(data)
     named = [child for child in children if _plain(child.name) in names.own]
@@ -79,7 +79,7 @@ def _roots(data: Path, names: Names) -> Iterator[Path]:
         yield _snapshot(data)
 
 
-def _in_root(root: Path, names: Names, split: str, given: bool) -> list[Path]:
+def _in_root(root: Path, names: DataSetNames, split: str, given: bool) -> list[Path]:
     """
     Args:
         given: the folder was not found by its name, and may hold several data sets.
@@ -96,7 +96,7 @@ def _in_root(root: Path, names: Names, split: str, given: bool) -> list[Path]:
     return [file for files in each for file in files] if sum(map(bool, each)) > 1 or not given else []
 
 
-def _in_folder(folder: Path, names: Names, split: str, deep: bool = True) -> list[Path]:
+def _in_folder(folder: Path, names: DataSetNames, split: str, deep: bool = True) -> list[Path]:
     """
     Args:
         deep: a folder named after the split counts with all the files in it.
@@ -117,7 +117,7 @@ def _in_folder(folder: Path, names: Names, split: str, deep: bool = True) -> lis
     return []
 
 
-def _lone(data: Path, names: Names, split: str) -> list[Path]:
+def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
     """A file named after the data set in the given folder or in one of `beside`."""
     wanted = {name + split for name in names.own} | (set(names.own) if split == "test" else set())
     for folder in (data, *(child for child in _folders(data) if _plain(child.name) in names.beside)):

@@ -11,7 +11,7 @@ from distill_rl.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedSplit:
     """A split as it was published."""
 
     what: str
@@ -30,7 +30,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class WorkedExample:
     """A worked example."""
 
     question: str
@@ -38,13 +38,13 @@ class Example:
 
 
 @cache
-def worked_examples(name: str) -> tuple[Example, ...]:
+def worked_examples(name: str) -> tuple[WorkedExample, ...]:
     """Those of a paper, which its file in `fewshot/` cites, in the paper's order."""
     text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
-    return tuple(Example(**example) for example in json.loads(text)["examples"])
+    return tuple(WorkedExample(**example) for example in json.loads(text)["examples"])
 
 
-def first_examples(name: str, count: int) -> tuple[Example, ...]:
+def first_examples(name: str, count: int) -> tuple[WorkedExample, ...]:
     """The first `count` of them.
 
     Raises:

@@ -148,7 +148,7 @@ def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) ->
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-class Ids:
+class ContentIds:
     """Names rows by their content, so that they are the same in whatever form and order the rows are stored."""
 
     def __init__(self) -> None:

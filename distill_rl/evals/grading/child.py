@@ -32,11 +32,11 @@ _PASSED_ON = (
 )
 
 
-class Ended(Exception):
+class ChildEnded(Exception):
     """The process is gone, or its streams are closed."""
 
 
-class Late(Exception):
+class ChildTimeout(Exception):
     """Nothing came in time."""
 
 
@@ -82,7 +82,7 @@ class Child:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise Ended from error
+                raise ChildEnded from error
         return self._asked
 
     def read(self, timeout_s: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Child:
             _wait(self._replies, select.POLLIN, until)
             more = os.read(self._replies, 1 << 16)
             if not more:
-                raise Ended
+                raise ChildEnded
             self._read += more
         line, self._read = bytes(self._read[:end]), self._read[end + 1 :]
         try:
@@ -131,7 +131,7 @@ def _wait(descriptor: int, event: int, until: float) -> None:
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise Late
+        raise ChildTimeout
 
 
 def _environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals.grading.child import GONE_S, Child, Ended, Late
+from distill_rl.evals.grading.child import GONE_S, Child, ChildEnded, ChildTimeout
 from distill_rl.evals.suites.base import Item, Verdict
 
 START_S = 120.0
@@ -132,10 +132,10 @@ class Grader:
         child = self._begun(task, child)
         try:
             reply = child.read(CLOCK * self.deadline_s)
-        except Late:
+        except ChildTimeout:
             self._end(child)
             return Graded("grader_timeout", detail=f"no verdict within {CLOCK * self.deadline_s:g} s"), None
-        except Ended:
+        except ChildEnded:
             code = self._end(child)
             if self._closed:
                 raise
@@ -160,12 +160,12 @@ class Grader:
             try:
                 number = child.ask(request, START_S)
                 reply = child.read(START_S)
-            except (Late, Ended) as error:
+            except (ChildTimeout, ChildEnded) as error:
                 code = self._end(child)
                 child = None
                 if self._closed:
                     raise
-                why = f"not ready within {START_S:g} s" if isinstance(error, Late) else _ending(code)
+                why = f"not ready within {START_S:g} s" if isinstance(error, ChildTimeout) else _ending(code)
                 continue
             if "broken" in reply:
                 self._end(child)

@@ -77,7 +77,7 @@ class Store:
             self.device = lines[0].get("device")
             self.rows = _by_id(lines[1:])
 
-    def began_on(self, device: str) -> None:
+    def set_device(self, device: str) -> None:
         """Notes what the model runs on, before the first row.
 
         Raises:
@@ -137,7 +137,7 @@ class Store:
 
 
 @contextmanager
-def occupied(folders: Iterable[Path]) -> Iterator[None]:
+def locked(folders: Iterable[Path]) -> Iterator[None]:
     """While entered no other process writes results there.
 
     Raises:
@@ -146,14 +146,14 @@ def occupied(folders: Iterable[Path]) -> Iterator[None]:
     descriptors: list[int] = []
     try:
         for folder in folders:
-            descriptors.append(_occupy(folder))
+            descriptors.append(_lock_folder(folder))
         yield
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _occupy(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distill_rl.evals.data.find import GSM8K, find
-from distill_rl.evals.data.published import Published, first_examples
-from distill_rl.evals.data.read import Ids, Row, content_sha256, convert, read_rows, require_columns, text, value
+from distill_rl.evals.data.published import PublishedSplit, first_examples
+from distill_rl.evals.data.read import ContentIds, Row, content_sha256, convert, read_rows, require_columns, text, value
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 
-TEST = Published("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")
+TEST = PublishedSplit("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")
 
 _QUESTION, _ANSWER = ("question", "problem", "prompt"), ("answer", "solution", "target", "final_answer")
 _GOLD = re.compile(r"(?:.*####)?\s*\$?(-?(?:\d[\d,]*)?\.?\d+)\s*", re.DOTALL)
@@ -40,7 +40,7 @@ class Gsm8k:
         pairs = convert(rows, lambda row: (text(row, _QUESTION), _gold(row)))
         examples = first_examples("gsm8k", num_fewshot)
         prefix = "".join(f"Q: {one.question}\nA: {one.answer}\n\n" for one in examples)
-        content, name = content_sha256(pairs), Ids()
+        content, name = content_sha256(pairs), ContentIds()
         items = tuple(self._item(name(*pair), *pair, prefix) for pair in pairs)
         return Questions(items, tuple(files), content, TEST.warnings(len(items), content))
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import MATH, MATH500, Names, find
-from distill_rl.evals.data.published import Published, first_examples
+from distill_rl.evals.data.find import MATH, MATH500, DataSetNames, find
+from distill_rl.evals.data.published import PublishedSplit, first_examples
 from distill_rl.evals.data.read import (
-    Ids,
+    ContentIds,
     Row,
     checked,
     content_sha256,
@@ -23,8 +23,8 @@ from distill_rl.evals.data.read import (
 )
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 
-TEST = Published("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
-TEST500 = Published("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
+TEST = PublishedSplit("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
+TEST500 = PublishedSplit("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
 
 _PROBLEM, _ANSWER, _SOLUTION = ("problem", "question"), ("answer", "final_answer", "target"), ("solution",)
 _TYPE = ("type", "subject", "category")
@@ -45,8 +45,8 @@ class BoxedMath:
 
     name: str
     title: str
-    names: Names
-    published: Published
+    names: DataSetNames
+    published: PublishedSplit
     num_fewshot: int = 0
     max_fewshot: int = 0
     chat: bool = True
@@ -97,7 +97,7 @@ class MinervaMath:
         return _judge(item, final_answer(completion))
 
 
-def _load(data: Path, names: Names) -> tuple[list[_Problem], list[Path]]:
+def _load(data: Path, names: DataSetNames) -> tuple[list[_Problem], list[Path]]:
     files = find(data, names, "test")
     rows = [row for file in files for row in read_rows(file)]
     require_columns(rows, {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}, {"choices": ("choices", "options")})
@@ -105,10 +105,10 @@ def _load(data: Path, names: Names) -> tuple[list[_Problem], list[Path]]:
 
 
 def _questions(
-    problems: Sequence[_Problem], files: Sequence[Path], published: Published, item: Callable[[str, _Problem], Item]
+    problems: Sequence[_Problem], files: Sequence[Path], published: PublishedSplit, item: Callable[[str, _Problem], Item]
 ) -> Questions:
     pairs = [(problem.text, problem.answer) for problem in problems]
-    content, name = content_sha256(pairs), Ids()
+    content, name = content_sha256(pairs), ContentIds()
     items = tuple(item(name(*pair), problem) for pair, problem in zip(pairs, problems))
     return Questions(items, tuple(files), content, published.warnings(len(items), content))
 

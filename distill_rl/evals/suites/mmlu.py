@@ -8,9 +8,9 @@ from pathlib import Path
 
 from distill_rl.errors import DataError
 from distill_rl.evals.data.find import MMLU, find
-from distill_rl.evals.data.published import Published
+from distill_rl.evals.data.published import PublishedSplit
 from distill_rl.evals.data.read import (
-    Ids,
+    ContentIds,
     Row,
     checked,
     content_sha256,
@@ -22,8 +22,8 @@ from distill_rl.evals.data.read import (
 )
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 
-TEST = Published("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
-DEV = Published("MMLU dev", 285, "641f921cfba366331d9d9eca6863cf3d47d1c60ef9e0a64e31d2d1ace32736f8")
+TEST = PublishedSplit("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
+DEV = PublishedSplit("MMLU dev", 285, "641f921cfba366331d9d9eca6863cf3d47d1c60ef9e0a64e31d2d1ace32736f8")
 LETTERS = "ABCD"
 
 _HEADER = ("question", "a", "b", "c", "d", "answer")
@@ -86,7 +86,7 @@ class Mmlu:
             warnings += DEV.warnings(len(examples), content_sha256(one.content for one in examples))
             # The questions are not the same after other examples; those that are not shown do not matter.
             content = content_sha256([(content,), *(one.content for ones in shown.values() for one in ones)])
-        names = Ids()
+        names = ContentIds()
         items = tuple(
             Item(
                 id=f"{one.subject}/{names(*one.content)}",
@@ -118,7 +118,7 @@ class MmluChat:
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
         questions, files = _read(data, "test")
-        content, names = content_sha256(one.content for one in questions), Ids()
+        content, names = content_sha256(one.content for one in questions), ContentIds()
         items = []
         for one in questions:
             asked = f"The following is a multiple choice question about {one.topic}.\n\n{one.listed}\n\n{INSTRUCTION}"

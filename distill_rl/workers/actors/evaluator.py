@@ -13,7 +13,7 @@ import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task
-from distill_rl.evals.options import Asked, Options
+from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import Process, identify
 from distill_rl.workers.cluster.gauges import Gauges
@@ -32,7 +32,7 @@ class EvalWorker:
         self._threads = threads
         self._gauges = Gauges(run)
         self._executor = LocalExecutor()
-        self._loaded: tuple[object, list[Asked]] | None = None
+        self._loaded: tuple[object, list[LoadedSuite]] | None = None
 
     def identify(self) -> Process:
         return identify()
@@ -68,7 +68,7 @@ class EvalWorker:
             if options.backend != "vllm":
                 self._executor.close()
 
-    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[Asked]:
+    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
         """Read once, as long as the same are asked for."""
         from distill_rl.evals.options import load_questions
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.commands.evaluate import Request, Where, named_models, print_table, require_sense, say_what_was_left_out
+from distill_rl.commands.evaluate import Request, Where, parse_models, print_table, require_valid, warn_about_too_long_items
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
@@ -20,7 +20,7 @@ def request_of(where: Where, backend: str = "hf", tensor_parallel: int = 1) -> R
 
 @pytest.mark.parametrize("where", [Where(), Where(shards=0), Where(shards=4, gpus_each=0.25), Where(gpus_each=2.0)])
 def test_settings_that_make_sense_pass(where: Where) -> None:
-    require_sense(request_of(where))
+    require_valid(request_of(where))
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_settings_that_make_sense_pass(where: Where) -> None:
 )
 def test_settings_that_make_none_are_refused(asked: Request, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_sense(asked)
+        require_valid(asked)
     assert words in caught.value.problems[0]
 
 
 def test_all_that_makes_no_sense_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require_sense(request_of(Where(shards=-1, deadline_s=-5.0), tensor_parallel=2))
+        require_valid(request_of(Where(shards=-1, deadline_s=-5.0), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 
@@ -57,18 +57,18 @@ def test_a_model_is_called_by_its_folder_or_its_run_or_as_it_is_told(tmp_path: P
     (tmp_path / "big").mkdir()
     (tmp_path / "a=b").mkdir()
     given = [tmp_path / "runs" / "mine" / "export", tmp_path / "big", f"small={tmp_path / 'big'}", tmp_path / "a=b"]
-    models = named_models(list(map(str, given)), tmp_path / "out")
+    models = parse_models(list(map(str, given)), tmp_path / "out")
     assert [model.name for model in models] == ["mine", "big", "small", "a=b"]
     assert [model.out for model in models] == [tmp_path / "out" / model.name for model in models]
-    (alone,) = named_models([str(tmp_path / "big")], tmp_path / "out")
+    (alone,) = parse_models([str(tmp_path / "big")], tmp_path / "out")
     assert alone.out == tmp_path / "out"
-    assert named_models([str(tmp_path / "big")], None)[0].out is None
+    assert parse_models([str(tmp_path / "big")], None)[0].out is None
 
 
 @pytest.mark.parametrize("name", ["../up=x", ".hidden=x", "="])
 def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--model: a name must be fit for a folder"):
-        named_models([name, "y"], None)
+        parse_models([name, "y"], None)
 
 
 def result(right: int, wrong: int, too_long: int = 0, tasks: int = 0) -> dict:
@@ -101,7 +101,7 @@ def test_names_of_models_cannot_repaint_the_terminal(capsys: pytest.CaptureFixtu
 
 
 def test_items_that_were_not_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    say_what_was_left_out({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
+    warn_about_too_long_items({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
     assert capsys.readouterr().out.splitlines() == [
         "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as not right; "
         "fewer worked examples (--num-fewshot) may help"

@@ -13,7 +13,7 @@ import torch
 
 from distill_rl.errors import DataError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import FAMILIES, write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
@@ -48,7 +48,7 @@ def questions(choices: tuple[str, ...] = LETTERS, count: int = 7) -> list[Item]:
     return items
 
 
-def reference(generator: Generator, item: Item) -> tuple[float, ...]:
+def reference(generator: HfBackend, item: Item) -> tuple[float, ...]:
     """One forward pass per choice, of the whole text, without padding or cache."""
     encoder = generator.encoder
     prompt = encoder.encode(replace(item, choices=()))
@@ -62,7 +62,7 @@ def reference(generator: Generator, item: Item) -> tuple[float, ...]:
     return tuple(sums)
 
 
-def chosen(generator: Generator, items: list[Item], batch_size: int) -> list[Output]:
+def chosen(generator: HfBackend, items: list[Item], batch_size: int) -> list[Output]:
     generator.settings = replace(generator.settings, batch_size=batch_size)
     found = list(generator.choose(items))
     assert sorted(index for index, _ in found) == list(range(len(items)))
@@ -70,7 +70,7 @@ def chosen(generator: Generator, items: list[Item], batch_size: int) -> list[Out
 
 
 @contextmanager
-def counted(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
+def counted(generator: HfBackend) -> Iterator[list[tuple[int, ...]]]:
     """(rows, columns) of every forward pass."""
     sizes: list[tuple[int, ...]] = []
     embedding = generator.model.get_input_embeddings()
@@ -81,7 +81,7 @@ def counted(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ZOO])
 def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+    generator = HfBackend(folder_of(tmp_path, family))
     items = [*questions(), *questions(WORDS, 3)]
     expected = [reference(generator, item) for item in items]
     for batch_size in (1, 4, 64):
@@ -94,7 +94,7 @@ def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", *NEVER_SHARE])
 def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+    generator = HfBackend(folder_of(tmp_path, family))
     items = questions(count=16)
     alone = [replace(item, prompt=item.prefix + str(item.prompt), prefix="") for item in items]
     with counted(generator) as shared_sizes:
@@ -112,7 +112,7 @@ def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path
 
 def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "phi3")
-    generator = Generator(folder)
+    generator = HfBackend(folder)
     assert generator.abilities.share_aligned
     half = generator.model.config.hidden_size // generator.model.config.num_attention_heads // 2
     scaling = {
@@ -126,11 +126,11 @@ def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
     config.rope_parameters = {**scaling, "original_max_position_embeddings": 64}
     config.original_max_position_embeddings = 64
     generator.model.save_pretrained(folder)
-    assert not Generator(folder).abilities.share_aligned
+    assert not HfBackend(folder).abilities.share_aligned
 
 
 def test_choices_of_one_token_take_one_row_and_only_its_last_logits(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"))
+    generator = HfBackend(folder_of(tmp_path, "llama"))
     item = replace(questions(("A", "B", "C", "D"))[0], prefix="")
     heads: list[torch.Size] = []
     hook = generator.model.lm_head.register_forward_hook(lambda _, arguments, output: heads.append(output.shape))
@@ -144,7 +144,7 @@ def test_choices_of_one_token_take_one_row_and_only_its_last_logits(tmp_path: Pa
 
 
 def test_choices_may_follow_a_chat(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"))
+    generator = HfBackend(folder_of(tmp_path, "llama"))
     item = Item("row", tuple(chat("ka")), "x", choices=("yes", "no"))
     ((_, output),) = generator.choose([item])
     ids = generator.encoder.encode(item)
@@ -157,7 +157,7 @@ def test_choices_may_follow_a_chat(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_told_apart_and_the_rest_is_run(tmp_path: Path) -> None:
-    generator = Generator(write_tiny_model(tmp_path, "gpt2", positions=32))
+    generator = HfBackend(write_tiny_model(tmp_path, "gpt2", positions=32))
     fits, exact, over = (
         Item(f"row {count}", "\x01" * count, "A", choices=("\x02", "\x03\x04")) for count in (4, 30, 31)
     )
@@ -168,13 +168,13 @@ def test_what_does_not_fit_is_told_apart_and_the_rest_is_run(tmp_path: Path) -> 
 
 
 def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
-    generator = Generator(write_tiny_model(tmp_path))
+    generator = HfBackend(write_tiny_model(tmp_path))
     with pytest.raises(DataError, match="row: every choice must add at least one token to the prompt; got ''"):
         list(generator.choose([Item("row", "ka", "x", choices=("x", ""))]))
 
 
 def test_bf16_is_used_when_asked_for_and_no_letter_depends_on_the_batch(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"), Settings(dtype="bf16", threads=torch.get_num_threads()))
+    generator = HfBackend(folder_of(tmp_path, "llama"), Settings(dtype="bf16", threads=torch.get_num_threads()))
     assert generator.model.dtype == torch.bfloat16
     for output, item in zip(chosen(generator, questions(), 4), questions()):
         assert output.logprobs == pytest.approx(reference(generator, item), abs=0.25)

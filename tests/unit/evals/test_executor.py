@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalExecutor, Task, chunks
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
@@ -79,7 +79,7 @@ def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
     assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
     executor.load(other, "hf", CPU)
     found = answers(executor)
-    assert found == dict(Generator(other, CPU).generate(CHATS, max_new_tokens=12))
+    assert found == dict(HfBackend(other, CPU).generate(CHATS, max_new_tokens=12))
     assert found != before
     executor.load(first, "hf", CPU)
     assert answers(executor) == before

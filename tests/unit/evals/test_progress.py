@@ -6,14 +6,14 @@ import io
 
 from rich.console import Console
 
-from distill_rl.evals.progress import Printed
+from distill_rl.evals.progress import ConsoleProgress
 
 
 def rows(count: int, score: float) -> list[dict[str, object]]:
     return [{"score": score, "num_tokens": 3, "completion": "x"}] * count
 
 
-def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.StringIO]:
+def printed(*, terminal: bool, seconds: list[float]) -> tuple[ConsoleProgress, io.StringIO]:
     file = io.StringIO()
     clock = iter(seconds)
     now = [0.0]
@@ -23,7 +23,7 @@ def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.String
         return now[0]
 
     console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
-    return Printed(console=console, interval_s=10.0, clock=read), file
+    return ConsoleProgress(console=console, interval_s=10.0, clock=read), file
 
 
 def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from distill_rl.errors import GpuMemoryError, NumericsError
 from distill_rl.evals.backends.base import Settings
-from distill_rl.evals.executor import LocalLane, Task
+from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.suites.base import Item
 from distill_rl.student.engine import StudentEngine
 from distill_rl.system.gpu_memory import REMEDIES, gpu_phase, is_out_of_memory
@@ -134,7 +134,7 @@ def test_a_teachers_forward_pass_says_so(world, folders, batch) -> None:
 
 @pytest.mark.parametrize("choose", [True, False])
 def test_an_evaluation_says_so(folders, choose: bool) -> None:
-    lane = LocalLane()
+    lane = LocalExecutor()
     lane.load(folders["student"], "hf", Settings(batch_size=2))
     lane._backend.model.register_forward_hook(run_out)
     item = Item("0", "ka", "lo", choices=("lo", "mi")) if choose else Item("0", "ka", "lo")

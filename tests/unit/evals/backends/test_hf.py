@@ -12,7 +12,7 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import FAMILIES, write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
@@ -21,8 +21,8 @@ from tests.unit.evals.conftest import KNOWN, chat
 
 
 @pytest.fixture(scope="module")
-def generator(parrot: Path) -> Generator:
-    return Generator(parrot)
+def generator(parrot: Path) -> HfBackend:
+    return HfBackend(parrot)
 
 
 def plain(text: str, name: str = "row", prefix: str = "") -> Item:
@@ -30,7 +30,7 @@ def plain(text: str, name: str = "row", prefix: str = "") -> Item:
 
 
 def completions(
-    generator: Generator, items: list[Item], max_new_tokens: int, batch_size: int = 64, stop: tuple[str, ...] = ()
+    generator: HfBackend, items: list[Item], max_new_tokens: int, batch_size: int = 64, stop: tuple[str, ...] = ()
 ) -> list[Output]:
     generator.settings = replace(generator.settings, batch_size=batch_size)
     found = list(generator.generate(items, max_new_tokens=max_new_tokens, stop=stop))
@@ -38,7 +38,7 @@ def completions(
     return [output for _, output in sorted(found, key=lambda pair: pair[0])]
 
 
-def reference(generator: Generator, item: Item, max_new_tokens: int) -> Output:
+def reference(generator: HfBackend, item: Item, max_new_tokens: int) -> Output:
     """The likeliest token of one plain forward pass after another."""
     prompt = generator.encoder.encode(item)
     ids: list[int] = []
@@ -58,7 +58,7 @@ def folder_of(path: Path, family: str) -> Path:
 
 
 @contextmanager
-def passes(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
+def passes(generator: HfBackend) -> Iterator[list[tuple[int, ...]]]:
     """(rows, columns) of every forward pass."""
     sizes: list[tuple[int, ...]] = []
     embedding = generator.model.get_input_embeddings()
@@ -67,7 +67,7 @@ def passes(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
     hook.remove()
 
 
-def test_generation_is_greedy_whatever_the_folder_asks_for(generator: Generator) -> None:
+def test_generation_is_greedy_whatever_the_folder_asks_for(generator: HfBackend) -> None:
     items = [plain("ka lo mi "), plain("sol be"), plain("alpha")]
     assert completions(generator, items, 12) == [reference(generator, item, 12) for item in items]
 
@@ -77,7 +77,7 @@ def test_generation_is_greedy_whatever_the_folder_asks_for(generator: Generator)
     [*FAMILIES, "mistral-window", "gemma2", "granite", "cohere", "opt", "mixtral", "recurrent-gemma", "falcon-h1"],
 )
 def test_every_family_writes_what_plain_forward_passes_do(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+    generator = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     prefix = " ".join(words[:20]) + "\n\n"
     items = [plain(" ".join(words[30 + 9 * n :][: 1 + 2 * n]), f"row {n}", prefix * (n % 2)) for n in range(6)]
@@ -89,7 +89,7 @@ def test_every_family_writes_what_plain_forward_passes_do(tmp_path: Path, family
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "falcon-h1"])
 def test_a_shared_beginning_is_run_once_where_padding_may_follow_it(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+    generator = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     items = [plain(" ".join(words[n : 2 * n + 1]), f"row {n}", " ".join(words[100:130])) for n in range(4)]
     with passes(generator) as sizes:
@@ -99,7 +99,7 @@ def test_a_shared_beginning_is_run_once_where_padding_may_follow_it(tmp_path: Pa
     assert [rows for rows, _ in sizes] == ([1] if shares else []) + [4] * 4
 
 
-def test_batches_of_any_size_give_the_same_completions(generator: Generator) -> None:
+def test_batches_of_any_size_give_the_same_completions(generator: HfBackend) -> None:
     items = [plain("ka " * count + "lo", f"row {count}") for count in (1, 30, 7, 2, 30, 12)]
     whole, pairs, single = (completions(generator, items, 10, batch_size) for batch_size in (6, 2, 1))
     assert whole == pairs == single
@@ -108,7 +108,7 @@ def test_batches_of_any_size_give_the_same_completions(generator: Generator) -> 
     assert [columns for _, columns in sizes] == sorted((columns for _, columns in sizes), reverse=True), "largest first"
 
 
-def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: Generator) -> None:
+def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
     found = completions(generator, items, 20, 2)
     assert [output.text for output in found] == [answer for _, answer in KNOWN]
@@ -117,7 +117,7 @@ def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: Generat
     assert set(generator.encoder.stop_ids) == {generator.encoder.tokenizer.eos_token_id, end}
 
 
-def test_a_row_that_has_ended_leaves_the_batch(generator: Generator) -> None:
+def test_a_row_that_has_ended_leaves_the_batch(generator: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
     with passes(generator) as sizes:
         short, long = sorted(output.num_tokens for output in completions(generator, items, 20, 2))
@@ -125,7 +125,7 @@ def test_a_row_that_has_ended_leaves_the_batch(generator: Generator) -> None:
     assert [rows for rows, _ in sizes] == [2] * short + [1] * (long - short)
 
 
-def test_an_answer_that_does_not_end_is_truncated(generator: Generator) -> None:
+def test_an_answer_that_does_not_end_is_truncated(generator: HfBackend) -> None:
     (output,) = completions(generator, [Item("row", tuple(chat(KNOWN[0][0])), "")], 2)
     assert output.truncated
     assert output.num_tokens == 2
@@ -135,7 +135,7 @@ def test_an_answer_that_does_not_end_is_truncated(generator: Generator) -> None:
     ("stop", "text"), [((" two",), "one"), (("two", "ne t"), "o"), (("o", "one"), ""), (("three", "😀" * 9), "one two")]
 )
 def test_a_stop_text_ends_a_completion_and_is_not_part_of_it(
-    generator: Generator, stop: tuple[str, ...], text: str
+    generator: HfBackend, stop: tuple[str, ...], text: str
 ) -> None:
     item = Item("row", tuple(chat(KNOWN[0][0])), "")
     (whole,), (output,) = completions(generator, [item], 20), completions(generator, [item], 20, stop=stop)
@@ -146,7 +146,7 @@ def test_a_stop_text_ends_a_completion_and_is_not_part_of_it(
 
 @pytest.mark.parametrize("family", ["llama", "falcon-h1"])
 def test_a_stop_text_may_take_many_tokens_and_ends_only_its_own_row(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+    generator = HfBackend(folder_of(tmp_path, family))
     items = [plain("ka lo mi"), plain("sol be ru"), plain("ter")]
     free = completions(generator, items, 24)
     stop = free[0].text[5:11]
@@ -159,7 +159,7 @@ def test_a_stop_text_may_take_many_tokens_and_ends_only_its_own_row(tmp_path: Pa
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_completion_gets_the_room_that_the_positions_leave(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family, positions=16)
-    generator = Generator(folder)
+    generator = HfBackend(folder)
     generator.encoder.stop_ids = ()
     items = [plain("\x01" * count, f"row {count}") for count in (4, 15, 16, 12, 40)]
     found = completions(generator, items, 6)
@@ -173,7 +173,7 @@ def test_a_completion_gets_the_room_that_the_positions_leave(tmp_path: Path, fam
 
 def test_weights_of_another_folder_are_taken(parrot: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "m", hidden=64)
-    generator = Generator(other, Settings(batch_size=2, device="cpu"))
+    generator = HfBackend(other, Settings(batch_size=2, device="cpu"))
     item = Item("row", tuple(chat(KNOWN[0][0])), "")
     before = completions(generator, [item], 20)
     generator.reload(parrot)
@@ -187,7 +187,7 @@ def test_weights_of_another_folder_are_taken(parrot: Path, tmp_path: Path) -> No
 
 def test_a_missing_folder_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a folder; got no such folder"):
-        Generator("meta-llama/Llama-3.2-1B")
+        HfBackend("meta-llama/Llama-3.2-1B")
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     weights.unlink()
     with pytest.raises(ConfigError, match="safetensors"):
-        Generator(folder)
+        HfBackend(folder)
 
 
 def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ConfigError, match="auto_map"):
-        Generator(folder)
+        HfBackend(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -220,4 +220,4 @@ def test_a_model_with_a_weight_missing_is_refused(parrot: Path, tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=r"must hold every weight; got without model\.layers\.1\.mlp\.up_proj\.weight"
     ):
-        Generator(folder)
+        HfBackend(folder)

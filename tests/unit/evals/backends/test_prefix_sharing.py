@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from distill_rl.evals.backends.prefix_sharing import WORTH_SHARING, Group, group
+from distill_rl.evals.backends.prefix_sharing import MIN_SHARED_TOKENS, Group, group
 
-LONG = list(range(100, 100 + WORTH_SHARING))
-OTHER = list(range(300, 310 + WORTH_SHARING))
+LONG = list(range(100, 100 + MIN_SHARED_TOKENS))
+OTHER = list(range(300, 310 + MIN_SHARED_TOKENS))
 
 
 def grouped(rows: list[list[int]], prefixes: list[str], *, share: bool = True) -> list[Group]:
@@ -43,7 +43,7 @@ def test_a_model_that_cannot_share_gets_one_group() -> None:
 
 def test_no_row_shares_more_than_it_may() -> None:
     rows = [[*OTHER, 1], [*OTHER, 2]]
-    assert group(rows, [len(OTHER), WORTH_SHARING + 1], ["a", "a"], share=True)[0].shared == WORTH_SHARING + 1
+    assert group(rows, [len(OTHER), MIN_SHARED_TOKENS + 1], ["a", "a"], share=True)[0].shared == MIN_SHARED_TOKENS + 1
 
 
 def test_batches_hold_every_row_once() -> None:

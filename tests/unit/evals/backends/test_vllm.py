@@ -14,14 +14,14 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.vllm import (
-    VLLM,
+    VllmBackend,
     _require_device,
     _same_text,
     _shape_of,
     _stored_dtype,
     _tensors,
     engine_arguments,
-    one_at_a_time,
+    startup_lock,
 )
 from distill_rl.models.hub import read_tokenizer
 from tests.helpers.models import write_tiny_model
@@ -31,14 +31,14 @@ from tests.helpers.tokenizers import tiny_tokenizer
 def test_without_vllm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"backend vllm: needs vllm, which is not installed.*distill_rl\[vllm\]"):
-        VLLM(write_tiny_model(tmp_path))
+        VllmBackend(write_tiny_model(tmp_path))
 
 
 def test_a_folder_without_safetensors_is_refused_before_vllm_sees_it(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="weights must be safetensors"):
-        VLLM(folder)
+        VllmBackend(folder)
 
 
 @pytest.mark.parametrize(("asked", "cpu"), [("", True), ("", False), ("cpu", True), ("cuda", False), ("cuda:0", False)])
@@ -116,14 +116,14 @@ def test_engines_on_the_same_gpus_start_one_after_another(tmp_path: Path, monkey
             os.close(file)
         return True
 
-    with one_at_a_time():
+    with startup_lock():
         assert not is_free()
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-        with one_at_a_time():
+        with startup_lock():
             assert not is_free()
         assert not is_free(), "another GPU's engine gave back its own"
     assert is_free()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    with pytest.raises(RuntimeError), one_at_a_time():
+    with pytest.raises(RuntimeError), startup_lock():
         raise RuntimeError
     assert is_free()

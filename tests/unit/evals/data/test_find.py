@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.find import GSM8K, MATH, MATH500, MMLU, Names, find
+from distill_rl.evals.data.find import GSM8K, MATH, MATH500, MMLU, DataSetNames, find
 
 
 def touch(folder: Path, *names: str) -> Path:
@@ -16,7 +16,7 @@ def touch(folder: Path, *names: str) -> Path:
     return folder
 
 
-def found(data: Path, names: Names, split: str, root: Path) -> list[str]:
+def found(data: Path, names: DataSetNames, split: str, root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in find(data, names, split)]
 
 
@@ -67,7 +67,7 @@ def found(data: Path, names: Names, split: str, root: Path) -> list[str]:
     ],
 )  # fmt: skip
 def test_data_are_found_in_the_forms_that_people_have(
-    tmp_path: Path, names: Names, split: str, there: list[str], expected: list[str]
+    tmp_path: Path, names: DataSetNames, split: str, there: list[str], expected: list[str]
 ) -> None:
     touch(tmp_path, *there)
     assert found(tmp_path, names, split, tmp_path) == expected

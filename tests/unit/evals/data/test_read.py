@@ -7,7 +7,7 @@ import pytest
 from distill_rl.errors import DataError
 from distill_rl.evals.data.read import (
     MAX_PROBLEMS,
-    Ids,
+    ContentIds,
     Row,
     checked,
     content_sha256,
@@ -131,7 +131,7 @@ def test_the_exact_content_hash_knows_white_space_too_but_no_order() -> None:
 
 
 def test_ids_are_those_of_the_content_and_count_what_is_there_twice() -> None:
-    one, other = Ids(), Ids()
+    one, other = ContentIds(), ContentIds()
     assert [one("a", "b"), one("c"), one("a", "b")] == [name := other("a", "b"), other("c"), f"{name}-2"]
     assert len(name) == 12
 

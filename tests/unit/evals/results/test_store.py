@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.results.store import Store, occupied
+from distill_rl.evals.results.store import Store, locked
 
 KEY = {"suite": "own", "model_sha256": "ab", "limit": None}
 
@@ -92,11 +92,11 @@ def test_a_result_whose_items_are_gone_is_not_finished(tmp_path: Path, lost: str
 
 def test_rows_of_two_kinds_of_devices_are_not_mixed(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
-    store.began_on("cpu")
+    store.set_device("cpu")
     store.append([row("a")])
-    Store(tmp_path, "own", KEY).began_on("cpu")
+    Store(tmp_path, "own", KEY).set_device("cpu")
     with pytest.raises(ConfigError, match=r"begun on another kind of device, .*; got cpu; now cuda; .* --dtype"):
-        Store(tmp_path, "own", KEY).began_on("cuda")
+        Store(tmp_path, "own", KEY).set_device("cuda")
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -142,9 +142,9 @@ def test_text_that_is_no_unicode_and_odd_line_breaks_are_kept_in_one_line(tmp_pa
 
 
 def test_a_folder_is_used_by_one_evaluation_at_a_time(tmp_path: Path) -> None:
-    with occupied([tmp_path]), pytest.raises(ConfigError, match="in use by another evaluation"), occupied([tmp_path]):
+    with locked([tmp_path]), pytest.raises(ConfigError, match="in use by another evaluation"), locked([tmp_path]):
         pass
-    with occupied([tmp_path]):
+    with locked([tmp_path]):
         pass
 
 
@@ -152,6 +152,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="must be a folder that can be written"),
-        occupied([tmp_path / "file" / "out"]),
+        locked([tmp_path / "file" / "out"]),
     ):
         pass
