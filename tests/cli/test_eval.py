@@ -92,7 +92,7 @@ def assert_goes_on_to(whole: Path, command: list[str], out: Path) -> Ended:
     assert not (out / "own.json").exists()
     ended = distill_rl(*command)
     assert ended.code == 0, ended.err
-    assert f"{before} of {COUNT} items are there already" in ended.out
+    assert f"{before} of {COUNT} items are already done" in ended.out
     assert items(out) == items(whole)
     assert result(out)["resumed_items"] == before
     assert {key: result(out)[key] for key in ("score", "interval", "outcomes", "per_task")} == {

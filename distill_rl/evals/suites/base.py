@@ -84,6 +84,6 @@ class Suite(Protocol):
         ...
 
 
-def with_fewshot(suite: Suite, asked: int | None) -> int:
-    """The number of worked examples that a suite gets when so many are asked for: none where it takes none."""
-    return suite.num_fewshot if asked is None or suite.max_fewshot == 0 else asked
+def resolve_num_fewshot(suite: Suite, requested: int | None) -> int:
+    """Worked examples for a suite: the requested number, or the default if none is requested or the suite takes none."""
+    return suite.num_fewshot if requested is None or suite.max_fewshot == 0 else requested

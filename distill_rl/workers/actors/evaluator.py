@@ -57,11 +57,11 @@ class EvalWorker:
         afterwards, but for vllm, which holds its share for good."""
         from distill_rl.evals.run import evaluate_models
 
-        asked = self._questions(suites, data, options)
+        loaded = self._questions(suites, data, options)
         options = replace(options, settings=self._settled(options.settings))
         start = time.perf_counter()
         try:
-            return evaluate_models([model], suites, data, options, self._executor, asked=asked)[model.name]
+            return evaluate_models([model], suites, data, options, self._executor, loaded=loaded)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)

@@ -11,7 +11,7 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
-from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalExecutor, Task, chunks
+from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, Task, chunks
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 
@@ -34,7 +34,7 @@ def test_chunks_hold_one_prefix_longest_prompts_first() -> None:
 
 
 def test_likelihoods_get_several_batches_of_a_prefix_at_once() -> None:
-    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * CHUNKS_PER_CALL
+    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * BATCHES_PER_CHUNK
 
 
 def test_vllm_gets_as_many_as_keep_it_busy() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.options import Options, chat_suites, load_questions
-from distill_rl.evals.suites.base import Item, Suite, with_fewshot
+from distill_rl.evals.suites.base import Item, Suite, resolve_num_fewshot
 from tests.helpers.suites import write_suite
 
 
@@ -63,7 +63,7 @@ class NoExamples:
 )
 def test_worked_examples_are_given_where_a_suite_takes_them(suite: type, asked: int | None, given: int) -> None:
     made: Suite = suite()
-    assert with_fewshot(made, asked) == given
+    assert resolve_num_fewshot(made, asked) == given
 
 
 def test_suites_that_chat_are_told_apart(tmp_path: Path) -> None:

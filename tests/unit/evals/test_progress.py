@@ -43,7 +43,7 @@ def test_items_that_are_there_already_are_said_and_counted() -> None:
     with progress.suite("student", "math", 4, rows(3, 1.0)) as shown:
         shown.add(rows(1, 0.0))
     first, last = file.getvalue().splitlines()
-    assert first == "math  student: 3 of 4 items are there already"
+    assert first == "math  student: 3 of 4 items are already done"
     assert last.startswith("math  student  4/4  score 0.750")
 
 

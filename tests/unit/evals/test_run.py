@@ -78,7 +78,7 @@ def test_a_chat_suite_needs_a_chat_template(parrot: Path, questions: Path, tmp_p
     config.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ConfigError, match=r"exact_match asks in chat messages, which need .* chat template; got none; "
+        ConfigError, match=r"the chat prompts of exact_match need .* chat template; got none; "
     ):
         evaluate(bare, ["exact_match"], questions)
 

@@ -47,7 +47,7 @@ def test_a_student_without_a_chat_template_cannot_be_asked_in_chats(tmp_path: Pa
     bare = tiny_tokenizer()
     bare.chat_template = None
     (line,) = suite_problems(asked("exact_match", data=chats), Opened(tokenizer=bare))
-    assert line.startswith("student: exact_match asks in chat messages")
+    assert line.startswith("student: the chat prompts of exact_match need")
     assert suite_problems(asked("exact_match", data=chats), STUDENT) == []
 
 

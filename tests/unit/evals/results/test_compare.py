@@ -89,7 +89,7 @@ def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
     write_result(tmp_path / "b", {"y": 1.0})
     found = compare(find([tmp_path]))
     assert row(found, "b").whole.difference is None
-    assert "have 0 in common; there is no difference to tell" in found.notes[0]
+    assert "have 0 in common; there is no difference to show" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +138,12 @@ def test_without_items_there_is_a_score_and_a_note(out: Path) -> None:
     (out / "a_second" / "quiz.items.jsonl").unlink()
     found = compare(find([out]))
     assert row(found, "a_second").whole.difference is None
-    assert found.notes == ("quiz: no file of a_second's items, so no difference can be told",)
+    assert found.notes == ("quiz: a_second has no items file, so there is no difference to show",)
 
 
 def test_an_evaluation_that_has_not_finished_is_said(out: Path) -> None:
     (out / "a_second" / ".math.partial.jsonl").touch()
-    assert find([out]).notes == ("math: the evaluation of a_second has not finished; run it again to go on",)
+    assert find([out]).notes == ("math: the evaluation of a_second has not finished; run it again to continue",)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_rows_of_two_kinds_of_devices_are_not_mixed(tmp_path: Path) -> None:
     store.set_device("cpu")
     store.append([row("a")])
     Store(tmp_path, "own", KEY).set_device("cpu")
-    with pytest.raises(ConfigError, match=r"begun on another kind of device, .*; got cpu; now cuda; .* --dtype"):
+    with pytest.raises(ConfigError, match=r"started on another kind of device, .*; got cpu; now cuda; .* --dtype"):
         Store(tmp_path, "own", KEY).set_device("cuda")
 
 

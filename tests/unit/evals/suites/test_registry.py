@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.suites.base import Item, Questions, with_fewshot
+from distill_rl.evals.suites.base import Item, Questions, resolve_num_fewshot
 from distill_rl.evals.suites.registry import MAX_PROBLEMS, SUITES, find, find_all, load, source_sha256
 
 OWN = """
@@ -54,7 +54,7 @@ def test_all_suites_that_there_are_to_be_are_there_under_their_names() -> None:
 
 
 def test_a_suite_that_takes_no_examples_gets_none() -> None:
-    assert [with_fewshot(find(name), 3) for name in ("mmlu", "mmlu_0shot", "minerva_math", "math")] == [3, 0, 3, 0]
+    assert [resolve_num_fewshot(find(name), 3) for name in ("mmlu", "mmlu_0shot", "minerva_math", "math")] == [3, 0, 3, 0]
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
