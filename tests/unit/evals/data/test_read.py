@@ -9,12 +9,12 @@ from distill_rl.evals.data.read import (
     MAX_PROBLEMS,
     ContentIds,
     Row,
-    checked,
+    require_unicode,
     content_sha256,
-    convert,
+    convert_rows,
     read_rows,
     require_columns,
-    text,
+    required_text,
 )
 from tests.helpers.eval_forms import write
 
@@ -53,17 +53,17 @@ def test_bad_rows_are_named_by_file_and_number_up_to_a_limit(tmp_path: Path) -> 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q"}\n{\n\n[1]\n{"question": "\xff"}\n{"question": 4}\n{"question": "\\ud800"}\n')
     with pytest.raises(DataError) as caught:
-        convert(read_rows(path), lambda row: text(row, ["question"]))
+        convert_rows(read_rows(path), lambda row: required_text(row, ["question"]))
     assert list(caught.value.problems) == [
         f"{path}, row 2: must be one JSON object per line",
         f"{path}, row 4: must be one JSON object per line",
         f"{path}, row 5: must be UTF-8",
-        f"{path}, row 6: `question` must be a text that is not empty; got 4; mend the row, or remove it",
+        f"{path}, row 6: `question` must be non-empty text; got 4; correct the row, or remove it",
         f"{path}, row 7: `question` must be Unicode text, without lone surrogates",
     ]
     path.write_text("x\n" * 1000)
     with pytest.raises(DataError) as caught:
-        convert(read_rows(path), lambda row: row)
+        convert_rows(read_rows(path), lambda row: row)
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
 
 
@@ -109,7 +109,7 @@ def test_missing_and_foreign_columns_are_told_with_those_that_are_there(tmp_path
     assert list(caught.value.problems) == [
         f"{tmp_path}/a.csv: must have a column with the answer (`answer` or `target`); "
         "got the columns question, gold, choices",
-        f"{tmp_path}/a.csv: must have no column with choices, as the data of another suite do; "
+        f"{tmp_path}/a.csv: must have no column with choices, which belongs to the data of another suite; "
         "got the columns question, gold, choices",
     ]
 
@@ -137,6 +137,6 @@ def test_ids_are_those_of_the_content_and_count_what_is_there_twice() -> None:
 
 
 def test_checked_text_can_be_encoded() -> None:
-    assert checked("∀", "x") == "∀"
+    assert require_unicode("∀", "x") == "∀"
     with pytest.raises(ValueError, match="`x` must be Unicode"):
-        checked("\udc00", "x")
+        require_unicode("\udc00", "x")

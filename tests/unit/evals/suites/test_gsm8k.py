@@ -124,4 +124,4 @@ def test_the_real_data_are_the_published_ones(tmp_path: Path) -> None:
     lines = (REAL / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "test.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("#### ", "#### 1")]))
     (warning,) = load(tmp_path).warnings
-    assert warning.startswith("GSM8K test: the content is not the published one (sha256 ")
+    assert warning.startswith("GSM8K test: the content differs from the published data (sha256 ")

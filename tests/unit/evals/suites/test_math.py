@@ -118,10 +118,10 @@ def test_the_chat_asks_for_reasoning_and_a_box(tmp_path: Path) -> None:
     [
         ({"problem": "p", "solution": "no box"}, "needs an `answer`, or a `solution` with the answer in \\boxed{}"),
         ({"problem": "p", "solution": "\\boxed{1"}, "needs an `answer`, or a `solution`"),
-        ({"problem": "p", "answer": " "}, "`answer` must be a text that is not empty"),
-        ({"problem": "p", "answer": [1]}, "`answer` must be a text that is not empty"),
+        ({"problem": "p", "answer": " "}, "`answer` must be non-empty text"),
+        ({"problem": "p", "answer": [1]}, "`answer` must be non-empty text"),
         ({"problem": "p", "answer": "so\n#### 18"}, "`####` is how GSM8K writes its answers"),
-        ({"problem": "", "answer": "1"}, "`problem` must be a text that is not empty"),
+        ({"problem": "", "answer": "1"}, "`problem` must be non-empty text"),
         ({"problem": "p", "answer": "\ud800"}, "`answer` must be Unicode text"),
     ],
 )

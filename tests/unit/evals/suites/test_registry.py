@@ -95,7 +95,7 @@ def test_a_file_that_is_no_suite_is_refused_in_one_line(tmp_path: Path, content:
 @pytest.mark.parametrize(
     ("attribute", "value", "rule"),
     [
-        ("name", "3", "letters, digits, _, - and ., and not that of a suite that is here already; got 3 (int)"),
+        ("name", "3", "letters, digits, _, - and ., and not the name of a built-in suite; got 3 (int)"),
         ("title", "None", "a text; got None (NoneType)"),
         ("num_fewshot", "None", "a whole number, 0 or more; got None (NoneType)"),
         ("num_fewshot", "-1", "a whole number, 0 or more; got -1 (int)"),
@@ -103,9 +103,9 @@ def test_a_file_that_is_no_suite_is_refused_in_one_line(tmp_path: Path, content:
         ("chat", "1", "True or False; got 1 (int)"),
         ("max_new_tokens", "0", "a whole number, 1 or more, or None; got 0 (int)"),
         ("max_new_tokens", "8.0", "a whole number, 1 or more, or None; got 8.0 (float)"),
-        ("stop", "'x'", "a tuple of texts that are not empty; got 'x' (str)"),
-        ("stop", "('x', 1)", "a tuple of texts that are not empty; got ('x', 1) (tuple)"),
-        ("stop", "('',)", "a tuple of texts that are not empty; got ('',) (tuple)"),
+        ("stop", "'x'", "a tuple of non-empty texts; got 'x' (str)"),
+        ("stop", "('x', 1)", "a tuple of non-empty texts; got ('x', 1) (tuple)"),
+        ("stop", "('',)", "a tuple of non-empty texts; got ('',) (tuple)"),
         ("load", "None", "a function; got None (NoneType)"),
         ("judge", "'x'", "a function; got 'x' (str)"),
     ],
