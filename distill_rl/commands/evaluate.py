@@ -93,7 +93,7 @@ def evaluate(request: Request) -> int:
                     request.options,
                     executor,
                     ConsoleProgress(),
-                    asked=asked,
+                    loaded=loaded,
                     interrupted=stop,
                 )
         except Preempted:

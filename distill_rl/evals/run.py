@@ -178,7 +178,9 @@ class _ModelRun:
         )
 
     def suites(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
-        return {entry.suite.name: self._suite(entry, store, executor, grader, progress) for entry, store in self._stores}
+        return {
+            entry.suite.name: self._suite(entry, store, executor, grader, progress) for entry, store in self._stores
+        }
 
     def _key(self, entry: LoadedSuite) -> dict[str, Any]:
         """Everything that determines the rows. The batch size does not, so a continued evaluation may change it."""

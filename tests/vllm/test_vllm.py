@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Backend, Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
-from distill_rl.evals.backends.likelihood import rows_of
+from distill_rl.evals.backends.likelihood import choice_rows
 from distill_rl.evals.backends.vllm import VllmBackend, _scoring
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
@@ -120,9 +120,9 @@ def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(h
 
 
 def test_what_prompts_share_is_taken_from_the_cache(engine: VllmBackend) -> None:
-    rows = [row for item in items(40, shots=5, space=False) for row in rows_of(0, engine.encoder.choices(item))]
-    requests = [(number, row.ids, _scoring(row)) for number, row in enumerate(rows)]
-    cached = sum(made.num_cached_tokens for _, made in engine._run(requests))
+    rows = [row for item in items(40, shots=5, space=False) for row in choice_rows(0, engine.encoder.choices(item))]
+    results = engine._run([row.ids for row in rows], [_scoring(row) for row in rows])
+    cached = sum(result.num_cached_tokens for _, result in results)
     assert cached > 0.5 * sum(len(row.ids) for row in rows)
 
 

@@ -162,9 +162,7 @@ def _matching(folder: Path, wanted: set[str]) -> list[Path]:
 def _one_form(files: Iterator[Path] | Sequence[Path]) -> list[Path]:
     """The data files with the first suffix that occurs, because the same rows may be stored in several formats."""
     data = [
-        file
-        for file in files
-        if file.is_file() and file.name not in _METADATA_FILES and not file.name.startswith(".")
+        file for file in files if file.is_file() and file.name not in _METADATA_FILES and not file.name.startswith(".")
     ]
     for suffix in SUFFIXES:
         if form := [file for file in data if file.suffix.lower() == suffix]:

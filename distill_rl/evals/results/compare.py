@@ -55,8 +55,10 @@ def find(paths: Sequence[Path]) -> Evaluation:
             rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
             if path.is_dir():
                 got = "a folder that is neither"
+            elif path.exists():
+                got = "a file"
             else:
-                got = "a file" if path.exists() else "no such folder"
+                got = "no such folder"
             remedy = "give the folder that distill-rl train or eval wrote"
             problems.append(str(ConfigError(str(path), rule, got, remedy)))
     if problems:

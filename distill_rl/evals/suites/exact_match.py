@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.read import Row, require_unicode, content_sha256, convert_rows, read_rows, required_text
+from distill_rl.evals.data.read import Row, content_sha256, convert_rows, read_rows, require_unicode, required_text
 from distill_rl.evals.suites.base import Item, Prompt, Questions, Verdict
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 
 from distill_rl.evals.data.find import GSM8K, find
 from distill_rl.evals.data.published import PublishedSplit, first_examples
-from distill_rl.evals.data.read import ContentIds, Row, content_sha256, convert_rows, read_rows, require_columns, required_text, first_value
+from distill_rl.evals.data.read import (
+    ContentIds,
+    Row,
+    content_sha256,
+    convert_rows,
+    first_value,
+    read_rows,
+    require_columns,
+    required_text,
+)
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 
 TEST = PublishedSplit("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")

@@ -12,13 +12,13 @@ from distill_rl.evals.data.published import PublishedSplit
 from distill_rl.evals.data.read import (
     ContentIds,
     Row,
-    require_unicode,
     content_sha256,
     convert_rows,
+    first_value,
     read_rows,
     require_columns,
+    require_unicode,
     required_text,
-    first_value,
 )
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 

@@ -113,7 +113,7 @@ def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path
 def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "phi3")
     generator = HfBackend(folder)
-    assert generator.abilities.share_aligned
+    assert generator.cache_support.share_aligned
     half = generator.model.config.hidden_size // generator.model.config.num_attention_heads // 2
     scaling = {
         "partial_rotary_factor": 1.0,
@@ -126,7 +126,7 @@ def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
     config.rope_parameters = {**scaling, "original_max_position_embeddings": 64}
     config.original_max_position_embeddings = 64
     generator.model.save_pretrained(folder)
-    assert not HfBackend(folder).abilities.share_aligned
+    assert not HfBackend(folder).cache_support.share_aligned
 
 
 def test_choices_of_one_token_take_one_row_and_only_its_last_logits(tmp_path: Path) -> None:

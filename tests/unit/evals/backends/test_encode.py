@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.backends.encode import Encoder, common_length, model_folder
+from distill_rl.evals.backends.greedy import prompt_rows
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -128,11 +129,16 @@ def test_a_model_that_never_ends_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_room_is_what_the_positions_leave_whatever_the_family_calls_them(tmp_path: Path, family: str) -> None:
+def test_completions_are_limited_to_the_positions(tmp_path: Path, family: str) -> None:
     encoder = Encoder(write_tiny_model(tmp_path, family, positions=16))
-    assert [encoder.room([5] * count) for count in (1, 15, 16, 40)] == [15, 1, 0, 0]
-    encoder.positions = None
-    assert encoder.room([5] * 40) is None
+    items = [Item(str(count), "\x01" * count, "") for count in (1, 15, 16, 40)]
+    assert [len(encoder.encode(item)) for item in items] == [1, 15, 16, 40]
+    rows, too_long = prompt_rows(encoder, items, 100, encoder.positions)
+    assert [(row.item_index, row.max_new_tokens) for row in rows] == [(0, 15), (1, 1)]
+    assert [index for index, output in too_long if output.too_long] == [2, 3]
+    rows, too_long = prompt_rows(encoder, items, 100, None)
+    assert [row.max_new_tokens for row in rows] == [100] * 4
+    assert too_long == []
 
 
 def test_a_missing_folder_is_refused_without_asking_a_hub() -> None:

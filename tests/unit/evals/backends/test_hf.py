@@ -218,6 +218,6 @@ def test_a_model_with_a_weight_missing_is_refused(parrot: Path, tmp_path: Path) 
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ConfigError, match=r"must hold every weight; got without model\.layers\.1\.mlp\.up_proj\.weight"
+        ConfigError, match=r"must contain every weight; got without model\.layers\.1\.mlp\.up_proj\.weight"
     ):
         HfBackend(folder)

@@ -30,5 +30,5 @@ def test_free_memory_is_asked_of_torch_in_a_process_of_its_own() -> None:
         ((free, total),) = free_memory(1)
         assert 0 < free <= total
         return
-    with pytest.raises(ConfigError, match=r"^backend vllm: 1 GPUs must tell how much of their memory is free; got \w+"):
+    with pytest.raises(ConfigError, match=r"^backend vllm: the free memory of 1 GPUs must be readable; got \w+"):
         free_memory(1)

@@ -9,11 +9,11 @@ from distill_rl.evals.data.read import (
     MAX_PROBLEMS,
     ContentIds,
     Row,
-    require_unicode,
     content_sha256,
     convert_rows,
     read_rows,
     require_columns,
+    require_unicode,
     required_text,
 )
 from tests.helpers.eval_forms import write

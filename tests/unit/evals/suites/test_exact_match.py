@@ -64,8 +64,8 @@ def test_the_content_hash_is_that_of_questions_and_answers(tmp_path: Path) -> No
         ('{"prompt": "p", "answer": "a", "task": 1}', "`task` must be a text"),
         ('{"messages": "hi", "answer": "a"}', "list of {role, content}"),
         ('{"messages": [{"role": "user"}], "answer": "a"}', "list of {role, content}"),
-        ('{"messages": [], "answer": "a"}', "end with the user's turn"),
-        ('{"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}', "end with the user's turn"),
+        ('{"messages": [], "answer": "a"}', "end with a user turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}', "end with a user turn"),
     ],
 )
 def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str | bytes, rule: str) -> None:
