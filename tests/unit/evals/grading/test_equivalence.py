@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from distill_rl.evals.grading.equivalence import LONGEST_ANSWER, same_math, same_number
+from distill_rl.evals.grading.equivalence import MAX_ANSWER_CHARACTERS, same_math, same_number
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_same_answer(gold: str, given: str) -> None:
         (r"\frac{1}{2}", r"\frac{2}{1}"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"),
         (r"\text{even}", r"\text{odd}"),
-        ("5", "5" * (LONGEST_ANSWER + 1)),
+        ("5", "5" * (MAX_ANSWER_CHARACTERS + 1)),
         ("5", "}" * 50 + "5" + "{" * 50),
     ],
 )

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals import child as child_module
-from distill_rl.evals import grader as grader_module
+from distill_rl.evals.grading import child as child_module
+from distill_rl.evals.grading import grader as grader_module
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.suites.base import Item, Verdict
 from tests.helpers.command import until
@@ -221,7 +221,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_a_child_that_cannot_be_killed_holds_up_nobody_else(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GONE_S", 600.0)
+    monkeypatch.setattr(child_module, "REAP_S", 600.0)
     with Grader(workers=2, deadline_s=DEADLINE_S) as pool:
         stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
         until(lambda: held.lost, "the pool has tried to end it")
@@ -234,7 +234,7 @@ def test_a_child_that_cannot_be_killed_holds_up_nobody_else(held: Held, monkeypa
 
 
 def test_a_child_that_cannot_be_killed_is_left_behind(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GONE_S", 0.01)
+    monkeypatch.setattr(child_module, "REAP_S", 0.01)
     with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
         stuck = judged(pool, f"sleep {held.marks / '1'}")
         assert stuck.outcome == "grader_timeout"
@@ -243,7 +243,7 @@ def test_a_child_that_cannot_be_killed_is_left_behind(held: Held, monkeypatch: p
 
 
 def test_closing_does_not_wait_for_a_child_that_cannot_be_killed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader_module, "GONE_S", 0.01)
+    monkeypatch.setattr(grader_module, "REAP_S", 0.01)
     pool = Grader(workers=1, deadline_s=600)
     stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
     until(held.pids, "the judge has begun")
