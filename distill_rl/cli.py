@@ -101,7 +101,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from distill_rl.commands.evaluate import Request, Where, evaluate
+    from distill_rl.commands.evaluate import Request, ExecutorOptions, evaluate
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
@@ -122,7 +122,7 @@ def _eval(options: argparse.Namespace) -> int:
                 settings=settings,
             ),
             options.out,
-            Where(options.shards, options.gpus_per_shard, options.ray_address, options.deadline),
+            ExecutorOptions(options.shards, options.gpus_per_shard, options.ray_address, options.deadline),
         )
     )
 

@@ -6,38 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.commands.evaluate import Request, Where, parse_models, print_table, require_valid, warn_about_too_long_items
+from distill_rl.commands.evaluate import Request, ExecutorOptions, parse_models, print_table, require_valid, warn_about_too_long_items
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
 from distill_rl.evals.results.result import OUTCOMES
 
 
-def request_of(where: Where, backend: str = "hf", tensor_parallel: int = 1) -> Request:
+def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> Request:
     options = Options(backend=backend, settings=Settings(tensor_parallel=tensor_parallel))  # type: ignore[arg-type]
     return Request(["m"], ["mmlu"], Path("d"), options, None, where)
 
 
-@pytest.mark.parametrize("where", [Where(), Where(shards=0), Where(shards=4, gpus_each=0.25), Where(gpus_each=2.0)])
-def test_settings_that_make_sense_pass(where: Where) -> None:
+@pytest.mark.parametrize("where", [ExecutorOptions(), ExecutorOptions(shards=0), ExecutorOptions(shards=4, gpus_per_shard=0.25), ExecutorOptions(gpus_per_shard=2.0)])
+def test_settings_that_make_sense_pass(where: ExecutorOptions) -> None:
     require_valid(request_of(where))
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (request_of(Where(shards=-1)), "--shards: must be 0 or more; got -1"),
-        (request_of(Where(deadline_s=0.0)), "--deadline: must be greater than 0"),
-        (request_of(Where(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
-        (request_of(Where(gpus_each=1.5)), "--gpus-per-shard: must be a share of a GPU, or a whole number; got 1.5"),
-        (request_of(Where(gpus_each=-1.0)), "--gpus-per-shard: must be a share"),
-        (request_of(Where(gpus_each=float("nan"))), "--gpus-per-shard: must be a share"),
-        (request_of(Where(), tensor_parallel=2), "--tensor-parallel: needs --backend vllm; got 2; use more --shards"),
+        (request_of(ExecutorOptions(shards=-1)), "--shards: must be 0 or more; got -1"),
+        (request_of(ExecutorOptions(deadline_s=0.0)), "--deadline: must be greater than 0"),
+        (request_of(ExecutorOptions(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
+        (request_of(ExecutorOptions(gpus_per_shard=1.5)), "--gpus-per-shard: must be a fraction of a GPU, or a whole number; got 1.5"),
+        (request_of(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
+        (request_of(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
+        (request_of(ExecutorOptions(), tensor_parallel=2), "--tensor-parallel: needs --backend vllm; got 2; use more --shards"),
         (
-            request_of(Where(gpus_each=1.0), "vllm", 2),
-            "--gpus-per-shard: has no meaning here: --tensor-parallel decides",
+            request_of(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
+            "--gpus-per-shard: has no effect here: --tensor-parallel decides",
         ),
-        (request_of(Where(shards=0, gpus_each=1.0)), "--gpus-per-shard: has no meaning here: --shards 0"),
+        (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
 def test_settings_that_make_none_are_refused(asked: Request, words: str) -> None:
@@ -48,7 +48,7 @@ def test_settings_that_make_none_are_refused(asked: Request, words: str) -> None
 
 def test_all_that_makes_no_sense_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require_valid(request_of(Where(shards=-1, deadline_s=-5.0), tensor_parallel=2))
+        require_valid(request_of(ExecutorOptions(shards=-1, deadline_s=-5.0), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 
@@ -67,7 +67,7 @@ def test_a_model_is_called_by_its_folder_or_its_run_or_as_it_is_told(tmp_path: P
 
 @pytest.mark.parametrize("name", ["../up=x", ".hidden=x", "="])
 def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--model: a name must be fit for a folder"):
+    with pytest.raises(ConfigError, match="--model: a name must be valid for a folder"):
         parse_models([name, "y"], None)
 
 
@@ -103,6 +103,6 @@ def test_names_of_models_cannot_repaint_the_terminal(capsys: pytest.CaptureFixtu
 def test_items_that_were_not_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     warn_about_too_long_items({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
     assert capsys.readouterr().out.splitlines() == [
-        "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as not right; "
+        "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as wrong; "
         "fewer worked examples (--num-fewshot) may help"
     ]
