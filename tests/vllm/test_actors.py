@@ -57,7 +57,7 @@ def by_hf(model: Path, suite: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return evaluate(model, suite, tmp_path_factory.mktemp("hf"), "--backend", "hf")
 
 
-def test_an_evaluation_in_ray_actors_gives_what_hf_gives(
+def test_evaluation_in_ray_actors_equals_hf(
     model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path
 ) -> None:
     assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm"), by_hf)
@@ -72,7 +72,7 @@ def test_tensor_parallelism_in_an_actor_of_a_placement_group(
     assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm", "--tensor-parallel", "2"), by_hf)
 
 
-def test_vllm_beside_a_training_takes_every_steps_weights_and_changes_no_bit(tmp_path: Path) -> None:
+def test_vllm_beside_training_loads_every_step_and_changes_no_bit(tmp_path: Path) -> None:
     for name, seed in (("teacher", 1), ("student", 2)):
         write_tiny_model(tmp_path / name, seed=seed, **SHAPE)  # type: ignore[arg-type]
     write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)

@@ -62,7 +62,7 @@ def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "rotation"])
-def test_models_of_one_shape_that_differ_in_something_else(
+def test_models_of_one_shape_that_differ_otherwise(
     executor: LocalExecutor, first: Path, tmp_path: Path, change: str
 ) -> None:
     other = shutil.copytree(first, tmp_path / "other")

@@ -84,7 +84,7 @@ def test_the_same_letters_as_hf(
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
 
 
-def test_choices_of_several_tokens_get_the_log_likelihoods_of_hf(hf: HfBackend, engine: VllmBackend) -> None:
+def test_choices_of_several_tokens_score_like_hf(hf: HfBackend, engine: VllmBackend) -> None:
     choices = (" ka lo", " A\nBecause", " sol be ru 42", " B")
     questions = [replace(item, choices=choices) for item in items(12, shots=1, space=True)]
     for left, right in zip(choose(hf, questions), choose(engine, questions)):
@@ -108,7 +108,7 @@ def test_the_same_completions_as_hf(
     assert not any(text in output.text for output in theirs for text in stop)
 
 
-def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(hf: HfBackend, engine: VllmBackend) -> None:
+def test_too_long_prompts_are_reported_and_others_are_limited(hf: HfBackend, engine: VllmBackend) -> None:
     lengths = (POSITIONS + 9, POSITIONS, POSITIONS - 1, POSITIONS - 5, 8)
     questions = [Item(f"row {count}", "\x01" * count, "") for count in lengths]
     ours, theirs = generate(hf, questions, 12), generate(engine, questions, 12)
@@ -119,14 +119,14 @@ def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(h
     assert [output.too_long for output in choose(hf, questions)] == [True, True, True, False, False]
 
 
-def test_what_prompts_share_is_taken_from_the_cache(engine: VllmBackend) -> None:
+def test_shared_prefixes_are_taken_from_the_cache(engine: VllmBackend) -> None:
     rows = [row for item in items(40, shots=5, space=False) for row in choice_rows(0, engine.encoder.choices(item))]
     results = engine._run([row.ids for row in rows], [_scoring(row) for row in rows])
     cached = sum(result.num_cached_tokens for _, result in results)
     assert cached > 0.5 * sum(len(row.ids) for row in rows)
 
 
-def test_whoever_stops_listening_leaves_nothing_behind(hf: HfBackend, engine: VllmBackend) -> None:
+def test_abandoned_iteration_aborts_its_requests(hf: HfBackend, engine: VllmBackend) -> None:
     questions = items(40, shots=0, space=True)
     found = engine.generate(questions, max_new_tokens=24)
     assert len(list(islice(found, 2))) == 2
@@ -134,7 +134,7 @@ def test_whoever_stops_listening_leaves_nothing_behind(hf: HfBackend, engine: Vl
     assert choose(engine, questions[:3])[0].logprobs == pytest.approx(choose(hf, questions[:3])[0].logprobs, abs=1e-3)
 
 
-def test_new_weights_are_put_into_the_running_engine(hf: HfBackend, engine: VllmBackend, model: Path, tmp_path: Path) -> None:
+def test_running_engine_loads_new_weights(hf: HfBackend, engine: VllmBackend, model: Path, tmp_path: Path) -> None:
     questions = items(24, shots=5, space=False)
     other = write_tiny_model(tmp_path / "other", seed=5, **SHAPE)  # type: ignore[arg-type]
     before, running = choose(engine, questions), engine._engine
@@ -150,7 +150,7 @@ def test_new_weights_are_put_into_the_running_engine(hf: HfBackend, engine: Vllm
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
-def test_an_engine_is_made_anew_where_new_weights_would_not_reach_all_of_it(
+def test_engine_restarts_if_weights_cannot_be_reloaded(
     engine: VllmBackend, model: Path, tmp_path: Path
 ) -> None:
     questions = items(8, shots=0, space=False)
@@ -172,7 +172,7 @@ def test_a_device_of_another_build_is_refused(model: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have attention for these heads")
-def test_heads_that_vllm_cannot_do_are_refused_before_any_prompt(tmp_path: Path) -> None:
+def test_unsupported_heads_are_refused_before_any_prompt(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"vllm on CPUs needs attention heads of 32, 64.*; got 8; take the backend hf"
     ):

@@ -19,7 +19,7 @@ def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int
 
 
 @pytest.mark.parametrize("where", [ExecutorOptions(), ExecutorOptions(shards=0), ExecutorOptions(shards=4, gpus_per_shard=0.25), ExecutorOptions(gpus_per_shard=2.0)])
-def test_settings_that_make_sense_pass(where: ExecutorOptions) -> None:
+def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
     require_valid(request_of(where))
 
 
@@ -40,19 +40,19 @@ def test_settings_that_make_sense_pass(where: ExecutorOptions) -> None:
         (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
-def test_settings_that_make_none_are_refused(asked: Request, words: str) -> None:
+def test_invalid_settings_are_refused(asked: Request, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_valid(asked)
     assert words in caught.value.problems[0]
 
 
-def test_all_that_makes_no_sense_is_told_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         require_valid(request_of(ExecutorOptions(shards=-1, deadline_s=-5.0), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 
-def test_a_model_is_called_by_its_folder_or_its_run_or_as_it_is_told(tmp_path: Path) -> None:
+def test_models_are_named_after_folder_run_or_argument(tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine" / "export").mkdir(parents=True)
     (tmp_path / "big").mkdir()
     (tmp_path / "a=b").mkdir()
@@ -66,7 +66,7 @@ def test_a_model_is_called_by_its_folder_or_its_run_or_as_it_is_told(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["../up=x", ".hidden=x", "="])
-def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
+def test_name_that_cannot_name_a_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--model: a name must be valid for a folder"):
         parse_models([name, "y"], None)
 
@@ -82,7 +82,7 @@ def result(right: int, wrong: int, too_long: int = 0, tasks: int = 0) -> dict:
     return part | {"per_task": {f"task {n}": part for n in range(tasks)}}
 
 
-def test_the_table_has_columns_for_what_went_wrong_and_for_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_columns_only_for_failures_that_occurred(capsys: pytest.CaptureFixture[str]) -> None:
     print_table({"one": {"mmlu": result(3, 1, too_long=2, tasks=3), "math": result(1, 1, tasks=57)}})
     printed = capsys.readouterr().out
     assert "too long" in printed
@@ -93,14 +93,14 @@ def test_the_table_has_columns_for_what_went_wrong_and_for_nothing_else(capsys: 
     assert "0.500   0.100 to 0.900" in printed
 
 
-def test_names_of_models_cannot_repaint_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_table({"\x1b[2Jevil[bold]": {"mmlu": result(1, 1)}})
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert "evil[bold]" in printed
 
 
-def test_items_that_were_not_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_items_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     warn_about_too_long_items({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
     assert capsys.readouterr().out.splitlines() == [
         "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as wrong; "

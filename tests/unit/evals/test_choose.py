@@ -80,7 +80,7 @@ def counted(generator: HfBackend) -> Iterator[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ZOO])
-def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path: Path, family: str) -> None:
+def test_log_likelihoods_equal_plain_forward_passes(tmp_path: Path, family: str) -> None:
     generator = HfBackend(folder_of(tmp_path, family))
     items = [*questions(), *questions(WORDS, 3)]
     expected = [reference(generator, item) for item in items]
@@ -93,7 +93,7 @@ def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", *NEVER_SHARE])
-def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path, family: str) -> None:
+def test_shared_prefix_runs_once_if_the_cache_allows(tmp_path: Path, family: str) -> None:
     generator = HfBackend(folder_of(tmp_path, family))
     items = questions(count=16)
     alone = [replace(item, prompt=item.prefix + str(item.prompt), prefix="") for item in items]
@@ -110,7 +110,7 @@ def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path
         assert sum(map(prod, shared_sizes)) < sum(map(prod, alone_sizes)) / 2
 
 
-def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
+def test_phi3_with_two_ropes_does_not_share(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "phi3")
     generator = HfBackend(folder)
     assert generator.cache_support.share_aligned
@@ -129,7 +129,7 @@ def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
     assert not HfBackend(folder).cache_support.share_aligned
 
 
-def test_choices_of_one_token_take_one_row_and_only_its_last_logits(tmp_path: Path) -> None:
+def test_one_token_choices_need_one_row_and_its_last_logits(tmp_path: Path) -> None:
     generator = HfBackend(folder_of(tmp_path, "llama"))
     item = replace(questions(("A", "B", "C", "D"))[0], prefix="")
     heads: list[torch.Size] = []
@@ -156,7 +156,7 @@ def test_choices_may_follow_a_chat(tmp_path: Path) -> None:
         assert logprob == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_does_not_fit_is_told_apart_and_the_rest_is_run(tmp_path: Path) -> None:
+def test_too_long_items_are_reported_and_the_rest_run(tmp_path: Path) -> None:
     generator = HfBackend(write_tiny_model(tmp_path, "gpt2", positions=32))
     fits, exact, over = (
         Item(f"row {count}", "\x01" * count, "A", choices=("\x02", "\x03\x04")) for count in (4, 30, 31)
@@ -173,7 +173,7 @@ def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
         list(generator.choose([Item("row", "ka", "x", choices=("x", ""))]))
 
 
-def test_bf16_is_used_when_asked_for_and_no_letter_depends_on_the_batch(tmp_path: Path) -> None:
+def test_bf16_log_likelihoods_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     generator = HfBackend(folder_of(tmp_path, "llama"), Settings(dtype="bf16", threads=torch.get_num_threads()))
     assert generator.model.dtype == torch.bfloat16
     for output, item in zip(chosen(generator, questions(), 4), questions()):

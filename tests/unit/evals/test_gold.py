@@ -54,7 +54,7 @@ def test_math_solutions_are_right(grader: Grader, suite: str, file: str, rows: i
     assert len(wrong) <= rows * 0.005, "\n".join(wrong)
 
 
-def test_math_answers_are_right_as_minerva_writes_them(grader: Grader) -> None:
+def test_gold_answers_in_minerva_form_are_right(grader: Grader) -> None:
     items = find("minerva_math").load(EVALS, 4).items
     texts = [
         f" {text}\nFinal Answer: The final answer is ${item.answer}$. I hope it is correct.\n\n"

@@ -20,7 +20,7 @@ def test_warnings_about_the_data_are_errors_when_strict(tmp_path: Path) -> None:
         load_questions([path], tmp_path, Options(strict=True))
 
 
-def test_limit_draws_items_in_the_order_of_the_data(tmp_path: Path) -> None:
+def test_limit_keeps_the_order_of_the_data(tmp_path: Path) -> None:
     path = str(write_suite(tmp_path))
     (asked,) = load_questions([path], tmp_path, Options(limit=5, seed=3))
     numbers = [int(item.id[1:]) for item in asked.items]
@@ -28,7 +28,7 @@ def test_limit_draws_items_in_the_order_of_the_data(tmp_path: Path) -> None:
     assert numbers == sorted(numbers)
 
 
-def test_all_sizes_that_make_no_sense_are_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_sizes_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_questions(["exact_match"], tmp_path, Options(num_fewshot=-1, max_new_tokens=0, limit=0))
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
@@ -61,12 +61,12 @@ class NoExamples:
 @pytest.mark.parametrize(
     ("suite", "asked", "given"), [(Examples, None, 5), (Examples, 0, 0), (NoExamples, None, 0), (NoExamples, 3, 0)]
 )
-def test_worked_examples_are_given_where_a_suite_takes_them(suite: type, asked: int | None, given: int) -> None:
+def test_worked_examples_go_to_suites_that_take_them(suite: type, asked: int | None, given: int) -> None:
     made: Suite = suite()
     assert resolve_num_fewshot(made, asked) == given
 
 
-def test_suites_that_chat_are_told_apart(tmp_path: Path) -> None:
+def test_suites_with_chat_prompts_are_found(tmp_path: Path) -> None:
     (text,) = load_questions([str(write_suite(tmp_path))], tmp_path, Options())
     assert chat_suites([text]) == []
     chats = tmp_path / "chats.jsonl"

@@ -26,7 +26,7 @@ def printed(*, terminal: bool, seconds: list[float]) -> tuple[ConsoleProgress, i
     return ConsoleProgress(console=console, interval_s=10.0, clock=read), file
 
 
-def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:
+def test_log_gets_a_line_per_interval_and_a_last_one() -> None:
     progress, file = printed(terminal=False, seconds=[0.0, 5.0, 12.0, 12.0, 12.0, 20.0])
     with progress.suite("student", "math", 6, []) as shown:
         shown.add(rows(2, 1.0))
@@ -38,7 +38,7 @@ def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:
     ]
 
 
-def test_items_that_are_there_already_are_said_and_counted() -> None:
+def test_finished_items_are_reported_and_counted() -> None:
     progress, file = printed(terminal=False, seconds=[0.0])
     with progress.suite("student", "math", 4, rows(3, 1.0)) as shown:
         shown.add(rows(1, 0.0))
@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "score 1.000" in file.getvalue()
 
 
-def test_names_cannot_forge_lines_or_repaint_the_terminal() -> None:
+def test_names_cannot_forge_lines_or_control_the_terminal() -> None:
     progress, file = printed(terminal=False, seconds=[0.0])
     with progress.suite("a\nb\x1b[2J", "math", 1, []) as shown:
         shown.add(rows(1, 1.0))

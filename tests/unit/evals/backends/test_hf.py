@@ -67,7 +67,7 @@ def passes(generator: HfBackend) -> Iterator[list[tuple[int, ...]]]:
     hook.remove()
 
 
-def test_generation_is_greedy_whatever_the_folder_asks_for(generator: HfBackend) -> None:
+def test_generation_is_greedy_despite_generation_config(generator: HfBackend) -> None:
     items = [plain("ka lo mi "), plain("sol be"), plain("alpha")]
     assert completions(generator, items, 12) == [reference(generator, item, 12) for item in items]
 
@@ -76,7 +76,7 @@ def test_generation_is_greedy_whatever_the_folder_asks_for(generator: HfBackend)
     "family",
     [*FAMILIES, "mistral-window", "gemma2", "granite", "cohere", "opt", "mixtral", "recurrent-gemma", "falcon-h1"],
 )
-def test_every_family_writes_what_plain_forward_passes_do(tmp_path: Path, family: str) -> None:
+def test_completions_equal_plain_forward_passes(tmp_path: Path, family: str) -> None:
     generator = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     prefix = " ".join(words[:20]) + "\n\n"
@@ -88,7 +88,7 @@ def test_every_family_writes_what_plain_forward_passes_do(tmp_path: Path, family
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "falcon-h1"])
-def test_a_shared_beginning_is_run_once_where_padding_may_follow_it(tmp_path: Path, family: str) -> None:
+def test_shared_prefix_runs_once_if_padding_may_follow(tmp_path: Path, family: str) -> None:
     generator = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     items = [plain(" ".join(words[n : 2 * n + 1]), f"row {n}", " ".join(words[100:130])) for n in range(4)]
@@ -108,7 +108,7 @@ def test_batches_of_any_size_give_the_same_completions(generator: HfBackend) -> 
     assert [columns for _, columns in sizes] == sorted((columns for _, columns in sizes), reverse=True), "largest first"
 
 
-def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: HfBackend) -> None:
+def test_end_of_turn_ends_an_answer_and_is_excluded(generator: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
     found = completions(generator, items, 20, 2)
     assert [output.text for output in found] == [answer for _, answer in KNOWN]
@@ -117,7 +117,7 @@ def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: HfBacke
     assert set(generator.encoder.stop_ids) == {generator.encoder.tokenizer.eos_token_id, end}
 
 
-def test_a_row_that_has_ended_leaves_the_batch(generator: HfBackend) -> None:
+def test_ended_row_leaves_the_batch(generator: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
     with passes(generator) as sizes:
         short, long = sorted(output.num_tokens for output in completions(generator, items, 20, 2))
@@ -125,7 +125,7 @@ def test_a_row_that_has_ended_leaves_the_batch(generator: HfBackend) -> None:
     assert [rows for rows, _ in sizes] == [2] * short + [1] * (long - short)
 
 
-def test_an_answer_that_does_not_end_is_truncated(generator: HfBackend) -> None:
+def test_answer_without_end_is_truncated(generator: HfBackend) -> None:
     (output,) = completions(generator, [Item("row", tuple(chat(KNOWN[0][0])), "")], 2)
     assert output.truncated
     assert output.num_tokens == 2
@@ -134,7 +134,7 @@ def test_an_answer_that_does_not_end_is_truncated(generator: HfBackend) -> None:
 @pytest.mark.parametrize(
     ("stop", "text"), [((" two",), "one"), (("two", "ne t"), "o"), (("o", "one"), ""), (("three", "😀" * 9), "one two")]
 )
-def test_a_stop_text_ends_a_completion_and_is_not_part_of_it(
+def test_stop_text_ends_a_completion_and_is_excluded(
     generator: HfBackend, stop: tuple[str, ...], text: str
 ) -> None:
     item = Item("row", tuple(chat(KNOWN[0][0])), "")
@@ -145,7 +145,7 @@ def test_a_stop_text_ends_a_completion_and_is_not_part_of_it(
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-h1"])
-def test_a_stop_text_may_take_many_tokens_and_ends_only_its_own_row(tmp_path: Path, family: str) -> None:
+def test_stop_text_of_many_tokens_ends_only_its_row(tmp_path: Path, family: str) -> None:
     generator = HfBackend(folder_of(tmp_path, family))
     items = [plain("ka lo mi"), plain("sol be ru"), plain("ter")]
     free = completions(generator, items, 24)
@@ -157,7 +157,7 @@ def test_a_stop_text_may_take_many_tokens_and_ends_only_its_own_row(tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_completion_gets_the_room_that_the_positions_leave(tmp_path: Path, family: str) -> None:
+def test_completion_is_limited_to_remaining_positions(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family, positions=16)
     generator = HfBackend(folder)
     generator.encoder.stop_ids = ()
@@ -185,7 +185,7 @@ def test_weights_of_another_folder_are_taken(parrot: Path, tmp_path: Path) -> No
     assert generator.model is None
 
 
-def test_a_missing_folder_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
+def test_missing_folder_is_refused_without_hub_access(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a folder; got no such folder"):
         HfBackend("meta-llama/Llama-3.2-1B")
 

@@ -12,7 +12,7 @@ def grouped(rows: list[list[int]], prefixes: list[str], *, share: bool = True) -
     return group_by_prefix(rows, [len(row) - 1 for row in rows], prefixes, share=share)
 
 
-def test_rows_with_one_beginning_come_together_the_longest_first() -> None:
+def test_rows_with_one_prefix_are_grouped_longest_first() -> None:
     rows = [[*LONG, 1], [*OTHER, 1, 2, 3], [*LONG, 2, 3], [*OTHER, 4], [7, 8, 9]]
     assert grouped(rows, ["a", "b", "a", "b", ""]) == [
         PrefixGroup(len(OTHER), [1, 3]),
@@ -30,7 +30,7 @@ def test_rows_with_one_beginning_come_together_the_longest_first() -> None:
         ([[*LONG, 1], [*OTHER, 1]], ["a", "b"]),  # one row each
     ],
 )
-def test_beginnings_that_save_nothing_are_not_shared(rows: list[list[int]], prefixes: list[str]) -> None:
+def test_prefixes_that_save_nothing_are_not_shared(rows: list[list[int]], prefixes: list[str]) -> None:
     (whole,) = grouped(rows, prefixes)
     assert whole.shared == 0
     assert sorted(whole.rows) == [0, 1]
@@ -41,7 +41,7 @@ def test_a_model_that_cannot_share_gets_one_group() -> None:
     assert grouped(rows, ["a"] * 3, share=False) == [PrefixGroup(0, [1, 0, 2])]
 
 
-def test_no_row_shares_more_than_it_may() -> None:
+def test_no_row_shares_more_than_allowed() -> None:
     rows = [[*OTHER, 1], [*OTHER, 2]]
     assert group_by_prefix(rows, [len(OTHER), MIN_SHARED_TOKENS + 1], ["a", "a"], share=True)[0].shared == MIN_SHARED_TOKENS + 1
 

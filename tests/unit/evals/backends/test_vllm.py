@@ -33,7 +33,7 @@ def test_without_vllm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         VllmBackend(write_tiny_model(tmp_path))
 
 
-def test_a_folder_without_safetensors_is_refused_before_vllm_sees_it(tmp_path: Path) -> None:
+def test_folder_without_safetensors_is_refused_before_vllm(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="weights must be safetensors"):
@@ -49,7 +49,7 @@ def test_devices_of_the_build_are_taken(asked: str, cpu: bool) -> None:
     ("asked", "cpu", "rule"),
     [("cpu", False, "a build for GPUs"), ("cuda", True, "a build for CPUs"), ("cuda:1", False, "CUDA_VISIBLE_DEVICES")],
 )
-def test_other_devices_are_refused_with_what_to_do(asked: str, cpu: bool, rule: str) -> None:
+def test_other_devices_are_refused_with_remedy(asked: str, cpu: bool, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         _require_device(asked, cpu)
 
@@ -69,7 +69,7 @@ def test_models_of_one_shape_are_told_from_others(tmp_path: Path) -> None:
     assert _shape_of(write_tiny_model(tmp_path / "more", layers=3))[1] != _shape_of(first)[1]
 
 
-def test_an_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
+def test_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
     first, second = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     assert _shape_of(first) == _shape_of(second)
     assert _shape_of(first) != _shape_of(write_tiny_model(tmp_path / "more", layers=3))
@@ -78,7 +78,7 @@ def test_an_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None
     assert _shape_of(first) != _shape_of(second), "the same tensors, used in another way"
 
 
-def test_and_only_for_one_whose_ids_are_the_decode_alike(tmp_path: Path) -> None:
+def test_engine_is_kept_only_if_tokenizers_decode_alike(tmp_path: Path) -> None:
     first, second, third = (
         write_tiny_model(tmp_path / str(n), tokenizer=tiny_tokenizer(seed=seed)) for n, seed in enumerate((0, 0, 1))
     )
@@ -89,13 +89,13 @@ def test_and_only_for_one_whose_ids_are_the_decode_alike(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_engines_with_equal_shares_of_a_gpu_leave_a_tenth_of_it(tmp_path: Path, count: int) -> None:
+def test_engines_with_equal_shares_leave_a_tenth_of_the_gpu(tmp_path: Path, count: int) -> None:
     given = engine_arguments(write_tiny_model(tmp_path), Settings(gpu_share=1 / count), cpu=False)
     assert count * given["gpu_memory_utilization"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
-def test_vllm_is_never_left_to_choose_how_to_start_its_processes(tmp_path: Path, gpus: int, executor: str) -> None:
+def test_vllm_executor_backend_is_always_set(tmp_path: Path, gpus: int, executor: str) -> None:
     given = engine_arguments(write_tiny_model(tmp_path), Settings(tensor_parallel=gpus), cpu=False)
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (gpus, executor)
 

@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_the_difference_is_the_mean_over_items_with_its_bootstrap_interval(out: Path) -> None:
+def test_difference_is_item_mean_with_bootstrap_interval(out: Path) -> None:
     found = compare(find([out]))
     assert (found.baseline, found.models, found.notes, found.problems) == ("z_first", ["z_first", "a_second"], (), ())
     assert row(found, "z_first").whole.difference is None
@@ -40,7 +40,7 @@ def test_the_difference_is_the_mean_over_items_with_its_bootstrap_interval(out: 
     assert difference.clear
 
 
-def test_every_task_has_a_difference_of_its_own_items(out: Path) -> None:
+def test_task_differences_use_the_tasks_items(out: Path) -> None:
     tasks = row(compare(find([out])), "a_second").tasks
     assert list(tasks) == ["even", "odd"]
     assert [part.difference.num_items for part in tasks.values() if part.difference] == [50, 50]
@@ -74,7 +74,7 @@ def test_one_model_has_scores_and_no_difference(out: Path) -> None:
     assert row(found, "z_first").whole.difference is None
 
 
-def test_items_that_one_model_lacks_are_left_out_and_told(tmp_path: Path) -> None:
+def test_items_missing_from_a_model_are_excluded_with_note(tmp_path: Path) -> None:
     write_result(tmp_path / "a", numbered(GOOD))
     write_result(tmp_path / "b", numbered(GOOD[:80]) | {"other": 0.0})
     found = compare(find([tmp_path]))
@@ -102,13 +102,13 @@ def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
         ("backend", "vllm", "backend differs: hf (a), vllm (b)"),
     ],
 )
-def test_what_makes_scores_hard_to_compare_is_said(tmp_path: Path, field: str, value: object, words: str) -> None:
+def test_differing_settings_are_noted(tmp_path: Path, field: str, value: object, words: str) -> None:
     write_result(tmp_path / "a", numbered(GOOD))
     write_result(tmp_path / "b", numbered(GOOD), **{field: value})
     assert compare(find([tmp_path])).notes == (f"quiz: {words}",)
 
 
-def test_another_seed_matters_only_where_items_were_drawn(tmp_path: Path) -> None:
+def test_seed_matters_only_with_a_limit(tmp_path: Path) -> None:
     for limit, notes in ((None, 0), (100, 1)):
         write_result(tmp_path / "a", numbered(GOOD), limit=limit)
         write_result(tmp_path / "b", numbered(GOOD), limit=limit, seed=7)
@@ -129,7 +129,7 @@ def test_many_models_are_counted_in_a_note(tmp_path: Path) -> None:
     assert compare(find([tmp_path])).notes == ("quiz: num_fewshot differs: 5 (m0), 0 (m1, m2, m3 and 2 others)",)
 
 
-def test_a_suite_that_the_baseline_lacks_is_said(out: Path) -> None:
+def test_suite_missing_from_the_baseline_is_noted(out: Path) -> None:
     write_result(out / "a_second", numbered(GOOD), "other")
     assert compare(find([out])).notes == ("other: z_first has no result, so there is nothing to compare with",)
 
@@ -141,7 +141,7 @@ def test_without_items_there_is_a_score_and_a_note(out: Path) -> None:
     assert found.notes == ("quiz: a_second has no items file, so there is no difference to show",)
 
 
-def test_an_evaluation_that_has_not_finished_is_said(out: Path) -> None:
+def test_unfinished_evaluation_is_noted(out: Path) -> None:
     (out / "a_second" / ".math.partial.jsonl").touch()
     assert find([out]).notes == ("math: the evaluation of a_second has not finished; run it again to continue",)
 
@@ -173,7 +173,7 @@ def test_a_problem_cannot_write_to_a_terminal(tmp_path: Path) -> None:
     assert not [problem for problem in found.problems if "\x1b" in problem]
 
 
-def test_many_damaged_lines_are_not_all_listed(out: Path) -> None:
+def test_damaged_lines_are_reported_up_to_a_limit(out: Path) -> None:
     items = out / "a_second" / "quiz.items.jsonl"
     items.write_text("x\n" * 1000)
     with pytest.raises(DataError) as error:
@@ -190,14 +190,14 @@ def test_damaged_results_are_problems(out: Path, content: str) -> None:
     assert str(out / "a_second" / "quiz.json") in found.problems[0]
 
 
-def test_json_that_is_no_result_is_passed_over(out: Path) -> None:
+def test_json_without_a_result_is_ignored(out: Path) -> None:
     (out / "a_second" / "config.json").write_text('{"model_type": "gpt2"}')
     (out / "a_second" / "list.json").write_text("[1]")
     assert find([out]).problems == ()
     assert len(find([out]).scores) == 2
 
 
-def test_paths_without_results_are_all_named(tmp_path: Path) -> None:
+def test_all_paths_without_results_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -212,7 +212,7 @@ def test_paths_without_results_are_all_named(tmp_path: Path) -> None:
         assert f"got {ending};" in problem
 
 
-def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_models_with_one_name_are_labelled_by_folder(tmp_path: Path) -> None:
     for run in ("kd", "ce"):
         (tmp_path / run / "evals").mkdir(parents=True)
         write_result(tmp_path / run / "evals" / "student", numbered(GOOD))
@@ -222,7 +222,7 @@ def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> N
     assert find(paths).models == ["kd/student", "teacher", "ce/student", "out"]
 
 
-def test_models_stand_in_the_order_of_the_paths_then_teacher_student_and_steps(tmp_path: Path) -> None:
+def test_models_are_ordered_by_path_then_role_and_step(tmp_path: Path) -> None:
     for name in ("step-100", "ce_only", "step-20", "student_after", "own", "teacher", "step-3", "student_before"):
         write_result(tmp_path / "evals" / name, numbered(GOOD))
     write_result(tmp_path / "other", numbered(GOOD))
@@ -240,7 +240,7 @@ def test_a_run_is_compared_with_itself_and_with_others(tmp_path: Path) -> None:
     assert values == [None, -0.3, -0.3]
 
 
-def test_a_damaged_result_of_a_run_is_a_remark(tmp_path: Path) -> None:
+def test_damaged_result_of_a_run_is_a_problem_not_an_error(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write_result(tmp_path / "evals" / name, numbered(GOOD))
     (tmp_path / "evals" / "b" / "quiz.json").write_text("{")
@@ -250,14 +250,14 @@ def test_a_damaged_result_of_a_run_is_a_remark(tmp_path: Path) -> None:
     assert len(found.problems) == 2
 
 
-def test_names_cannot_write_to_a_terminal_or_turn_text_around(tmp_path: Path) -> None:
+def test_names_cannot_control_a_terminal_or_reverse_text(tmp_path: Path) -> None:
     write_result(tmp_path / "a\x1b[2J", numbered([1.0, 0.0]), "s\u202e", tasks=["t\n1"], title="\x07")
     (score,) = find([tmp_path]).scores
     assert (score.model, score.suite, list(score.tasks)) == (r"a\x1b[2J", r"s\u202e", [r"t\n1"])
     assert score.title == r"\x07"
 
 
-def test_a_suite_of_the_size_of_mmlu_is_compared_from_disk(tmp_path: Path) -> None:
+def test_suite_of_mmlus_size_is_compared_from_disk(tmp_path: Path) -> None:
     scores = [float(index % 3 > 0) for index in range(14_042)]
     for name in ("a", "b"):
         write_result(tmp_path / name, numbered(scores), tasks=[f"t{index}" for index in range(57)])

@@ -56,11 +56,11 @@ def test_the_likeliest_choice_counts(logprobs: tuple[float, ...], outcome: str, 
     assert row["choice_logprobs"] == [value if math.isfinite(value) else None for value in logprobs]
 
 
-def test_choices_that_do_not_fit_are_counted_as_such() -> None:
+def test_too_long_choices_are_counted_as_too_long() -> None:
     assert choice_row(LETTERS, Output(too_long=True))["outcome"] == "too_long"
 
 
-def test_a_result_counts_every_outcome_and_every_task() -> None:
+def test_result_counts_every_outcome_and_task() -> None:
     rows = [
         completion_row(Item(str(n), "q", "a", task), Output(truncated=outcome == "truncated"), None)
         | {"outcome": outcome, "score": score}
@@ -76,6 +76,6 @@ def test_a_result_counts_every_outcome_and_every_task() -> None:
     assert sum(result["outcomes"].values()) == result["num_items"]
 
 
-def test_speed_is_of_tokens_written_or_of_those_that_were_read_for_letters() -> None:
+def test_speed_counts_generated_tokens_or_prompts_of_choices() -> None:
     output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4)
     assert processed_tokens([completion_row(FREE, output, None), choice_row(LETTERS, output)]) == 4 + 700
