@@ -1,4 +1,4 @@
-"""One model after another in the engine that a executor keeps: each in its own way, whichever was loaded before."""
+"""Models loaded one after another into the engine that an executor keeps."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def executor() -> Iterator[LocalExecutor]:
 
 
 def outputs(executor: LocalExecutor, task: Task) -> list[Output]:
-    found = dict(pair for part in executor.run(task, CHATS) for pair in part)
-    return [found[index] for index in range(len(CHATS))]
+    by_index = dict(pair for part in executor.run(task, CHATS) for pair in part)
+    return [by_index[index] for index in range(len(CHATS))]
 
 
 def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
-    """Prompts, stop texts, ends of text and scores."""
+    """Compares prompts, stop texts, stop tokens and scores with `hf`."""
     hf = HfBackend(folder, FP32)
     written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
     stop = (max((output.text for output in written), key=len)[2:4],)

@@ -1,4 +1,4 @@
-"""vLLM for real, against the backend `hf`, in fp32 on the same ids. `bash launch/test.sh vllm` runs these."""
+"""The real vLLM against the backend `hf`, in fp32 on the same ids; run by `bash launch/test.sh vllm`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def generate(backend: Backend, questions: Sequence[Item], limit: int, stop: Sequ
     return in_order(backend.generate(questions, max_new_tokens=limit, stop=stop), len(questions))
 
 
-def in_order(found: Iterator[tuple[int, Output]], count: int) -> list[Output]:
-    outputs = list(found)
+def in_order(results: Iterator[tuple[int, Output]], count: int) -> list[Output]:
+    outputs = list(results)
     assert sorted(index for index, _ in outputs) == list(range(count)), "every item once"
     return [output for _, output in sorted(outputs, key=lambda pair: pair[0])]
 
@@ -128,9 +128,9 @@ def test_shared_prefixes_are_taken_from_the_cache(engine: VllmBackend) -> None:
 
 def test_abandoned_iteration_aborts_its_requests(hf: HfBackend, engine: VllmBackend) -> None:
     questions = items(40, shots=0, space=True)
-    found = engine.generate(questions, max_new_tokens=24)
-    assert len(list(islice(found, 2))) == 2
-    found.close()
+    results = engine.generate(questions, max_new_tokens=24)
+    assert len(list(islice(results, 2))) == 2
+    results.close()
     assert choose(engine, questions[:3])[0].logprobs == pytest.approx(choose(hf, questions[:3])[0].logprobs, abs=1e-3)
 
 
@@ -139,7 +139,7 @@ def test_running_engine_loads_new_weights(hf: HfBackend, engine: VllmBackend, mo
     other = write_tiny_model(tmp_path / "other", seed=5, **SHAPE)  # type: ignore[arg-type]
     before, running = choose(engine, questions), engine._engine
     engine.reload(shutil.copytree(model, tmp_path / "copy"))
-    shutil.rmtree(tmp_path / "copy")  # as copies of a student are, once they are evaluated
+    shutil.rmtree(tmp_path / "copy")  # like the copies of a student after their evaluation
     engine.reload(other)
     assert engine._engine is running, "no second engine"
     assert engine.folder == other
@@ -150,9 +150,7 @@ def test_running_engine_loads_new_weights(hf: HfBackend, engine: VllmBackend, mo
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
-def test_engine_restarts_if_weights_cannot_be_reloaded(
-    engine: VllmBackend, model: Path, tmp_path: Path
-) -> None:
+def test_engine_restarts_if_weights_cannot_be_reloaded(engine: VllmBackend, model: Path, tmp_path: Path) -> None:
     questions = items(8, shots=0, space=False)
     before = choose(engine, questions)
     deeper = write_tiny_model(tmp_path / "deeper", **SHAPE | {"layers": 3})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What `distill-rl eval` makes of its arguments, and what it says at the end."""
+"""The arguments of `distill-rl eval`, and its table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.commands.evaluate import Request, ExecutorOptions, parse_models, print_table, require_valid, warn_about_too_long_items
+from distill_rl.commands.evaluate import (
+    ExecutorOptions,
+    Request,
+    parse_models,
+    print_table,
+    require_valid,
+    warn_about_too_long_items,
+)
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
@@ -18,21 +25,35 @@ def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int
     return Request(["m"], ["mmlu"], Path("d"), options, None, where)
 
 
-@pytest.mark.parametrize("where", [ExecutorOptions(), ExecutorOptions(shards=0), ExecutorOptions(shards=4, gpus_per_shard=0.25), ExecutorOptions(gpus_per_shard=2.0)])
+@pytest.mark.parametrize(
+    "where",
+    [
+        ExecutorOptions(),
+        ExecutorOptions(shards=0),
+        ExecutorOptions(shards=4, gpus_per_shard=0.25),
+        ExecutorOptions(gpus_per_shard=2.0),
+    ],
+)
 def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
     require_valid(request_of(where))
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("refused", "words"),
     [
         (request_of(ExecutorOptions(shards=-1)), "--shards: must be 0 or more; got -1"),
         (request_of(ExecutorOptions(deadline_s=0.0)), "--deadline: must be greater than 0"),
         (request_of(ExecutorOptions(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
-        (request_of(ExecutorOptions(gpus_per_shard=1.5)), "--gpus-per-shard: must be a fraction of a GPU, or a whole number; got 1.5"),
+        (
+            request_of(ExecutorOptions(gpus_per_shard=1.5)),
+            "--gpus-per-shard: must be a fraction of a GPU, or a whole number; got 1.5",
+        ),
         (request_of(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
         (request_of(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
-        (request_of(ExecutorOptions(), tensor_parallel=2), "--tensor-parallel: needs --backend vllm; got 2; use more --shards"),
+        (
+            request_of(ExecutorOptions(), tensor_parallel=2),
+            "--tensor-parallel: needs --backend vllm; got 2; use more --shards",
+        ),
         (
             request_of(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
             "--gpus-per-shard: has no effect here: --tensor-parallel decides",
@@ -40,9 +61,9 @@ def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
         (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
-def test_invalid_settings_are_refused(asked: Request, words: str) -> None:
+def test_invalid_settings_are_refused(refused: Request, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_valid(asked)
+        require_valid(refused)
     assert words in caught.value.problems[0]
 
 

@@ -1,4 +1,4 @@
-"""How the items of a suite are cut into what a model gets at once, and one model after another in this process."""
+"""Chunks of items, and models loaded one after another in this process."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def answers(executor: LocalExecutor) -> dict[int, Output]:
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])
-def test_reloading_replaces_every_part_of_the_model(
-    executor: LocalExecutor, tmp_path: Path, change: str
-) -> None:
+def test_reloading_replaces_every_part_of_the_model(executor: LocalExecutor, tmp_path: Path, change: str) -> None:
     first = write_tiny_model(tmp_path / "first")
     other = shutil.copytree(first, tmp_path / "other")
     executor.load(first, "hf", CPU)
@@ -78,9 +76,9 @@ def test_reloading_replaces_every_part_of_the_model(
         write_tiny_model(other, seed=1)
     assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
     executor.load(other, "hf", CPU)
-    found = answers(executor)
-    assert found == dict(HfBackend(other, CPU).generate(CHATS, max_new_tokens=12))
-    assert found != before
+    answered = answers(executor)
+    assert answered == dict(HfBackend(other, CPU).generate(CHATS, max_new_tokens=12))
+    assert answered != before
     executor.load(first, "hf", CPU)
     assert answers(executor) == before
 

@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation."""
+"""Progress on a terminal and in a log."""
 
 from __future__ import annotations
 

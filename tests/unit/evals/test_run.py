@@ -77,9 +77,7 @@ def test_a_chat_suite_needs_a_chat_template(parrot: Path, questions: Path, tmp_p
     config = json.loads((bare / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ConfigError, match=r"the chat prompts of exact_match need .* chat template; got none; "
-    ):
+    with pytest.raises(ConfigError, match=r"the chat prompts of exact_match need .* chat template; got none; "):
         evaluate(bare, ["exact_match"], questions)
 
 
@@ -104,19 +102,19 @@ def test_interruption_is_noticed_while_grading(parrot: Path, tmp_path: Path) -> 
     class Stopped(Exception):
         pass
 
-    asked = 0
+    calls = 0
 
     def interrupted() -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 20:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
             raise Stopped
 
     with closing(LocalExecutor()) as executor, pytest.raises(Stopped):
         evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), executor, interrupted=interrupted)
 
 
-def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:
+def test_nothing_is_written_unless_requested(parrot: Path, questions: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]}
     evaluate(parrot, ["exact_match"], questions)
     assert {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]} == before

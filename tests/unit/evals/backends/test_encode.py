@@ -53,14 +53,14 @@ def test_choices_continue_the_prompt_without_end_token(tmp_path: Path) -> None:
 
 
 def test_tokens_across_the_prompts_end_belong_to_the_choices(tmp_path: Path) -> None:
-    vocabulary = {piece: number for number, piece in enumerate(["<s>", "</s>", "<pad>", ":", "Ġ", "A", "B", "ĠA", "x"])}
+    vocabulary = {piece: i for i, piece in enumerate(["<s>", "</s>", "<pad>", ":", "Ġ", "A", "B", "ĠA", "x"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "A")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     encoder = Encoder(write_tiny_model(tmp_path, tokenizer=fast))
     choices = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
-    assert choices.context == [8, 3], "the space is not sure to be a token of its own"
+    assert choices.context == [8, 3], "the space may merge with the next token"
     assert choices.continuations == ([7], [4, 6])
 
 

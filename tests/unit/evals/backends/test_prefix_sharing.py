@@ -24,9 +24,9 @@ def test_rows_with_one_prefix_are_grouped_longest_first() -> None:
 @pytest.mark.parametrize(
     ("rows", "prefixes"),
     [
-        ([[*LONG, 1], [*LONG, 2]], ["", ""]),  # nobody said that they share
-        ([[*LONG, 1], [*OTHER, 2]], ["a", "a"]),  # the same text became other tokens
-        ([LONG, [*LONG, 1]], ["a", "a"]),  # the last token of a row must be its own, which leaves too few
+        ([[*LONG, 1], [*LONG, 2]], ["", ""]),  # no prefix text
+        ([[*LONG, 1], [*OTHER, 2]], ["a", "a"]),  # the same text, but different tokens
+        ([LONG, [*LONG, 1]], ["a", "a"]),  # the last token of a row cannot be shared, which leaves too few
         ([[*LONG, 1], [*OTHER, 1]], ["a", "b"]),  # one row each
     ],
 )
@@ -43,7 +43,10 @@ def test_a_model_that_cannot_share_gets_one_group() -> None:
 
 def test_no_row_shares_more_than_allowed() -> None:
     rows = [[*OTHER, 1], [*OTHER, 2]]
-    assert group_by_prefix(rows, [len(OTHER), MIN_SHARED_TOKENS + 1], ["a", "a"], share=True)[0].shared == MIN_SHARED_TOKENS + 1
+    assert (
+        group_by_prefix(rows, [len(OTHER), MIN_SHARED_TOKENS + 1], ["a", "a"], share=True)[0].shared
+        == MIN_SHARED_TOKENS + 1
+    )
 
 
 def test_batches_hold_every_row_once() -> None:

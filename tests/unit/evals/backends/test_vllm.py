@@ -1,4 +1,4 @@
-"""What the backend `vllm` refuses before any engine; tests/vllm runs the engine."""
+"""Checks of the backend `vllm` before an engine starts; tests/vllm runs the engine."""
 
 from __future__ import annotations
 
@@ -40,18 +40,20 @@ def test_folder_without_safetensors_is_refused_before_vllm(tmp_path: Path) -> No
         VllmBackend(folder)
 
 
-@pytest.mark.parametrize(("asked", "cpu"), [("", True), ("", False), ("cpu", True), ("cuda", False), ("cuda:0", False)])
-def test_devices_of_the_build_are_taken(asked: str, cpu: bool) -> None:
-    _require_device(asked, cpu)
+@pytest.mark.parametrize(
+    ("device", "cpu"), [("", True), ("", False), ("cpu", True), ("cuda", False), ("cuda:0", False)]
+)
+def test_devices_of_the_build_are_taken(device: str, cpu: bool) -> None:
+    _require_device(device, cpu)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cpu", "rule"),
+    ("device", "cpu", "rule"),
     [("cpu", False, "a build for GPUs"), ("cuda", True, "a build for CPUs"), ("cuda:1", False, "CUDA_VISIBLE_DEVICES")],
 )
-def test_other_devices_are_refused_with_remedy(asked: str, cpu: bool, rule: str) -> None:
+def test_other_devices_are_refused_with_remedy(device: str, cpu: bool, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        _require_device(asked, cpu)
+        _require_device(device, cpu)
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
@@ -75,7 +77,7 @@ def test_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
     assert _shape_of(first) != _shape_of(write_tiny_model(tmp_path / "more", layers=3))
     config = json.loads((second / "config.json").read_text())
     (second / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert _shape_of(first) != _shape_of(second), "the same tensors, used in another way"
+    assert _shape_of(first) != _shape_of(second), "the same tensors, used differently"
 
 
 def test_engine_is_kept_only_if_tokenizers_decode_alike(tmp_path: Path) -> None:
@@ -90,14 +92,14 @@ def test_engine_is_kept_only_if_tokenizers_decode_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_engines_with_equal_shares_leave_a_tenth_of_the_gpu(tmp_path: Path, count: int) -> None:
-    given = engine_arguments(write_tiny_model(tmp_path), Settings(gpu_share=1 / count), cpu=False)
-    assert count * given["gpu_memory_utilization"] == pytest.approx(0.9)
+    arguments = engine_arguments(write_tiny_model(tmp_path), Settings(gpu_share=1 / count), cpu=False)
+    assert count * arguments["gpu_memory_utilization"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
 def test_vllm_executor_backend_is_always_set(tmp_path: Path, gpus: int, executor: str) -> None:
-    given = engine_arguments(write_tiny_model(tmp_path), Settings(tensor_parallel=gpus), cpu=False)
-    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (gpus, executor)
+    arguments = engine_arguments(write_tiny_model(tmp_path), Settings(tensor_parallel=gpus), cpu=False)
+    assert (arguments["tensor_parallel_size"], arguments["distributed_executor_backend"]) == (gpus, executor)
 
 
 def test_engines_on_the_same_gpus_start_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +122,7 @@ def test_engines_on_the_same_gpus_start_one_after_another(tmp_path: Path, monkey
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
         with startup_lock():
             assert not is_free()
-        assert not is_free(), "another GPU's engine gave back its own"
+        assert not is_free(), "releasing the other GPU's lock must not release this one"
     assert is_free()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with pytest.raises(RuntimeError), startup_lock():

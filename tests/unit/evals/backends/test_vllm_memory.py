@@ -1,4 +1,4 @@
-"""What must be free on a GPU before vLLM's engine starts; without vLLM and without a GPU."""
+"""The check of free GPU memory before vLLM's engine starts; needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 

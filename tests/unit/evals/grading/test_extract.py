@@ -207,7 +207,7 @@ def test_plain_text(text: str, rest: str) -> None:
     ],
 )  # fmt: skip
 def test_extraction_takes_linear_time(piece: str) -> None:
-    """Quadratic time would be many minutes."""
+    """Quadratic time would take many minutes."""
     text = piece * (MUCH // len(piece)) + "1234 answer "
     for function in (last_boxed, final_answer, last_letter, last_number, plain):
         function(text)

@@ -15,13 +15,13 @@ GOOD, BAD = [1.0] * 60 + [0.0] * 40, [0.0] * 20 + [1.0] * 30 + [0.0] * 50
 
 
 def row(evaluation: Evaluation, model: str, suite: str = "quiz") -> Score:
-    (found,) = [score for score in evaluation.scores if (score.model, score.suite) == (model, suite)]
-    return found
+    (match,) = [score for score in evaluation.scores if (score.model, score.suite) == (model, suite)]
+    return match
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Two models, the one named later scored earlier."""
+    """Two models; the one that sorts last was scored first."""
     for when, (name, scores) in enumerate({"z_first": GOOD, "a_second": BAD}.items()):
         folder = write_result(tmp_path / "out" / name, numbered(scores), tasks=["even", "odd"], macro=0.5)
         os.utime(folder / "quiz.json", (when, when))
@@ -29,10 +29,15 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_difference_is_item_mean_with_bootstrap_interval(out: Path) -> None:
-    found = compare(find([out]))
-    assert (found.baseline, found.models, found.notes, found.problems) == ("z_first", ["z_first", "a_second"], (), ())
-    assert row(found, "z_first").whole.difference is None
-    difference = row(found, "a_second").whole.difference
+    evaluation = compare(find([out]))
+    assert (evaluation.baseline, evaluation.models, evaluation.notes, evaluation.problems) == (
+        "z_first",
+        ["z_first", "a_second"],
+        (),
+        (),
+    )
+    assert row(evaluation, "z_first").whole.difference is None
+    difference = row(evaluation, "a_second").whole.difference
     assert difference is not None
     assert difference.value == pytest.approx(-0.3)
     assert (difference.better, difference.worse, difference.num_items) == (0, 30, 100)
@@ -60,8 +65,8 @@ def test_items_are_paired_by_id_not_by_line(tmp_path: Path) -> None:
 
 
 def test_the_baseline_can_be_named(out: Path) -> None:
-    found = compare(find([out]), "a_second")
-    difference = row(found, "z_first").whole.difference
+    evaluation = compare(find([out]), "a_second")
+    difference = row(evaluation, "z_first").whole.difference
     assert difference is not None
     assert difference.value == pytest.approx(0.3)
     with pytest.raises(ConfigError, match="--baseline: must be a model among z_first, a_second; got nobody"):
@@ -69,27 +74,27 @@ def test_the_baseline_can_be_named(out: Path) -> None:
 
 
 def test_one_model_has_scores_and_no_difference(out: Path) -> None:
-    found = compare(find([out / "z_first"]))
-    assert found.baseline is None
-    assert row(found, "z_first").whole.difference is None
+    evaluation = compare(find([out / "z_first"]))
+    assert evaluation.baseline is None
+    assert row(evaluation, "z_first").whole.difference is None
 
 
 def test_items_missing_from_a_model_are_excluded_with_note(tmp_path: Path) -> None:
     write_result(tmp_path / "a", numbered(GOOD))
     write_result(tmp_path / "b", numbered(GOOD[:80]) | {"other": 0.0})
-    found = compare(find([tmp_path]))
-    difference = row(found, "b").whole.difference
+    evaluation = compare(find([tmp_path]))
+    difference = row(evaluation, "b").whole.difference
     assert difference is not None
     assert (difference.num_items, difference.value) == (80, 0)
-    assert found.notes == ("quiz: 81 items of b and 100 of a have 80 in common; the difference is over these 80",)
+    assert evaluation.notes == ("quiz: 81 items of b and 100 of a have 80 in common; the difference is over these 80",)
 
 
 def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
     write_result(tmp_path / "a", {"x": 1.0})
     write_result(tmp_path / "b", {"y": 1.0})
-    found = compare(find([tmp_path]))
-    assert row(found, "b").whole.difference is None
-    assert "have 0 in common; there is no difference to show" in found.notes[0]
+    evaluation = compare(find([tmp_path]))
+    assert row(evaluation, "b").whole.difference is None
+    assert "have 0 in common; there is no difference to show" in evaluation.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +141,9 @@ def test_suite_missing_from_the_baseline_is_noted(out: Path) -> None:
 
 def test_without_items_there_is_a_score_and_a_note(out: Path) -> None:
     (out / "a_second" / "quiz.items.jsonl").unlink()
-    found = compare(find([out]))
-    assert row(found, "a_second").whole.difference is None
-    assert found.notes == ("quiz: a_second has no items file, so there is no difference to show",)
+    evaluation = compare(find([out]))
+    assert row(evaluation, "a_second").whole.difference is None
+    assert evaluation.notes == ("quiz: a_second has no items file, so there is no difference to show",)
 
 
 def test_unfinished_evaluation_is_noted(out: Path) -> None:
@@ -168,9 +173,9 @@ def test_a_problem_cannot_write_to_a_terminal(tmp_path: Path) -> None:
         write_result(tmp_path / name, numbered(GOOD))
     (tmp_path / "b\x1b[2J" / "quiz.items.jsonl").write_text('{"id": "\\u001b", "score": 1}\n' * 2)
     (tmp_path / "b\x1b[2J" / "other.json").write_text("{")
-    found = compare(find([tmp_path]))
-    assert len(found.problems) == 2
-    assert not [problem for problem in found.problems if "\x1b" in problem]
+    evaluation = compare(find([tmp_path]))
+    assert len(evaluation.problems) == 2
+    assert not [problem for problem in evaluation.problems if "\x1b" in problem]
 
 
 def test_damaged_lines_are_reported_up_to_a_limit(out: Path) -> None:
@@ -184,10 +189,10 @@ def test_damaged_lines_are_reported_up_to_a_limit(out: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"score": "high"}', '{"suite": "quiz"}', '{"score": -1}'])
 def test_damaged_results_are_problems(out: Path, content: str) -> None:
     (out / "a_second" / "quiz.json").write_text(content)
-    found = find([out])
-    assert found.models == ["z_first"]
-    assert len(found.problems) == 1
-    assert str(out / "a_second" / "quiz.json") in found.problems[0]
+    evaluation = find([out])
+    assert evaluation.models == ["z_first"]
+    assert len(evaluation.problems) == 1
+    assert str(out / "a_second" / "quiz.json") in evaluation.problems[0]
 
 
 def test_json_without_a_result_is_ignored(out: Path) -> None:
@@ -234,9 +239,9 @@ def test_a_run_is_compared_with_itself_and_with_others(tmp_path: Path) -> None:
     write_result(tmp_path / "kd" / "evals" / "teacher", numbered(GOOD))
     write_result(tmp_path / "kd" / "evals" / "student", numbered(BAD))
     write_result(tmp_path / "ce" / "evals" / "student", numbered(BAD))
-    found = of_run(tmp_path / "kd", [tmp_path / "ce"])
-    assert found.models == ["teacher", "student", "ce: student"]
-    values = [score.whole.difference and round(score.whole.difference.value, 6) for score in found.scores]
+    evaluation = of_run(tmp_path / "kd", [tmp_path / "ce"])
+    assert evaluation.models == ["teacher", "student", "ce: student"]
+    values = [score.whole.difference and round(score.whole.difference.value, 6) for score in evaluation.scores]
     assert values == [None, -0.3, -0.3]
 
 
@@ -245,9 +250,9 @@ def test_damaged_result_of_a_run_is_a_problem_not_an_error(tmp_path: Path) -> No
         write_result(tmp_path / "evals" / name, numbered(GOOD))
     (tmp_path / "evals" / "b" / "quiz.json").write_text("{")
     (tmp_path / "evals" / "c" / "quiz.items.jsonl").write_text("{")
-    found = of_run(tmp_path)
-    assert found.models == ["a", "c"]
-    assert len(found.problems) == 2
+    evaluation = of_run(tmp_path)
+    assert evaluation.models == ["a", "c"]
+    assert len(evaluation.problems) == 2
 
 
 def test_names_cannot_control_a_terminal_or_reverse_text(tmp_path: Path) -> None:
@@ -261,5 +266,5 @@ def test_suite_of_mmlus_size_is_compared_from_disk(tmp_path: Path) -> None:
     scores = [float(index % 3 > 0) for index in range(14_042)]
     for name in ("a", "b"):
         write_result(tmp_path / name, numbered(scores), tasks=[f"t{index}" for index in range(57)])
-    found = compare(find([tmp_path]))
-    assert all(part.difference and part.difference.value == 0 for part in found.scores[1].tasks.values())
+    evaluation = compare(find([tmp_path]))
+    assert all(part.difference and part.difference.value == 0 for part in evaluation.scores[1].tasks.values())

@@ -138,7 +138,7 @@ def test_invalid_unicode_and_line_breaks_stay_on_one_line(tmp_path: Path) -> Non
     store = Store(tmp_path, "own", KEY)
     store.append([row("a") | {"completion": "x\ud800y"}, row("b") | {"completion": "\u2028\x85\r\n"}])
     rows = Store(tmp_path, "own", KEY).rows.values()
-    assert [each["completion"] for each in rows] == ["x?y", "\u2028\x85\r\n"]
+    assert [stored["completion"] for stored in rows] == ["x?y", "\u2028\x85\r\n"]
 
 
 def test_a_folder_is_used_by_one_evaluation_at_a_time(tmp_path: Path) -> None:

@@ -100,21 +100,19 @@ def hub_all(folder: Path) -> Path:
 )
 def test_every_form_gives_the_same_questions(tmp_path: Path, form: Callable[[Path], Path]) -> None:
     expected = load(files(".parquet")(tmp_path / "expected"))
-    found = load(form(tmp_path / "found"))
+    loaded = load(form(tmp_path / "found"))
     key = {item.id: item for item in expected.items}
-    assert len(key) == len(TEST) == len(found.items)
-    assert {item.id: item for item in found.items} == key
-    assert found.content_sha256 == expected.content_sha256
-    assert found.warnings == expected.warnings == (
+    assert len(key) == len(TEST) == len(loaded.items)
+    assert {item.id: item for item in loaded.items} == key
+    assert loaded.content_sha256 == expected.content_sha256
+    assert loaded.warnings == expected.warnings == (
         "MMLU test: 6 rows, the published data have 14042",
         "MMLU dev: 10 rows, the published data have 285",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("subject", "index", "answer"), [("formal_logic", 2, "C"), ("high_school_statistics", 0, "B")])
-def test_five_shot_prompts_equal_golden_files(
-    tmp_path: Path, subject: str, index: int, answer: str
-) -> None:
+def test_five_shot_prompts_equal_golden_files(tmp_path: Path, subject: str, index: int, answer: str) -> None:
     items = [item for item in load(files(".parquet")(tmp_path)).items if item.task == subject]
     golden = (GOLDEN / f"mmlu_{subject}.txt").read_bytes()
     assert isinstance(items[index].prompt, str)
@@ -161,14 +159,12 @@ def test_content_hash_covers_questions_and_shown_examples(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("num_fewshot", "rule"),
     [
-        (6, r"num_fewshot of mmlu: must be at most 5, the examples of formal_logic in .*dev\.jsonl \(2 subjects have less"),
+        (6, r"num_fewshot of mmlu: must be at most 5, the examples of formal_logic in .*dev\.jsonl \(2 subjects have fewer"),
         (5, r"num_fewshot of mmlu: must be at most 4, the examples of high_school_statistics in .*; got 5"),
         (-1, r"num_fewshot of mmlu: must be 0 or more; got -1"),
     ],
 )  # fmt: skip
-def test_more_examples_than_the_subject_has_are_refused(
-    tmp_path: Path, num_fewshot: int, rule: str
-) -> None:
+def test_more_examples_than_the_subject_has_are_refused(tmp_path: Path, num_fewshot: int, rule: str) -> None:
     write(tmp_path / "mmlu" / "test.jsonl", TEST)
     write(tmp_path / "mmlu" / "dev.jsonl", DEV if num_fewshot != 5 else DEV[:-1])
     with pytest.raises(DataError, match=rule):

@@ -37,7 +37,7 @@ SUITE = Own()
 """
 
 
-def own(folder: Path, name: str = "own", content: str = OWN) -> str:
+def write_suite(folder: Path, name: str = "own", content: str = OWN) -> str:
     path = folder / "my_suite.py"
     path.write_text(content.format(name=name) if content is OWN else content)
     return str(path)
@@ -54,7 +54,8 @@ def test_all_documented_suites_are_registered() -> None:
 
 
 def test_a_suite_that_takes_no_examples_gets_none() -> None:
-    assert [resolve_num_fewshot(find(name), 3) for name in ("mmlu", "mmlu_0shot", "minerva_math", "math")] == [3, 0, 3, 0]
+    for name, expected in (("mmlu", 3), ("mmlu_0shot", 0), ("minerva_math", 3), ("math", 0)):
+        assert resolve_num_fewshot(find(name), 3) == expected
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
@@ -64,12 +65,12 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
 
 
 def test_suite_file_is_executed_once_until_it_changes(tmp_path: Path) -> None:
-    path = own(tmp_path)
+    path = write_suite(tmp_path)
     suite = find(path)
     assert suite.name == "own"
     assert suite.judge(Item("i", "p", "a"), "x").extracted == "x"
     assert find(path) is suite
-    own(tmp_path, "newer_name")
+    write_suite(tmp_path, "newer_name")
     assert find(path).name == "newer_name"
 
 
@@ -88,7 +89,7 @@ def test_suite_file_is_executed_once_until_it_changes(tmp_path: Path) -> None:
 )
 def test_file_without_a_suite_is_refused_in_one_line(tmp_path: Path, content: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        find(own(tmp_path, content=content))
+        find(write_suite(tmp_path, content=content))
     assert "\n" not in str(caught.value)
 
 
@@ -111,7 +112,7 @@ def test_file_without_a_suite_is_refused_in_one_line(tmp_path: Path, content: st
     ],
 )
 def test_an_attribute_of_another_type_is_refused(tmp_path: Path, attribute: str, value: str, rule: str) -> None:
-    path = own(tmp_path, content=OWN.format(name="own") + f"SUITE.{attribute} = {value}\n")
+    path = write_suite(tmp_path, content=OWN.format(name="own") + f"SUITE.{attribute} = {value}\n")
     with pytest.raises(ConfigError) as caught:
         find(path)
     assert str(caught.value) == f"suite {path}: `{attribute}` must be {rule}"
@@ -120,7 +121,7 @@ def test_an_attribute_of_another_type_is_refused(tmp_path: Path, attribute: str,
 def test_all_wrong_attributes_are_reported_at_once(tmp_path: Path) -> None:
     more = "SUITE.stop = 'x'\nSUITE.chat = 0\nSUITE.load = 1\ndel Own.title, SUITE.title\n"
     with pytest.raises(ConfigError) as caught:
-        find(own(tmp_path, content=OWN.format(name="own") + more))
+        find(write_suite(tmp_path, content=OWN.format(name="own") + more))
     missing, *wrong = caught.value.problems
     assert missing.endswith("got no title")
     assert [problem.split("`")[1] for problem in wrong] == ["chat", "stop", "load"]
@@ -129,12 +130,12 @@ def test_all_wrong_attributes_are_reported_at_once(tmp_path: Path) -> None:
 def test_failing_property_is_reported(tmp_path: Path) -> None:
     more = "Own.title = property(lambda self: 1 / 0)\n"
     with pytest.raises(ConfigError, match="must be readable; got ZeroDivisionError: division by zero; see line"):
-        find(own(tmp_path, content=OWN.format(name="own") + more))
+        find(write_suite(tmp_path, content=OWN.format(name="own") + more))
 
 
 def loaded(folder: Path, returned: str) -> Questions:
-    """What a suite loads whose `load` returns, or raises, so."""
-    path = own(folder, content=OWN.format(name="own").replace('return Questions((), (data,), "")', returned))
+    """The questions of a suite whose `load` ends with this statement."""
+    path = write_suite(folder, content=OWN.format(name="own").replace('return Questions((), (data,), "")', returned))
     return load(path, find(path), folder, 0)
 
 
@@ -228,10 +229,10 @@ def test_a_suite_either_gives_choices_or_none(tmp_path: Path) -> None:
 
 
 def test_suite_files_are_hashed(tmp_path: Path) -> None:
-    path = own(tmp_path)
+    path = write_suite(tmp_path)
     known = source_sha256(path)
     assert known == hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    own(tmp_path, "newer_name")
+    write_suite(tmp_path, "newer_name")
     assert source_sha256(path) not in (None, known)
     assert source_sha256("mmlu") is None
     with pytest.raises(ConfigError, match="must be a Python file; got No such file"):
@@ -239,13 +240,13 @@ def test_suite_files_are_hashed(tmp_path: Path) -> None:
 
 
 def test_repeated_names_give_each_suite_once_in_order(tmp_path: Path) -> None:
-    path = own(tmp_path)
+    path = write_suite(tmp_path)
     assert [suite.name for suite in find_all(["mmlu", path, "gsm8k", "mmlu"]).values()] == ["mmlu", "own", "gsm8k"]
 
 
 def test_problems_of_several_names_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    one, two = own(tmp_path), own(tmp_path / "sub")
+    one, two = write_suite(tmp_path), write_suite(tmp_path / "sub")
     with pytest.raises(ConfigError) as caught:
         find_all(["mmlu", "nothing", one, str(tmp_path / "none.py"), "else", two])
     unknown, missing, same = caught.value.problems
