@@ -189,7 +189,7 @@ def test_a_subject_without_examples_is_named(tmp_path: Path) -> None:
         ({"choices": ["a", "b", "c"]}, "`choices` must be a list of four texts"),
         ({"choices": "['a' 'b' 'c' 'd']"}, "`choices` must be a list of four texts"),
         ({"choices": ["a", "b", "c", None]}, "all four choices must be texts"),
-        ({"question": " "}, "`question` must be a text"),
+        ({"question": " "}, "`question` must be non-empty text"),
         ({"subject": ""}, "needs a `subject`"),
     ],
 )

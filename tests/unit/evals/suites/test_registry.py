@@ -82,7 +82,7 @@ def test_suite_file_is_executed_once_until_it_changes(tmp_path: Path) -> None:
         ("raise SystemExit(3)", r"must run; got SystemExit: 3"),
         ("x = 1", r"must end with `SUITE = MySuite\(\)`"),
         ("class SUITE: pass", r"must end with `SUITE = MySuite\(\)`"),
-        ("SUITE = object()", r"must have all that a suite has; got no name, title, num_fewshot"),
+        ("SUITE = object()", r"must have all attributes of a suite; got no name, title, num_fewshot"),
         (OWN.format(name="../x"), r"`name` must be letters.*got '\.\./x'"),
         (OWN.format(name="mmlu"), r"`name` must be letters.*got 'mmlu'"),
     ],
