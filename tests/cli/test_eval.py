@@ -133,7 +133,7 @@ def test_a_request_to_stop_keeps_what_was_judged_and_exits_85(
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
         assert not temporary(process.pid)
-    assert "the same command goes on" in (tmp_path / "log").read_text()
+    assert "the same command continues" in (tmp_path / "log").read_text()
     assert_goes_on_to(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
