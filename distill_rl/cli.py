@@ -101,7 +101,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from distill_rl.commands.evaluate import Request, ExecutorOptions, evaluate
+    from distill_rl.commands.evaluate import ExecutorOptions, Request, evaluate
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
