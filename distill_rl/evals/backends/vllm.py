@@ -292,7 +292,7 @@ def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
 
 def _decode_alike(tokenizer: Any, other: Any) -> bool:
     """Whether two tokenizers decode ids to the same text."""
-    definitions = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, other)]
+    definitions = [json.loads(entry.backend_tokenizer.to_str()) for entry in (tokenizer, other)]
     for definition in definitions:
         del definition["truncation"], definition["padding"]  # state of the last call
     return definitions[0] == definitions[1]

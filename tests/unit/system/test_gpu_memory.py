@@ -134,9 +134,9 @@ def test_a_teachers_forward_pass_says_so(world, folders, batch) -> None:
 
 @pytest.mark.parametrize("choose", [True, False])
 def test_an_evaluation_says_so(folders, choose: bool) -> None:
-    lane = LocalExecutor()
-    lane.load(folders["student"], "hf", Settings(batch_size=2))
-    lane._backend.model.register_forward_hook(run_out)
+    executor = LocalExecutor()
+    executor.load(folders["student"], "hf", Settings(batch_size=2))
+    executor._backend.model.register_forward_hook(run_out)
     item = Item("0", "ka", "lo", choices=("lo", "mi")) if choose else Item("0", "ka", "lo")
     with pytest.raises(GpuMemoryError, match=r"evaluation: .*evaluate\.batch_size .*raise evaluate\.gpu_share"):
-        list(lane.outputs(Task(choose, max_new_tokens=2), [item]))
+        list(executor.outputs(Task(choose, max_new_tokens=2), [item]))
