@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from distill_rl.commands.evaluate import Request, Where, evaluate
+    from distill_rl.commands.evaluate import ExecutorOptions, Request, evaluate
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
@@ -116,9 +116,9 @@ def _eval(options: argparse.Namespace) -> int:
                 tensor_parallel=options.tensor_parallel,
             ),
         ),
-        where=Where(
+        executor=ExecutorOptions(
             shards=options.shards,
-            gpus_each=options.gpus_per_shard,
+            gpus_per_shard=options.gpus_per_shard,
             address=options.ray_address,
             deadline_s=options.deadline,
         ),

@@ -1,8 +1,8 @@
-"""Log-likelihoods of five-shot questions: batched with the shared examples run once, against a forward per item and letter.
+"""Log-likelihoods of five-shot questions: batched with a shared prefix, against a forward pass per item and letter.
 
-A tokenizer is learnt, a random model is written to a temporary folder, and questions of invented words are asked in the
-shape of MMLU: per subject one header with five worked examples, then questions with four choices. All ways give the same
-log-likelihoods, which is checked. Times are the best of rounds that take turns.
+The benchmark trains a tokenizer, writes a random model to a temporary folder, and invents questions in the shape of MMLU:
+per subject one header with five worked examples, then questions with four choices. It checks that all variants give the
+same log-likelihoods. The time of a variant is its best of several rounds, in which the variants take turns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from distill_rl.bench import record
 from distill_rl.bench.prefetch import learn_tokenizer
 from distill_rl.evals.backends.base import Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 
-LEAST = 3.0
-"""The batched way must be this many times faster than a forward per item and letter."""
-CLOSE = 1e-3
-"""Log-likelihoods of the ways, in fp32, differ by less than this."""
+MIN_SPEEDUP = 3.0
+"""Required speed-up of batches with a shared prefix over a forward pass per item and letter."""
+MAX_DIFFERENCE = 1e-3
+"""Bound on the difference of log-likelihoods between variants, in fp32."""
 LETTERS = "ABCD"
 SHOTS = 5
 LOOP, ITEMS, BATCHED, SHARED = "forward per item and letter", "forward per item", "batched", "batched, shared beginning"
@@ -35,13 +35,13 @@ Logprobs = list[tuple[float, ...]]
 
 
 def invent(subjects: int, questions: int, seed: int = 0) -> list[Item]:
-    """`subjects` times `questions` items about as long as MMLU's: 30 words to a question, 5 to a choice."""
+    """`subjects` × `questions` items about as long as MMLU's: 30 words per question, 5 per choice."""
     draw = random.Random(seed)
     syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(2000)]
 
-    def text(least: int, most: int) -> str:
-        return " ".join(draw.choices(words, k=draw.randint(least, most)))
+    def text(min_words: int, max_words: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(min_words, max_words)))
 
     def question() -> str:
         return "\n".join([text(10, 50) + "?", *(f"{letter}. {text(1, 9)}" for letter in LETTERS), "Answer:"])
@@ -50,14 +50,14 @@ def invent(subjects: int, questions: int, seed: int = 0) -> list[Item]:
     for subject in range(subjects):
         header = f"The following are multiple choice questions (with answers) about {text(1, 3)}.\n\n"
         prefix = header + "".join(f"{question()} {draw.choice(LETTERS)}\n\n" for _ in range(SHOTS))
-        for number in range(questions):
+        for i in range(questions):
             choices = tuple(f" {letter}" for letter in LETTERS)
-            items.append(Item(f"{subject}/{number}", question(), draw.choice(LETTERS), str(subject), prefix, choices))
+            items.append(Item(f"{subject}/{i}", question(), draw.choice(LETTERS), str(subject), prefix, choices))
     return items
 
 
 def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden: int, layers: int) -> None:
-    """A random Llama with heads of 32, and a tokenizer that has seen such questions."""
+    """A random Llama with heads of size 32, and a tokenizer trained on such questions."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -74,41 +74,41 @@ def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden:
 
 
 @torch.inference_mode()
-def per_letter(generator: Generator, items: Sequence[Item]) -> Logprobs:
-    """A forward pass over the whole text for every letter; the head only where it is needed."""
-    found = []
+def per_letter(backend: HfBackend, items: Sequence[Item]) -> Logprobs:
+    """One forward pass over the whole text per letter, with the output layer at the needed positions only."""
+    results = []
     for item in items:
-        choices, sums = generator.encoder.choices(item), []
+        choices, sums = backend.encoder.choices(item), []
         for ids in choices.continuations:
-            row = torch.tensor([choices.context + ids], device=generator.device)
-            logits = generator.model(row, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
+            row = torch.tensor([choices.context + ids], device=backend.device)
+            logits = backend.model(row, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
             logprobs = logits.float().log_softmax(-1)
             sums.append(float(logprobs.gather(1, torch.tensor(ids, device=logprobs.device)[:, None]).sum()))
-        found.append(tuple(sums))
-    return found
+        results.append(tuple(sums))
+    return results
 
 
-def chosen(generator: Generator, items: Sequence[Item], batch_size: int, *, share: bool) -> Logprobs:
-    """What the backend makes of the items, with or without what they share made known to it."""
-    generator.settings = replace(generator.settings, batch_size=batch_size)
+def by_backend(backend: HfBackend, items: Sequence[Item], batch_size: int, *, share: bool) -> Logprobs:
+    """The backend's log-likelihoods, with the shared prefix in `Item.prefix` or as part of every prompt."""
+    backend.settings = replace(backend.settings, batch_size=batch_size)
     if not share:
         items = [replace(item, prompt=item.prefix + str(item.prompt), prefix="") for item in items]
-    return [output.logprobs for _, output in sorted(generator.choose(items), key=lambda pair: pair[0])]
+    return [output.logprobs for _, output in sorted(backend.choose(items), key=lambda pair: pair[0])]
 
 
-def compare(generator: Generator, items: Sequence[Item], batch_size: int, rounds: int) -> dict[str, Any]:
-    """Seconds of every way, how much faster each is than the loop, and the greatest difference from it."""
-    ways: dict[str, Callable[[], Logprobs]] = {
-        LOOP: lambda: per_letter(generator, items),
-        ITEMS: lambda: chosen(generator, items, 1, share=False),
-        BATCHED: lambda: chosen(generator, items, batch_size, share=False),
-        SHARED: lambda: chosen(generator, items, batch_size, share=True),
+def compare(backend: HfBackend, items: Sequence[Item], batch_size: int, rounds: int) -> dict[str, Any]:
+    """Seconds of every variant, its speed-up over the loop, and its greatest difference from the loop."""
+    variants: dict[str, Callable[[], Logprobs]] = {
+        LOOP: lambda: per_letter(backend, items),
+        ITEMS: lambda: by_backend(backend, items, 1, share=False),
+        BATCHED: lambda: by_backend(backend, items, batch_size, share=False),
+        SHARED: lambda: by_backend(backend, items, batch_size, share=True),
     }
-    best, logprobs = dict.fromkeys(ways, float("inf")), {}
+    best, logprobs = dict.fromkeys(variants, float("inf")), {}
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, run in variants.items():
             start = time.perf_counter()
-            logprobs[name] = way()
+            logprobs[name] = run()
             best[name] = min(best[name], time.perf_counter() - start)
     reference = torch.tensor(logprobs[LOOP])
     return {
@@ -118,18 +118,19 @@ def compare(generator: Generator, items: Sequence[Item], batch_size: int, rounds
             "times_as_fast": round(best[LOOP] / best[name], 2),
             "greatest_difference": float((torch.tensor(logprobs[name]) - reference).abs().max()),
         }
-        for name in ways
+        for name in variants
     }
 
 
-def verdict(ways: dict[str, Any]) -> list[str]:
-    """What is not as promised; nothing if all is."""
+def verdict(results: dict[str, Any]) -> list[str]:
+    """One line per violated bound."""
     problems = []
-    if ways[SHARED]["times_as_fast"] < LEAST:
-        problems.append(f"{SHARED}: {ways[SHARED]['times_as_fast']:.2f} times as fast; it must be {LEAST:g} at least")
-    for name, way in ways.items():
-        if way["greatest_difference"] >= CLOSE:
-            problems.append(f"{name}: log-likelihoods differ by {way['greatest_difference']:.1e}")
+    speedup = results[SHARED]["times_as_fast"]
+    if speedup < MIN_SPEEDUP:
+        problems.append(f"{SHARED}: {speedup:.2f} times as fast; it must be at least {MIN_SPEEDUP:g}")
+    for name, result in results.items():
+        if result["greatest_difference"] >= MAX_DIFFERENCE:
+            problems.append(f"{name}: log-likelihoods differ by {result['greatest_difference']:.1e}")
     return problems
 
 
@@ -147,18 +148,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         sizes = {name: getattr(options, name) for name in ("vocabulary", "hidden", "layers")}
         write_model(Path(folder), items, **sizes)
-        generator = Generator(folder, Settings(dtype="fp32", device="cpu"))
-        lengths = [len(generator.encoder.encode(item)) for item in items]
-        ways = compare(generator, items, options.batch, options.rounds)
+        backend = HfBackend(folder, Settings(dtype="fp32", device="cpu"))
+        lengths = [len(backend.encoder.encode(item)) for item in items]
+        results = compare(backend, items, options.batch, options.rounds)
     workload = {name: getattr(options, name) for name in ("subjects", "questions", "batch", "rounds")} | sizes
     workload |= {"shots": SHOTS, "prompt_tokens_mean": round(sum(lengths) / len(lengths), 1)}
     workload |= {"threads": torch.get_num_threads()}
     print(f"\n{'':<28}{'seconds':>9}{'items/s':>9}{'faster':>9}{'differs':>10}")
-    for name, way in ways.items():
-        cells = f"{way['seconds']:>9.2f}{way['items_per_second']:>9.1f}{way['times_as_fast']:>8.1f}x"
-        print(f"{name:<28}{cells}{way['greatest_difference']:>10.0e}")
-    print(f"written   {record.write('evals', {'workload': workload, 'ways': ways}, options.out)}")
-    problems = verdict(ways)
+    for name, result in results.items():
+        cells = f"{result['seconds']:>9.2f}{result['items_per_second']:>9.1f}{result['times_as_fast']:>8.1f}x"
+        print(f"{name:<28}{cells}{result['greatest_difference']:>10.0e}")
+    print(f"written   {record.write('evals', {'workload': workload, 'ways': results}, options.out)}")
+    problems = verdict(results)
     print("\n".join(problems))
     return int(bool(problems))
 

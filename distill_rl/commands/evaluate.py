@@ -1,4 +1,4 @@
-"""distill-rl eval: suites on model folders, offline."""
+"""distill-rl eval: runs suites on model folders, offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
     from distill_rl.evals.executor import Executor
-    from distill_rl.evals.options import Asked, Options
+    from distill_rl.evals.options import LoadedSuite, Options
     from distill_rl.evals.run import Model
 
 Result = TypeVar("Result")
@@ -24,25 +24,27 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """model name → suite → result"""
 
 MAX_TASKS = 10
-"""a suite of more tasks is printed without them"""
-COUNTED = {
+"""A suite with more tasks is printed without them."""
+FAILURE_HEADINGS = {
     "truncated": "cut off",
     "unparsable": "no answer",
     "too_long": "too long",
     "grader_timeout": "grader late",
     "grader_failed": "grader failed",
 }
-"""what may go wrong with an item, and the heading of its column, which is there where it did"""
+"""Failure of an item → heading of its column in the table, which is shown only if the failure occurred."""
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ExecutorOptions:
     """Where the models run."""
 
     shards: int = 1
-    """Ray actors; 0: this process, without Ray"""
-    gpus_each: float | None = None
+    """Number of Ray actors; 0: in this process, without Ray."""
+    gpus_per_shard: float | None = None
+    """None: the GPUs are shared out evenly."""
     address: str | None = None
+    """Address of a running Ray cluster; None: start one."""
     deadline_s: float = 3600.0
 
 
@@ -51,40 +53,40 @@ class Request:
     """The command line of `distill-rl eval`."""
 
     models: Sequence[str]
-    """folders, each with a name in front where it needs one: NAME=DIR"""
+    """Folders, as DIR or NAME=DIR."""
     suites: Sequence[str]
     data: Path
     options: Options
     out: Path | None = None
-    where: Where = field(default_factory=Where)
+    executor: ExecutorOptions = field(default_factory=ExecutorOptions)
 
 
 def evaluate(request: Request) -> int:
-    """Runs all suites on all models and prints a table; with `out`, results and items are written there.
+    """Runs all suites on all models, prints a table, and writes results and items to `out`.
 
     Returns:
-        0, or 85 when it was stopped by SIGTERM or SIGUSR1: what was judged is kept, the same command goes on.
+        0; or 85 after SIGTERM or SIGUSR1: the graded items are kept, and the same command continues.
 
     Raises:
-        ConfigError: unknown suites, folders that hold no model, or results of other settings in `out`.
-        DataError: bad data of the suites.
+        ConfigError: unknown suites, folders without a model, or results of other settings in `out`.
+        DataError: bad data in the suites.
     """
     setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from distill_rl.evals.progress import Printed
+    from distill_rl.evals.progress import ConsoleProgress
     from distill_rl.evals.run import evaluate_models
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:
             with signals.at_once():
-                models, asked = prepared(request)
+                models, loaded = prepare(request)
             if request.out is not None:
                 stack.enter_context(_log(request.out))
-            stop = signals.raise_if_stopping
             with (
-                _executor(request.where, signals, request.out) as executor,
-                _at_once_without_ray(request.where, signals),
+                _executor(request.executor, signals, request.out) as executor,
+                # Without Ray, no Ray call swallows an exception that the signal handler raises.
+                signals.at_once() if request.executor.shards == 0 else nullcontext(),
             ):
                 results = evaluate_models(
                     models,
@@ -92,18 +94,18 @@ def evaluate(request: Request) -> int:
                     request.data,
                     request.options,
                     executor,
-                    Printed(),
-                    asked=asked,
-                    interrupted=stop,
+                    ConsoleProgress(),
+                    loaded=loaded,
+                    interrupted=signals.raise_if_stopping,
                 )
         except Preempted:
-            say("stopped; what was judged is kept, the same command goes on" if request.out else "stopped")
+            say("stopped; graded items are kept, and the same command continues" if request.out else "stopped")
             return EXIT_PREEMPTED
         except DistillError:
             get("evals").info("the evaluation failed", exc_info=True)
             raise
     print_table(results)
-    say_what_was_left_out(results)
+    warn_about_too_long_items(results)
     if request.out is not None:
         say(f"results   {request.out}")
         if len(models) > 1:
@@ -111,27 +113,27 @@ def evaluate(request: Request) -> int:
     return 0
 
 
-def prepared(request: Request) -> tuple[list[Model], list[Asked]]:
-    """The models and the questions.
+def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
+    """Reads the models and the suites.
 
     Raises:
-        ConfigError: everything that is wrong with either, and with the other settings, at once.
+        ConfigError: all problems of models, suites and options at once.
     """
     from distill_rl.evals.options import load_questions
     from distill_rl.evals.run import check_models
 
     problems: list[str] = []
-    models = _tried(lambda: named_models(request.models, request.out), problems) or []
-    _tried(lambda: require_sense(request), problems)
-    asked = _tried(lambda: load_questions(request.suites, request.data, request.options), problems) or []
-    _tried(lambda: check_models(models, asked), problems)
+    models = _attempt(lambda: parse_models(request.models, request.out), problems) or []
+    _attempt(lambda: require_valid(request), problems)
+    loaded = _attempt(lambda: load_questions(request.suites, request.data, request.options), problems) or []
+    _attempt(lambda: check_models(models, loaded), problems)
     if problems:
         raise ConfigError.many(dict.fromkeys(problems))
-    return models, asked
+    return models, loaded
 
 
-def _tried(step: Callable[[], Result], problems: list[str]) -> Result | None:
-    """What a step gives, or nothing where it finds bad input, which is added to the problems."""
+def _attempt(step: Callable[[], Result], problems: list[str]) -> Result | None:
+    """The result of a step; None if it finds bad input, whose lines are added to `problems`."""
     try:
         return step()
     except (ConfigError, DataError) as error:
@@ -139,63 +141,67 @@ def _tried(step: Callable[[], Result], problems: list[str]) -> Result | None:
         return None
 
 
-def named_models(given: Sequence[str], out: Path | None) -> list[Model]:
-    """`NAME=DIR`, or `DIR`, whose name is that of the folder, or of the run that it is the export of.
+def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
+    """Models from `NAME=DIR` or `DIR`. The name of a `DIR` is that of the folder, or of the run for its export folder.
 
-    One model's results go to `out` itself, several models' to a folder for each.
+    The results of a single model go to `out` itself, those of several models to a subfolder for each.
 
     Raises:
-        ConfigError: two models of one name, or a name that is no file name.
+        ConfigError: two models with the same name, or a name that cannot name a folder.
     """
     from distill_rl.evals.run import Model
 
-    named: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     problems = []
-    for text in given:
-        name, equals, folder = text.partition("=")
-        path = Path(folder if equals and not Path(text).is_dir() else text).expanduser()
-        if not equals or Path(text).is_dir():
-            name = path.resolve().parent.name if path.resolve().name == "export" else path.resolve().name
+    for argument in arguments:
+        name, equals, folder = argument.partition("=")
+        if equals and not Path(argument).is_dir():
+            path = Path(folder).expanduser()
+        else:
+            path = Path(argument).expanduser()
+            resolved = path.resolve()
+            name = resolved.parent.name if resolved.name == "export" else resolved.name
         if not name or name.startswith(".") or "/" in name:
-            problems.append(str(ConfigError("--model", "a name must be fit for a folder", text, "give NAME=DIR")))
-        elif name in named:
-            clash = f"{named[name]} and {path} are both called {name}"
+            problems.append(str(ConfigError("--model", "a name must be valid for a folder", argument, "give NAME=DIR")))
+        elif name in folders:
+            clash = f"{folders[name]} and {path} are both called {name}"
             problems.append(str(ConfigError("--model", "must have different names", clash, "give NAME=DIR")))
-        named[name] = path
+        folders[name] = path
     if problems:
         raise ConfigError.many(problems)
-    single = len(named) == 1
-    return [Model(name, path, out and (out if single else out / name)) for name, path in named.items()]
+    single = len(folders) == 1
+    return [Model(name, path, out and (out if single else out / name)) for name, path in folders.items()]
 
 
-def require_sense(request: Request) -> None:
+def require_valid(request: Request) -> None:
     """
     Raises:
-        ConfigError: numbers that make no sense, or settings that do not go together; all at once.
+        ConfigError: numbers out of range or options that exclude each other; all at once.
     """
-    where, settings = request.where, request.options.settings
-    each, ranks = where.gpus_each, settings.tensor_parallel
+    executor, ranks = request.executor, request.options.settings.tensor_parallel
+    gpus = executor.gpus_per_shard
     problems = []
-    if where.shards < 0:
-        problems.append(ConfigError("--shards", "must be 0 or more", where.shards))
-    if not 0 < where.deadline_s < math.inf:
-        problems.append(ConfigError("--deadline", "must be greater than 0", where.deadline_s))
-    if each is not None and not (0 < each <= 1 or (math.isfinite(each) and each > 1 and each == int(each))):
-        problems.append(ConfigError("--gpus-per-shard", "must be a share of a GPU, or a whole number", each))
+    if executor.shards < 0:
+        problems.append(ConfigError("--shards", "must be 0 or more", executor.shards))
+    if not 0 < executor.deadline_s < math.inf:
+        problems.append(ConfigError("--deadline", "must be greater than 0", executor.deadline_s))
+    if gpus is not None and not (0 < gpus <= 1 or (math.isfinite(gpus) and gpus > 1 and gpus == int(gpus))):
+        problems.append(ConfigError("--gpus-per-shard", "must be a fraction of a GPU, or a whole number", gpus))
     if ranks > 1 and request.options.backend != "vllm":
         problems.append(ConfigError("--tensor-parallel", "needs --backend vllm", ranks, "use more --shards"))
-    if each is not None and (ranks > 1 or not where.shards):
-        why = "--tensor-parallel decides" if ranks > 1 else "--shards 0 takes the first GPU"
-        problems.append(ConfigError("--gpus-per-shard", f"has no meaning here: {why}", each, "leave it out"))
+    if gpus is not None and (ranks > 1 or not executor.shards):
+        reason = "--tensor-parallel decides" if ranks > 1 else "--shards 0 takes the first GPU"
+        problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
     if problems:
         raise ConfigError.many(map(str, problems))
 
 
 @contextmanager
 def _log(out: Path) -> Iterator[None]:
-    """
+    """Writes the log to a file below `out`.
+
     Raises:
-        ConfigError: nothing can be written there.
+        ConfigError: `out` is not writable.
     """
     with ExitStack() as stack:
         try:
@@ -205,67 +211,58 @@ def _log(out: Path) -> Iterator[None]:
         yield
 
 
-def _executor(where: Where, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
-    if where.shards == 0:
+def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
+    if options.shards == 0:
         from distill_rl.evals.executor import LocalExecutor
 
         return closing(LocalExecutor())
     from distill_rl.config.schema import RayConfig
     from distill_rl.workers.evaluation.executor import RayExecutor, Shards
 
-    shards = Shards(where.shards, where.gpus_each, RayConfig(address=where.address), where.deadline_s)
+    shards = Shards(options.shards, options.gpus_per_shard, RayConfig(address=options.address), options.deadline_s)
     logs = None if out is None else out / "logs"
     return RayExecutor(shards, started=signals.install_again, interrupted=signals.raise_if_stopping, logs=logs)
 
 
-def _at_once_without_ray(where: Where, signals: Signals) -> AbstractContextManager[None]:
-    """Where nothing of Ray waits, the handler itself may raise."""
-    return signals.at_once() if where.shards == 0 else nullcontext()
-
-
 def print_table(results: Results) -> None:
-    """Score, interval and what went wrong, by model, suite and task."""
+    """Prints score, interval and failures, by model, suite and task."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    rows = [
-        ((model, suite) if not index else ("", ""), task, part)
-        for model, suites in results.items()
-        for suite, result in suites.items()
-        for index, (task, part) in enumerate(_parts(result))
-    ]
-    shown = [name for name in COUNTED if any(_count(part, name) for _, _, part in rows)]
+    rows: list[tuple[str, str, str, Mapping[str, Any]]] = []
+    for model, suites in results.items():
+        for suite, result in suites.items():
+            rows.append((model, suite, "all", result))
+            tasks = result["per_task"]
+            if 1 < len(tasks) <= MAX_TASKS:
+                rows += [("", "", task, part) for task, part in tasks.items()]
+    failures = [name for name in FAILURE_HEADINGS if any(_count(part, name) for *_, part in rows)]
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("model", "suite", "task"):
         table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 % interval", "items", *(COUNTED[name] for name in shown)):
+    for heading in ("score", "95 % interval", "items", *(FAILURE_HEADINGS[name] for name in failures)):
         table.add_column(heading, justify="right", no_wrap=True)
-    for head, task, part in rows:
+    for *names, part in rows:
         low, high = part["interval"]
         figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]
-        counts = [f"{_count(part, name):,}" for name in shown]
-        table.add_row(*(escape(printable(text)) for text in (*head, task)), *figures, *counts)
+        counts = [f"{_count(part, name):,}" for name in failures]
+        table.add_row(*(escape(printable(name)) for name in names), *figures, *counts)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 120)  # a file or a pipe has no width to keep to
+        console.width = max(console.width, 120)  # files and pipes have no width limit
     console.print(table)
 
 
-def say_what_was_left_out(results: Results) -> None:
-    """Items that count as not right because they could not be asked."""
+def warn_about_too_long_items(results: Results) -> None:
+    """Warns about items that scored zero because they do not fit into the model's positions."""
     for model, suites in results.items():
         for suite, result in suites.items():
             count = result["outcomes"]["too_long"]
             if count:
                 what = f"{count} of {result['num_items']} items of {suite} do not fit into the positions of {model}"
-                say(f"warning: {what} and count as not right; fewer worked examples (--num-fewshot) may help")
-
-
-def _parts(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    tasks = result["per_task"]
-    return [("all", result), *(tasks.items() if 1 < len(tasks) <= MAX_TASKS else ())]
+                say(f"warning: {what} and count as wrong; fewer worked examples (--num-fewshot) may help")
 
 
 def _count(part: Mapping[str, Any], name: str) -> int:
@@ -273,7 +270,7 @@ def _count(part: Mapping[str, Any], name: str) -> int:
 
 
 def print_suites() -> None:
-    """The suites there are, one line each."""
+    """Prints the built-in suites, one line each."""
     from distill_rl.evals.suites.registry import SUITES
 
     width = max(map(len, SUITES))

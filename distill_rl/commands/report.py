@@ -1,4 +1,4 @@
-"""distill-rl report: one static HTML of a run, or of evaluated models side by side."""
+"""distill-rl report: writes one static HTML page about a run, or about evaluated models side by side."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 COMPARISON = "comparison.html"
 WIDE = 140
-"""columns of a terminal on which everything stands in one line per model"""
+"""Minimum terminal width, in columns, for one line per model."""
 
 
 def report(*paths: Path, out: Path | None = None, baseline: str | None = None) -> int:
-    """Writes RUN/report.html for run directories (curves of the first, the others beside), or a table and FOLDER/comparison.html
-    for folders of evaluation results.
+    """Writes RUN/report.html for run directories (the first run, compared with the others), or prints a table and writes
+    FOLDER/comparison.html for folders of evaluation results.
 
     Args:
-        out: the file that is written instead.
-        baseline: the model that differences are to; None: the first one.
+        out: the file to write instead.
+        baseline: the model that the others are compared with; None: the first one.
 
     Raises:
-        ConfigError: a folder that holds neither, no such baseline, or a file that cannot be written.
+        ConfigError: a folder that holds neither, an unknown baseline, or a file that cannot be written.
         DataError: damaged results, one line each.
     """
     from distill_rl.evals.results import compare
@@ -66,24 +66,25 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def print_scores(evaluation: Evaluation) -> None:
-    """A table per suite on the terminal, and what a reader must know before comparing."""
+    """Prints a table per suite, and notes on limits of the comparison."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, WIDE)  # a file or a pipe has no width to keep to
+        console.width = max(console.width, WIDE)  # files and pipes have no width limit
+    is_wide = console.width >= WIDE
     for suite, rows in evaluation.by_suite().items():
         console.print(f"\n[bold]{escape(suite)}[/]  {escape(rows[0].title)}", soft_wrap=True)
-        console.print(_table(rows, evaluation, with_rest=console.width >= WIDE))
-        if console.width < WIDE:
+        console.print(_table(rows, evaluation, with_failures=is_wide))
+        if not is_wide:
             for row in rows:
-                console.print(escape(f"{row.model}: {_rest(row, evaluation)}"), soft_wrap=True)
+                console.print(escape(f"{row.model}: {_failures(row, evaluation)}"), soft_wrap=True)
     for note in evaluation.notes:
         console.print(f"note      {escape(note)}", soft_wrap=True)
 
 
-def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_rest: bool) -> Table:
+def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -95,21 +96,23 @@ def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_rest: bool) ->
         headings += [f"to {escape(evaluation.baseline)}", "95 % interval"]
     for heading in [*headings, "items"]:
         table.add_column(heading, justify="right", overflow="fold")
-    if with_rest:
+    if with_failures:
         table.add_column("not right", overflow="fold")
     for row in rows:
-        part, found = row.whole, row.whole.difference
+        part, difference = row.whole, row.whole.difference
         cells = [row.model, f"{part.score:.3f}"]
         cells.append(f"{part.interval[0]:.3f} to {part.interval[1]:.3f}" if part.interval else "")
         if evaluation.baseline is not None:
-            cells.append(f"{found.value:+.3f}" if found else "")
-            cells.append(f"{found.interval[0]:+.3f} to {found.interval[1]:+.3f}" if found else "")
+            cells.append(f"{difference.value:+.3f}" if difference else "")
+            cells.append(f"{difference.interval[0]:+.3f} to {difference.interval[1]:+.3f}" if difference else "")
         cells.append(f"{part.num_items:,}" if part.num_items is not None else "")
-        table.add_row(*map(escape, [*cells, _rest(row, evaluation)] if with_rest else cells))
+        if with_failures:
+            cells.append(_failures(row, evaluation))
+        table.add_row(*map(escape, cells))
     return table
 
 
-def _rest(row: Score, evaluation: Evaluation) -> str:
-    """What became of the items that were not answered rightly."""
-    counted = row.whole.outcomes
-    return ", ".join(f"{words} {counted[name]:,}" for name, words in evaluation.outcomes().items() if counted.get(name))
+def _failures(row: Score, evaluation: Evaluation) -> str:
+    """Counts of the outcomes other than right."""
+    counts = row.whole.outcomes
+    return ", ".join(f"{label} {counts[name]:,}" for name, label in evaluation.outcomes().items() if counts.get(name))

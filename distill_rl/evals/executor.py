@@ -1,4 +1,4 @@
-"""Where a model runs: in this process (`LocalExecutor`), or wherever else something keeps the promise of `Executor`."""
+"""Executors load a model and run the items of a suite on it: `LocalExecutor` in this process, others in Ray actors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from distill_rl.evals.backends.base import Backend, BackendName, Output, Setting
 from distill_rl.evals.suites.base import Item
 from distill_rl.system.gpu_memory import gpu_phase
 
-CHUNKS_PER_CALL = 4
-"""batches of log-likelihoods that are handed over at once, so that work on a common prefix is seldom done again"""
+BATCHES_PER_CHUNK = 4
+"""Batches of log-likelihood items per chunk, so that a shared prefix is seldom computed more than once."""
 VLLM_CHUNK = 512
-"""requests that vllm gets at once: enough to keep its batch full, few enough to see progress"""
+"""Requests per chunk for vllm: enough to keep its batch full, few enough to show progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is done with the items of a suite."""
+    """How the items of a suite are run."""
 
     choose: bool
-    """log-likelihoods of choices; else completions"""
+    """Compare the log-likelihoods of choices; otherwise generate completions."""
     max_new_tokens: int = 0
     stop: tuple[str, ...] = ()
 
@@ -32,20 +32,23 @@ class Executor(Protocol):
     """One or several copies of a model."""
 
     device: str
-    """what the loaded model runs on"""
+    """The device of the loaded model."""
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
-        """Replaces the model that was loaded before."""
+        """Loads a model in place of the current one."""
         ...
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
-        """(index of the item, its output) for every item, in any order, a few at a time as they come."""
+        """Yields (index of the item, its output) for every item, in any order, a few at a time as they finish."""
         ...
 
 
 class LocalExecutor:
-    """In this process. A backend is kept as long as models are asked for with its name and settings; what of the one
-    model it can use for the next (vllm: a running engine) is its own affair."""
+    """Runs models in this process.
+
+    A backend is reused while name and settings stay the same; it decides itself what it can keep between two models
+    (vllm keeps its running engine).
+    """
 
     def __init__(self) -> None:
         self.device = ""
@@ -62,7 +65,7 @@ class LocalExecutor:
             try:
                 self._backend.reload(folder)
             except BaseException:
-                self.close()  # the model before is gone, the next not there
+                self.close()  # the old model is gone and the new one did not load
                 raise
         self.device = str(self._backend.device)
 
@@ -70,7 +73,7 @@ class LocalExecutor:
         assert self._loaded is not None
         name, settings = self._loaded
         for chunk in chunks(items, task, name, settings.batch_size):
-            yield [(chunk[index], output) for index, output in self.outputs(task, [items[index] for index in chunk])]
+            yield [(chunk[i], output) for i, output in self.outputs(task, [items[index] for index in chunk])]
 
     def outputs(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """The outputs of one chunk."""
@@ -92,36 +95,43 @@ def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend
     """Loads a model.
 
     Raises:
-        ConfigError: no such backend, or a folder that it cannot load.
+        ConfigError: an unknown backend, or a folder that it cannot load.
     """
     if name == "hf":
-        from distill_rl.evals.backends.hf import Generator
+        from distill_rl.evals.backends.hf import HfBackend
 
-        return Generator(folder, settings)
+        return HfBackend(folder, settings)
     if name == "vllm":
-        from distill_rl.evals.backends.vllm import VLLM
+        from distill_rl.evals.backends.vllm import VllmBackend
 
-        return VLLM(folder, settings)
+        return VllmBackend(folder, settings)
     raise ConfigError("backend", "must be hf or vllm", name)
 
 
 def chunks(items: Sequence[Item], task: Task, backend: BackendName, batch_size: int) -> list[list[int]]:
-    """Indices of the items, cut into what is handed over at once.
+    """Indices of the items, cut into the chunks that a backend gets in one call.
 
-    Items of one prefix stay together and the longest of them come first: little padding, and the largest batch shows
-    at once whether it fits into memory.
+    1. Group the items by prefix, so that a backend computes each prefix once.
+    2. Sort each group by length, longest first: similar lengths share a batch, which keeps padding low, and the largest
+       batch comes first, which shows at once whether it fits into memory.
+    3. Cut each group into chunks. vllm finds shared prefixes itself, so for it the groups are joined before cutting.
     """
-    size = VLLM_CHUNK if backend == "vllm" else batch_size * (CHUNKS_PER_CALL if task.choose else 1)
+    if backend == "vllm":
+        size = VLLM_CHUNK
+    elif task.choose:
+        size = batch_size * BATCHES_PER_CHUNK
+    else:
+        size = batch_size
     groups: dict[str, list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(item.prefix, []).append(index)
-    ordered = [sorted(group, key=lambda index: -_length(items[index])) for group in groups.values()]
-    if backend == "vllm":  # finds common prefixes itself, over any number of groups
+    ordered = [sorted(group, key=lambda index: -_num_characters(items[index])) for group in groups.values()]
+    if backend == "vllm":
         ordered = [[index for group in ordered for index in group]]
     return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
 
 
-def _length(item: Item) -> int:
+def _num_characters(item: Item) -> int:
     if isinstance(item.prompt, str):
         return len(item.prompt)
     return sum(len(message["content"]) for message in item.prompt)

@@ -1,4 +1,4 @@
-"""What an evaluation says of itself while it runs: a bar on a terminal, lines elsewhere."""
+"""Progress of an evaluation: a bar on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distill_rl.evals.results.result import Row, worked_tokens
+from distill_rl.evals.results.result import Row, processed_tokens
 from distill_rl.observe.log import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class Shown(Protocol):
-    """A suite that is being run."""
+class SuiteProgress(Protocol):
+    """Progress of one suite on one model."""
 
     def add(self, rows: Iterable[Row]) -> None: ...
 
 
 class Progress(Protocol):
-    """Listens to an evaluation."""
+    """Receives the progress of an evaluation."""
 
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[Shown]:
-        """A suite starts, with these of its rows there already."""
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
+        """Starts a suite of `total` items; `rows` are those that an earlier run left."""
         ...
 
-    def found(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        """A suite was finished by an earlier run."""
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        """Reports a suite that an earlier run finished."""
         ...
 
     def warn(self, text: str) -> None: ...
 
 
-class Quiet:
-    """Says nothing, but for warnings, which go to the log."""
+class SilentProgress:
+    """Prints nothing; warnings go to the log."""
 
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[Shown]:
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
         return nullcontext(self)
 
     def add(self, rows: Iterable[Row]) -> None:
         pass
 
-    def found(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
         pass
 
     def warn(self, text: str) -> None:
@@ -52,12 +52,12 @@ class Quiet:
         get("evals").warning(text)
 
 
-class Printed:
-    """For a person: items done, the score so far and the time left.
+class ConsoleProgress:
+    """Shows the items done, the score so far and the time left.
 
     Args:
         console: where to write; None: stdout.
-        interval_s: seconds between lines where there is no terminal.
+        interval_s: seconds between two lines, where there is no terminal.
         clock: seconds from any origin.
     """
 
@@ -70,86 +70,86 @@ class Printed:
     ):
         from rich.console import Console
 
-        self._console = console or Console()
-        self._interval, self._clock = interval_s, clock
+        self.console = console or Console()
+        self.interval_s, self.clock = interval_s, clock
 
     @contextmanager
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[Shown]:
-        tally = _Tally(printable(f"{suite}  {model}"), total, self)
-        tally.count(rows)
-        if tally.items:
-            self._say(f"{tally.name}: {tally.items} of {total} items are there already")
-        with self._bar(tally):
-            yield tally
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        shown = _ConsoleSuite(printable(f"{suite}  {model}"), total, self)
+        shown.count(rows)
+        if shown.num_items:
+            self.print_line(f"{shown.name}: {shown.num_items} of {total} items are already done")
+        with self._bar(shown):
+            yield shown
 
-    def found(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        self._say(printable(f"{suite}  {model}: all {result.get('num_items')} items are there already"))
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        self.print_line(printable(f"{suite}  {model}: all {result.get('num_items')} items are already done"))
 
     def warn(self, text: str) -> None:
-        self._say(printable(f"warning: {text}"))
+        self.print_line(printable(f"warning: {text}"))
+
+    def print_line(self, text: str) -> None:
+        # Rich would wrap and colour a line that goes to a log file.
+        if self.console.is_terminal:
+            self.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self.console.file, flush=True)
 
     @contextmanager
-    def _bar(self, tally: _Tally) -> Iterator[None]:
-        if not self._console.is_terminal:
+    def _bar(self, shown: _ConsoleSuite) -> Iterator[None]:
+        if not self.console.is_terminal:
             yield
-            self._say(tally.line())
+            self.print_line(shown.line())
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn())
-        facts = TextColumn("score {task.fields[score]}", markup=False)
-        with Bars(*columns, facts, TimeRemainingColumn(), console=self._console) as bars:
-            task = bars.add_task(tally.name, total=tally.total, completed=tally.items, score="-")
-            tally.changed = lambda: bars.update(task, completed=tally.items, score=f"{tally.score:.3f}")
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("score {task.fields[score]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=self.console) as bars:
+            task = bars.add_task(shown.name, total=shown.total, completed=shown.num_items, score="-")
+            shown.on_change = lambda: bars.update(task, completed=shown.num_items, score=f"{shown.score:.3f}")
             yield
 
-    def _say(self, text: str) -> None:
-        # Rich would wrap and colour a line that is meant for a log file.
-        if self._console.is_terminal:
-            self._console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._console.file, flush=True)
 
-    def now(self) -> float:
-        return self._clock()
+class _ConsoleSuite:
+    """Counts the items of one suite and their scores."""
 
-    def due(self, written: float) -> bool:
-        return not self._console.is_terminal and self._clock() - written >= self._interval
-
-    def line(self, text: str) -> None:
-        self._say(text)
-
-
-class _Tally:
-    """Items done and their scores."""
-
-    def __init__(self, name: str, total: int, printed: Printed):
-        self.name, self.total, self._printed = name, total, printed
-        self.items, self.tokens, self._sum = 0, 0, 0.0
-        self._first = self._written = printed.now()
-        self.changed: Callable[[], None] = lambda: None
+    def __init__(self, name: str, total: int, progress: ConsoleProgress):
+        self.name, self.total, self._progress = name, total, progress
+        self.num_items, self.num_tokens, self._score_sum = 0, 0, 0.0
+        self._start = self._last_line = progress.clock()
+        self.on_change: Callable[[], None] = lambda: None
 
     @property
     def score(self) -> float:
-        return self._sum / max(self.items, 1)
+        return self._score_sum / max(self.num_items, 1)
 
     def count(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            self.items += 1
-            self._sum += row["score"]
+            self.num_items += 1
+            self._score_sum += row["score"]
 
     def add(self, rows: Iterable[Row]) -> None:
         rows = list(rows)
         self.count(rows)
-        self.tokens += worked_tokens(rows)
-        self.changed()
-        if self._printed.due(self._written) and self.items < self.total:
-            self._written = self._printed.now()
-            self._printed.line(self.line())
+        self.num_tokens += processed_tokens(rows)
+        self.on_change()
+        if self._line_is_due() and self.num_items < self.total:
+            self._last_line = self._progress.clock()
+            self._progress.print_line(self.line())
+
+    def _line_is_due(self) -> bool:
+        progress = self._progress
+        return not progress.console.is_terminal and progress.clock() - self._last_line >= progress.interval_s
 
     def line(self) -> str:
-        seconds = max(self._printed.now() - self._first, 1e-9)
+        seconds = max(self._progress.clock() - self._start, 1e-9)
         width = len(str(self.total))
-        speed = f"{self.tokens / seconds:,.0f} tokens/s"
-        return f"{self.name}  {self.items:>{width}}/{self.total}  score {self.score:.3f}  {speed}"
+        speed = f"{self.num_tokens / seconds:,.0f} tokens/s"
+        return f"{self.name}  {self.num_items:>{width}}/{self.total}  score {self.score:.3f}  {speed}"

@@ -17,11 +17,11 @@ from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import Executor, LocalExecutor, Task
 from distill_rl.evals.grading.grader import Graded, Grader
-from distill_rl.evals.options import Asked, Options, chat_problem, chat_suites, load_questions
-from distill_rl.evals.progress import Progress, Quiet
-from distill_rl.evals.results.result import Row, chosen, completed, summarise, worked_tokens
+from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, load_questions
+from distill_rl.evals.progress import Progress, SilentProgress
+from distill_rl.evals.results.result import Row, choice_row, completion_row, processed_tokens, summarise
 from distill_rl.evals.results.statistics import wilson
-from distill_rl.evals.results.store import Store, occupied
+from distill_rl.evals.results.store import Store, locked
 from distill_rl.evals.suites import registry
 from distill_rl.evals.suites.base import Item
 from distill_rl.evals.suites.registry import SUITES
@@ -30,9 +30,9 @@ from distill_rl.system.files import sha256
 __all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
 ANSWER_MARGIN = 8
-"""tokens that a completion may be longer than the longest right answer before it is cut off"""
-_DECIDE = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-"""files of a model's folder that decide what it writes"""
+"""Tokens by which a completion may exceed the suite's longest answer, where the suite sets no limit."""
+_HASHED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""Files of a model folder that determine its output."""
 _POLL_S = 0.25
 
 
@@ -43,7 +43,7 @@ class Model:
     name: str
     folder: Path
     out: Path | None = None
-    """folder of its results; None: nothing is written"""
+    """Folder of its results; None: nothing is written."""
 
 
 def evaluate(
@@ -61,27 +61,28 @@ def evaluate(
     strict: bool = False,
     clean: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Scores a model folder on local data, in this process; reaches no network.
+    """Scores a model folder on local data, in this process and without network access.
 
     Args:
-        suites: names in SUITES, or paths of .py files with a suite of your own.
-        data: the file of a suite, or a folder that holds the data of all.
-        out_dir: gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; `<run>/evals/<model>` is
-            where the report looks. What a killed call left there is gone on with. None: nothing is written.
-        limit: at most so many items per suite, drawn by `seed`, in the order of the data.
-        batch_size: prompts that are run together.
-        num_fewshot, max_new_tokens: in place of the suites' own.
-        strict: warnings about the data are errors.
-        clean: results that are there already are thrown away.
+        suites: names in SUITES, or paths of .py files with suites of your own.
+        data: the file of a suite, or a folder that holds the data of all suites.
+        out_dir: gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; the report looks for
+            them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there. None:
+            nothing is written.
+        limit: maximum number of items per suite, drawn with `seed` and kept in the order of the data.
+        batch_size: prompts per batch.
+        num_fewshot, max_new_tokens: replace the suites' defaults.
+        strict: treat warnings about the data as errors.
+        clean: delete existing results first.
 
     Returns:
-        Per suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes` (how many of
-        each of `result.OUTCOMES`), `truncated` (completions that hit the token limit), `per_task` (the same by task),
-        `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all settings.
+        Per suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes` (counts for
+        each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the same by
+        task), `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all settings.
 
     Raises:
-        ConfigError: an unknown suite, a folder that is no model, a chat suite for a model without a chat template, or
-            results of other settings in `out_dir`; found before anything is run.
+        ConfigError: an unknown suite, a folder without a model, a chat suite for a model without a chat template, or
+            results of other settings in `out_dir`. Raised before any model is loaded.
         DataError: missing files or bad rows; one line each.
     """
     settings = Settings(batch_size=batch_size)
@@ -98,41 +99,41 @@ def evaluate_models(
     options: Options,
     executor: Executor,
     progress: Progress | None = None,
-    asked: Sequence[Asked] | None = None,
+    loaded: Sequence[LoadedSuite] | None = None,
     interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Scores models one after the other, each on all suites: model name → suite → result. As `evaluate`.
+    """Scores models one after another, each on all suites: model name → suite → result. Otherwise like `evaluate`.
 
     Args:
-        executor: what runs them; loads a model only if some of its items have no row yet.
-        asked: the questions, where they are loaded already.
-        interrupted: asked while something else than the executor is waited for; may raise.
+        executor: runs the models; loads a model only if some of its items are not done yet.
+        loaded: the suites, if they are loaded already.
+        interrupted: called during every wait outside the executor; may raise.
     """
-    progress = progress or Quiet()
-    asked = load_questions(suites, data, options) if asked is None else asked
-    check_models(models, asked)
-    for each in asked:
-        for warning in each.questions.warnings:
+    progress = progress or SilentProgress()
+    loaded = load_questions(suites, data, options) if loaded is None else loaded
+    check_models(models, loaded)
+    for entry in loaded:
+        for warning in entry.questions.warnings:
             progress.warn(warning)
     results: dict[str, dict[str, dict[str, Any]]] = {}
     with ExitStack() as stack:
-        stack.enter_context(occupied({model.out for model in models if model.out is not None}))
+        stack.enter_context(locked({model.out for model in models if model.out is not None}))
         grader = stack.enter_context(Grader())
-        # What is in the way is told before any model is loaded.
-        runs = [_Run(model, asked, options, interrupted) for model in models]
+        # Every result folder is read before any model is loaded, so that conflicting results are reported at once.
+        runs = [_ModelRun(model, loaded, options, interrupted) for model in models]
         for run in runs:
             results[run.model.name] = run.suites(executor, grader, progress)
     return results
 
 
-def check_models(models: Sequence[Model], asked: Sequence[Asked]) -> None:
+def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None:
     """
     Raises:
-        ConfigError: folders that hold no model, or none that the suites can ask; all problems at once.
+        ConfigError: folders without a model, or models that the suites cannot prompt; all problems at once.
     """
     from distill_rl.evals.backends.encode import model_folder
 
-    chats = chat_suites(asked)
+    chats = chat_suites(loaded)
     problems: list[str] = []
     for model in models:
         what = f"model {model.name}"
@@ -157,34 +158,40 @@ def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[st
     return [] if tokenizer.chat_template else [chat_problem(chats, what)]
 
 
-class _Run:
+class _ModelRun:
     """One model on all suites."""
 
-    def __init__(self, model: Model, asked: Sequence[Asked], options: Options, interrupted: Callable[[], None]):
+    def __init__(self, model: Model, loaded: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
         self.model, self.options, self._interrupted = model, options, interrupted
         self._hash = hash_model(model.folder, interrupted)
         self._tokenizer: Any = None
-        self._loaded = False
-        self._stores = [(each, self._store(each)) for each in asked]
+        self._model_is_loaded = False
+        self._stores = [(entry, self._open_store(entry)) for entry in loaded]
 
-    def _store(self, asked: Asked) -> Store:
-        options = self.options
-        key = self._key(asked)
-        return Store(self.model.out, asked.suite.name, key, clean=options.clean, replace_others=options.replace_others)
+    def _open_store(self, entry: LoadedSuite) -> Store:
+        return Store(
+            self.model.out,
+            entry.suite.name,
+            self._key(entry),
+            clean=self.options.clean,
+            replace_others=self.options.replace_others,
+        )
 
     def suites(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
-        return {each.suite.name: self._suite(each, store, executor, grader, progress) for each, store in self._stores}
-
-    def _key(self, asked: Asked) -> dict[str, Any]:
-        """What decides every row; not the batch size, which a run that goes on may change."""
         return {
-            "suite": asked.suite.name,
+            entry.suite.name: self._suite(entry, store, executor, grader, progress) for entry, store in self._stores
+        }
+
+    def _key(self, entry: LoadedSuite) -> dict[str, Any]:
+        """Everything that determines the rows. The batch size does not, so a continued evaluation may change it."""
+        return {
+            "suite": entry.suite.name,
             "model_sha256": self._hash,
-            "data_sha256": asked.questions.content_sha256,
-            "prompts_sha256": asked.prompts_sha256,
-            "suite_sha256": registry.source_sha256(asked.name),
-            "num_fewshot": asked.num_fewshot,
-            "max_new_tokens": self._max_new_tokens(asked),
+            "data_sha256": entry.questions.content_sha256,
+            "prompts_sha256": entry.prompts_sha256,
+            "suite_sha256": registry.source_sha256(entry.name),
+            "num_fewshot": entry.num_fewshot,
+            "max_new_tokens": self._max_new_tokens(entry),
             "limit": self.options.limit,
             "seed": None if self.options.limit is None else self.options.seed,
             "backend": self.options.backend,
@@ -193,60 +200,60 @@ class _Run:
         }
 
     def _suite(
-        self, asked: Asked, store: Store, executor: Executor, grader: Grader, progress: Progress
+        self, entry: LoadedSuite, store: Store, executor: Executor, grader: Grader, progress: Progress
     ) -> dict[str, Any]:
         if store.result is not None:
-            progress.found(self.model.name, asked.suite.name, store.result)
+            progress.already_finished(self.model.name, entry.suite.name, store.result)
             return store.result
-        todo = [item for item in asked.items if item.id not in store.rows]
-        resumed, start = len(asked.items) - len(todo), time.perf_counter()
-        if todo and not self._loaded:
+        todo = [item for item in entry.items if item.id not in store.rows]
+        num_resumed, start = len(entry.items) - len(todo), time.perf_counter()
+        if todo and not self._model_is_loaded:
             executor.load(self.model.folder, self.options.backend, self.options.settings)
-            self._loaded = True
+            self._model_is_loaded = True
             start = time.perf_counter()
         if todo and self.options.settings.dtype == "auto":
-            store.began_on(executor.device.partition(":")[0])
+            store.set_device(executor.device.partition(":")[0])
         tokens = 0
-        with progress.suite(self.model.name, asked.suite.name, len(asked.items), store.rows.values()) as shown:
+        with progress.suite(self.model.name, entry.suite.name, len(entry.items), store.rows.values()) as shown:
             try:
-                for rows in self._rows(asked, todo, store.key["max_new_tokens"], executor, grader):
+                for rows in self._rows(entry, todo, store.key["max_new_tokens"], executor, grader):
                     store.append(rows)
-                    tokens += worked_tokens(rows)
+                    tokens += processed_tokens(rows)
                     shown.add(rows)
             finally:
                 store.close()
         seconds = time.perf_counter() - start
         speed = {"seconds": round(seconds, 3), "tokens_per_second": round(tokens / max(seconds, 1e-9), 1)}
-        ordered = [store.rows[item.id] for item in asked.items]
-        facts = self._facts(asked) | {"device": executor.device, "resumed_items": resumed}
+        ordered = [store.rows[item.id] for item in entry.items]
+        facts = self._facts(entry) | {"device": executor.device, "resumed_items": num_resumed}
         return store.finish([row["id"] for row in ordered], summarise(ordered) | facts | speed)
 
     def _rows(
-        self, asked: Asked, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
+        self, entry: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
     ) -> Iterator[list[Row]]:
-        """Rows as they are judged; the model goes on meanwhile."""
+        """Yields rows as they are graded; the model generates meanwhile."""
         if not items:
             return
-        waiting = _Waiting(asked.name, grader, self._interrupted)
-        task = Task(asked.choose, max_new_tokens or 0, asked.suite.stop)
+        pending = _PendingGrades(entry.name, grader, self._interrupted)
+        task = Task(entry.choose, max_new_tokens or 0, entry.suite.stop)
         for outputs in executor.run(task, items):
             rows = []
             for index, output in outputs:
                 item = items[index]
                 if task.choose:
-                    rows.append(chosen(item, output))
+                    rows.append(choice_row(item, output))
                 elif output.too_long:
-                    rows.append(completed(item, output, None))
+                    rows.append(completion_row(item, output, None))
                 else:
-                    waiting.submit(item, output)
-            yield rows + waiting.done()
-        yield from waiting.rest()
+                    pending.submit(item, output)
+            yield rows + pending.done()
+        yield from pending.rest()
 
-    def _max_new_tokens(self, asked: Asked) -> int | None:
-        if asked.choose:
+    def _max_new_tokens(self, entry: LoadedSuite) -> int | None:
+        if entry.choose:
             return None
-        own = self.options.max_new_tokens or asked.suite.max_new_tokens
-        return own or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in asked.items)
+        limit = self.options.max_new_tokens or entry.suite.max_new_tokens
+        return limit or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in entry.items)
 
     def _count_tokens(self, text: str) -> int:
         if self._tokenizer is None:
@@ -255,22 +262,22 @@ class _Run:
             self._tokenizer = read_tokenizer(self.model.folder)
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _facts(self, asked: Asked) -> dict[str, Any]:
-        item = asked.items[0]
+    def _facts(self, entry: LoadedSuite) -> dict[str, Any]:
+        item = entry.items[0]
         prompt = item.prefix + item.prompt if isinstance(item.prompt, str) else [dict(turn) for turn in item.prompt]
         return {
-            "title": asked.suite.title,
+            "title": entry.suite.title,
             "model": str(self.model.folder),
-            "data": [str(file) for file in asked.questions.files][:20],
-            "warnings": list(asked.questions.warnings),
+            "data": [str(file) for file in entry.questions.files][:20],
+            "warnings": list(entry.questions.warnings),
             "batch_size": self.options.settings.batch_size,
             "example_prompt": prompt,
         }
 
 
 @dataclass
-class _Waiting:
-    """Completions that are being judged."""
+class _PendingGrades:
+    """Completions that are being graded."""
 
     suite: str
     grader: Grader
@@ -281,13 +288,14 @@ class _Waiting:
         self.futures[self.grader.submit(self.suite, item, output.text)] = (item, output)
 
     def done(self) -> list[Row]:
-        return [self._row(future) for future in [each for each in self.futures if each.done()]]
+        """The rows that are ready, without waiting."""
+        return [self._pop(future) for future in list(self.futures) if future.done()]
 
     def rest(self) -> Iterator[list[Row]]:
-        """Waits for all that are left: the grader gives each an outcome in its time.
+        """Waits for all remaining grades.
 
         Raises:
-            WorkerError: it did not.
+            WorkerError: no grade arrived for `grader.longest_s` seconds, by which the grader ends every item.
         """
         deadline = time.monotonic() + self.grader.longest_s
         while self.futures:
@@ -298,15 +306,15 @@ class _Waiting:
             elif time.monotonic() > deadline:
                 raise WorkerError("grader", f"must judge an item within {self.grader.longest_s:g} s", "no verdict")
 
-    def _row(self, future: Future[Graded]) -> Row:
+    def _pop(self, future: Future[Graded]) -> Row:
         item, output = self.futures.pop(future)
-        return completed(item, output, future.result())
+        return completion_row(item, output, future.result())
 
 
 def hash_model(folder: Path, interrupted: Callable[[], None] = lambda: None) -> str:
-    """sha256 over weights, config, tokenizer and chat template, names included."""
+    """SHA-256 over weights, config, tokenizer and chat template, including the file names."""
     digest = hashlib.sha256()
-    for path in sorted(path for kind in _DECIDE for path in folder.glob(kind)):
+    for path in sorted(path for pattern in _HASHED_FILES for path in folder.glob(pattern)):
         interrupted()
         digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()

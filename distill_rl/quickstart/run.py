@@ -105,7 +105,7 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
     """Exact match of every model on the held-out questions, by name and in the order of MODELS; written to <run>/evals too."""
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options
-    from distill_rl.evals.progress import Printed
+    from distill_rl.evals.progress import ConsoleProgress
     from distill_rl.evals.run import Model, evaluate_models
 
     evals = paths.root / "evals"
@@ -114,7 +114,7 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
     folders = (material.teacher, material.student, paths.export, control.export)
     models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
     with closing(LocalExecutor()) as executor:
-        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), executor, Printed())
+        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), executor, ConsoleProgress())
     return {name: suites[SUITE] for name, suites in results.items()}
 
 

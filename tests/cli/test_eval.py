@@ -93,7 +93,7 @@ def assert_resumes(whole: Path, command: list[str], out: Path) -> Ended:
     assert not (out / "own.json").exists()
     ended = distill_rl(*command)
     assert ended.code == 0, ended.err
-    assert f"{before} of {COUNT} items are there already" in ended.out
+    assert f"{before} of {COUNT} items are already done" in ended.out
     assert items(out) == items(whole)
     assert result(out)["resumed_items"] == before
     assert {key: result(out)[key] for key in ("score", "interval", "outcomes", "per_task")} == {
@@ -132,7 +132,7 @@ def test_sigterm_keeps_judged_items_and_exits_85(whole: Path, model: Path, suite
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
         assert not temporary(process.pid)
-    assert "the same command goes on" in (tmp_path / "log").read_text()
+    assert "the same command continues" in (tmp_path / "log").read_text()
     assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 

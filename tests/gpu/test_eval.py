@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.cli.conftest import CONFIG
 from tests.cli.test_train import assert_equal_runs
@@ -35,7 +35,7 @@ def whole_gpu() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def choose(generator: Generator, questions: Sequence[Item]) -> list[Output]:
+def choose(generator: HfBackend, questions: Sequence[Item]) -> list[Output]:
     outputs = dict(generator.choose(questions))
     return [outputs[i] for i in range(len(questions))]
 
@@ -47,14 +47,14 @@ def letters(outputs: Sequence[Output]) -> list[str]:
 @pytest.mark.parametrize("shots", [5, 0])
 def test_completions_match_the_cpu(trained: Path, shots: int) -> None:
     questions = items(200, shots=shots, space=True)
-    cpu = choose(Generator(trained, Settings(dtype="fp32", device="cpu")), questions)
-    generator = Generator(trained, Settings(dtype="fp32"))
+    cpu = choose(HfBackend(trained, Settings(dtype="fp32", device="cpu")), questions)
+    generator = HfBackend(trained, Settings(dtype="fp32"))
     assert generator.device.type == "cuda"
     gpu = choose(generator, questions)
     for left, right in zip(cpu, gpu):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
     assert letters(gpu) == letters(cpu), "no two choices of this model are this close"
-    bf16 = letters(choose(Generator(trained, Settings(dtype="bf16")), questions))
+    bf16 = letters(choose(HfBackend(trained, Settings(dtype="bf16")), questions))
     assert sum(left == right for left, right in zip(letters(cpu), bf16)) >= 0.95 * 200
     assert len(set(bf16)) == 4
 
@@ -62,16 +62,16 @@ def test_completions_match_the_cpu(trained: Path, shots: int) -> None:
 def test_model_uses_the_dtype_of_its_files(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         folder = write_tiny_model(tmp_path / str(dtype), dtype=str(dtype).removeprefix("torch."))
-        assert Generator(folder).model.dtype == dtype
+        assert HfBackend(folder).model.dtype == dtype
 
 
 def test_a_model_stays_within_its_memory_fraction(trained: Path, whole_gpu: None) -> None:
-    generator = Generator(trained, Settings(gpu_share=0.05))
+    generator = HfBackend(trained, Settings(gpu_share=0.05))
     total = torch.cuda.get_device_properties(0).total_memory
     assert len(choose(generator, items(8, shots=1, space=True))) == 8
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(int(0.06 * total), dtype=torch.uint8, device=generator.device)
-    Generator(trained, Settings())
+    HfBackend(trained, Settings())
     torch.empty(int(0.06 * total), dtype=torch.uint8, device=generator.device)
 
 

@@ -1,4 +1,4 @@
-"""The same rows in every form in which people have the data of a suite."""
+"""Writes the same rows in every common file format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write(path: Path, rows: Rows) -> Path:
-    """A file of the form that its suffix names, or, without one, a folder that `datasets` saves."""
+    """Writes a file in the format of its suffix; without a suffix, a folder saved by `datasets`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -42,7 +42,7 @@ def write(path: Path, rows: Rows) -> Path:
 
 
 def write_splits(path: Path, splits: Mapping[str, Rows]) -> Path:
-    """A folder of several splits, as `datasets` saves it."""
+    """Writes a folder with several splits, saved by `datasets`."""
     from datasets import Dataset, DatasetDict
 
     DatasetDict({name: Dataset.from_list([dict(row) for row in rows]) for name, rows in splits.items()}).save_to_disk(
@@ -52,10 +52,10 @@ def write_splits(path: Path, splits: Mapping[str, Rows]) -> Path:
 
 
 def one_file(name: str) -> Callable[[Path, Rows], Path]:
-    """Writes rows into a file or folder of that name below a folder; returns that folder."""
+    """A function that writes rows to a file or folder of that name in a folder, and returns the folder."""
 
-    def written(folder: Path, rows: Rows) -> Path:
+    def write_below(folder: Path, rows: Rows) -> Path:
         write(folder / name, rows)
         return folder
 
-    return written
+    return write_below

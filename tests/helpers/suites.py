@@ -1,10 +1,10 @@
-"""A user's own suite, as a file: made-up questions that any model can be asked, as many as a test needs."""
+"""A user's own suite as a file, with any number of made-up questions that suit any model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-OWN = """\
+SOURCE = """\
 from pathlib import Path
 
 from distill_rl.evals.suites.base import Item, Questions, Verdict
@@ -34,7 +34,7 @@ SUITE = Own()
 def write_suite(
     folder: Path, *, count: int = 24, max_new_tokens: int = 12, warnings: tuple[str, ...] = (), name: str = "own.py"
 ) -> Path:
-    """A suite called `own` of `count` items."""
+    """Writes a suite called `own` with `count` items."""
     path = folder / name
-    path.write_text(OWN.format(count=count, max_new_tokens=max_new_tokens, warnings=repr(warnings)))
+    path.write_text(SOURCE.format(count=count, max_new_tokens=max_new_tokens, warnings=repr(warnings)))
     return path

@@ -1,4 +1,4 @@
-"""A tiny model that has learned, for a moment, to answer questions with a letter and to say why."""
+"""A tiny model, briefly trained to answer questions with a letter and a reason."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.helpers.tokenizers import seeded_words
 LETTERS = "ABCD"
 SUBJECTS = ("ka lo", "mi ter", "sol", "be ru")
 POSITIONS = 512
-# Heads of 32: vLLM on CPUs has no smaller ones.
+# vLLM on CPUs supports no heads smaller than 32.
 SHAPE = {"hidden": 64, "heads": 2, "kv_heads": 1, "positions": POSITIONS}
 _KEYS = ("ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo")
 _WORDS = sorted(set(seeded_words(12, 300)))[:60]
 
 
 def _question(draw: random.Random) -> tuple[str, str, str]:
-    """A question up to its "Answer:", the right letter, and the reason: both follow from the key word in it."""
+    """A question up to its "Answer:", the right letter and the reason, both determined by the key word in the question."""
     key = draw.randrange(len(_KEYS))
     lines = [f"{letter}. {' '.join(draw.choices(_WORDS, k=draw.randint(1, 3)))}" for letter in LETTERS]
     reason = f"\nBecause {_WORDS[key]} {_WORDS[(7 * key + 3) % len(_WORDS)]}.\n\n"
@@ -35,20 +35,24 @@ def _shots(subject: str, count: int) -> str:
 
 
 def items(count: int, *, shots: int, space: bool, seed: int = 1) -> list[Item]:
-    """Questions with choices; `space`: choices are " A" …, of two tokens here, else "A" … after a space, of one."""
+    """Questions with choices.
+
+    Args:
+        space: the choices are " A" …, of two tokens here; otherwise "A" … after a space, of one token.
+    """
     draw = random.Random(seed)
-    found = []
-    for number in range(count):
-        subject = SUBJECTS[number % len(SUBJECTS)]
+    questions = []
+    for i in range(count):
+        subject = SUBJECTS[i % len(SUBJECTS)]
         question, letter, _ = _question(draw)
-        choices = tuple(f" {each}" if space else each for each in LETTERS)
+        choices = tuple(f" {name}" if space else name for name in LETTERS)
         prompt = question if space else question + " "
-        found.append(Item(f"{subject}/{number}", prompt, letter, subject, _shots(subject, shots), choices))
-    return found
+        questions.append(Item(f"{subject}/{i}", prompt, letter, subject, _shots(subject, shots), choices))
+    return questions
 
 
 def train(folder: Path, *, seed: int = 0, steps: int = 300) -> Path:
-    """A model that answers most questions rightly, so that no letter is preferred and few choices are close."""
+    """Trains a model to answer most questions correctly, so that it prefers no letter and few choices are close."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +73,7 @@ def train(folder: Path, *, seed: int = 0, steps: int = 300) -> Path:
 
 
 def _batch(tokenizer: Any, draw: random.Random) -> tuple[Any, Any]:
-    """16 questions of the model's ids [R, S] and labels [R, S]: only answers are learned, and that they end."""
+    """Ids [R, S] and labels [R, S] of 16 questions; only answers and their end-of-text tokens have labels."""
     import torch
 
     rows = []

@@ -1,4 +1,4 @@
-"""vLLM where users run it: in Ray actors of `distill-rl eval`, and beside a training."""
+"""vLLM as users run it: in Ray actors of `distill-rl eval`, and beside a training run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def completions(out: Path) -> dict[str, str]:
 
 def evaluate(model: Path, suite: Path, out: Path, *more: str) -> dict[str, str]:
     """Completions by item."""
-    given = ("--model", model, "--suites", suite, "--data", suite.parent, "--dtype", "fp32", "--out", out)
-    ended = distill_rl("eval", *given, *more)
+    arguments = ("--model", model, "--suites", suite, "--data", suite.parent, "--dtype", "fp32", "--out", out)
+    ended = distill_rl("eval", *arguments, *more)
     assert ended.code == 0, ended.err
     assert json.loads((out / "own.json").read_text())["backend"] == more[more.index("--backend") + 1]
     return completions(out)
@@ -57,22 +57,20 @@ def by_hf(model: Path, suite: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return evaluate(model, suite, tmp_path_factory.mktemp("hf"), "--backend", "hf")
 
 
-def test_an_evaluation_in_ray_actors_gives_what_hf_gives(
-    model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path
-) -> None:
+def test_evaluation_in_ray_actors_equals_hf(model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path) -> None:
     assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm"), by_hf)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs here are no invention")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs pretended GPUs")
 def test_tensor_parallelism_in_an_actor_of_a_placement_group(
     model: Path, suite: Path, by_hf: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray is told of two GPUs, which the actor's bundle takes; left to itself vllm would ask Ray for two more."""
+    """Ray believes in two GPUs, which the actor's bundle takes; by default vllm would request two more."""
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"GPU": 2}))
     assert_alike(evaluate(model, suite, tmp_path / "vllm", "--backend", "vllm", "--tensor-parallel", "2"), by_hf)
 
 
-def test_vllm_beside_a_training_takes_every_steps_weights_and_changes_no_bit(tmp_path: Path) -> None:
+def test_vllm_beside_training_loads_every_step_and_changes_no_bit(tmp_path: Path) -> None:
     for name, seed in (("teacher", 1), ("student", 2)):
         write_tiny_model(tmp_path / name, seed=seed, **SHAPE)  # type: ignore[arg-type]
     write_corpus(tmp_path / "corpus.jsonl", rows=80, seed=5)
@@ -85,5 +83,5 @@ def test_vllm_beside_a_training_takes_every_steps_weights_and_changes_no_bit(tmp
         assert ended.code == 0, ended.err
     assert_equal_runs(tmp_path / "runs" / "alone", tmp_path / "runs" / "evaluated")
     assert [step for step, _ in series(tmp_path / "runs" / "evaluated", "eval/own")] == [4, 8]
-    found = completions(tmp_path / "runs" / "evaluated" / "evals" / "step-4")
-    assert found != completions(tmp_path / "runs" / "evaluated" / "evals" / "student")
+    scored = completions(tmp_path / "runs" / "evaluated" / "evals" / "step-4")
+    assert scored != completions(tmp_path / "runs" / "evaluated" / "evals" / "student")

@@ -1,4 +1,4 @@
-"""vLLM for real, against the backend `hf`, in fp32 on the same ids. `bash launch/test.sh vllm` runs these."""
+"""The real vLLM against the backend `hf`, in fp32 on the same ids; run by `bash launch/test.sh vllm`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Backend, Output, Settings
-from distill_rl.evals.backends.hf import Generator
-from distill_rl.evals.backends.likelihood import rows_of
-from distill_rl.evals.backends.vllm import VLLM, _scoring
+from distill_rl.evals.backends.hf import HfBackend
+from distill_rl.evals.backends.likelihood import choice_rows
+from distill_rl.evals.backends.vllm import VllmBackend, _scoring
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.vllm.material import LETTERS, POSITIONS, SHAPE, items, train
@@ -32,13 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hf(model: Path) -> Generator:
-    return Generator(model, FP32)
+def hf(model: Path) -> HfBackend:
+    return HfBackend(model, FP32)
 
 
 @pytest.fixture(scope="session")
-def engine(model: Path) -> Iterator[VLLM]:
-    engine = VLLM(model, FP32)
+def engine(model: Path) -> Iterator[VllmBackend]:
+    engine = VllmBackend(model, FP32)
     yield engine
     engine.close()
 
@@ -51,8 +51,8 @@ def generate(backend: Backend, questions: Sequence[Item], limit: int, stop: Sequ
     return in_order(backend.generate(questions, max_new_tokens=limit, stop=stop), len(questions))
 
 
-def in_order(found: Iterator[tuple[int, Output]], count: int) -> list[Output]:
-    outputs = list(found)
+def in_order(results: Iterator[tuple[int, Output]], count: int) -> list[Output]:
+    outputs = list(results)
     assert sorted(index for index, _ in outputs) == list(range(count)), "every item once"
     return [output for _, output in sorted(outputs, key=lambda pair: pair[0])]
 
@@ -63,7 +63,7 @@ def letter(output: Output) -> str:
 
 @pytest.mark.parametrize(("shots", "space"), [(5, True), (5, False), (0, False)])
 def test_the_same_letters_as_hf(
-    hf: Generator, engine: VLLM, shots: int, space: bool, capsys: pytest.CaptureFixture[str]
+    hf: HfBackend, engine: VllmBackend, shots: int, space: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = items(240, shots=shots, space=space)
     ours, theirs = choose(hf, questions), choose(engine, questions)
@@ -84,7 +84,7 @@ def test_the_same_letters_as_hf(
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
 
 
-def test_choices_of_several_tokens_get_the_log_likelihoods_of_hf(hf: Generator, engine: VLLM) -> None:
+def test_choices_of_several_tokens_score_like_hf(hf: HfBackend, engine: VllmBackend) -> None:
     choices = (" ka lo", " A\nBecause", " sol be ru 42", " B")
     questions = [replace(item, choices=choices) for item in items(12, shots=1, space=True)]
     for left, right in zip(choose(hf, questions), choose(engine, questions)):
@@ -94,7 +94,7 @@ def test_choices_of_several_tokens_get_the_log_likelihoods_of_hf(hf: Generator, 
 
 @pytest.mark.parametrize("stop", [(), ("use ", ".\n")])
 def test_the_same_completions_as_hf(
-    hf: Generator, engine: VLLM, stop: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    hf: HfBackend, engine: VllmBackend, stop: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = items(120, shots=1, space=True, seed=2)
     ours, theirs = generate(hf, questions, 24, stop), generate(engine, questions, 24, stop)
@@ -108,7 +108,7 @@ def test_the_same_completions_as_hf(
     assert not any(text in output.text for output in theirs for text in stop)
 
 
-def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(hf: Generator, engine: VLLM) -> None:
+def test_too_long_prompts_are_reported_and_others_are_limited(hf: HfBackend, engine: VllmBackend) -> None:
     lengths = (POSITIONS + 9, POSITIONS, POSITIONS - 1, POSITIONS - 5, 8)
     questions = [Item(f"row {count}", "\x01" * count, "") for count in lengths]
     ours, theirs = generate(hf, questions, 12), generate(engine, questions, 12)
@@ -119,40 +119,38 @@ def test_what_does_not_fit_is_told_apart_and_completions_get_the_room_there_is(h
     assert [output.too_long for output in choose(hf, questions)] == [True, True, True, False, False]
 
 
-def test_what_prompts_share_is_taken_from_the_cache(engine: VLLM) -> None:
-    rows = [row for item in items(40, shots=5, space=False) for row in rows_of(0, engine.encoder.choices(item))]
-    requests = [(number, row.ids, _scoring(row)) for number, row in enumerate(rows)]
-    cached = sum(made.num_cached_tokens for _, made in engine._run(requests))
+def test_shared_prefixes_are_taken_from_the_cache(engine: VllmBackend) -> None:
+    rows = [row for item in items(40, shots=5, space=False) for row in choice_rows(0, engine.encoder.choices(item))]
+    results = engine._run([row.ids for row in rows], [_scoring(row) for row in rows])
+    cached = sum(result.num_cached_tokens for _, result in results)
     assert cached > 0.5 * sum(len(row.ids) for row in rows)
 
 
-def test_whoever_stops_listening_leaves_nothing_behind(hf: Generator, engine: VLLM) -> None:
+def test_abandoned_iteration_aborts_its_requests(hf: HfBackend, engine: VllmBackend) -> None:
     questions = items(40, shots=0, space=True)
-    found = engine.generate(questions, max_new_tokens=24)
-    assert len(list(islice(found, 2))) == 2
-    found.close()
+    results = engine.generate(questions, max_new_tokens=24)
+    assert len(list(islice(results, 2))) == 2
+    results.close()
     assert choose(engine, questions[:3])[0].logprobs == pytest.approx(choose(hf, questions[:3])[0].logprobs, abs=1e-3)
 
 
-def test_new_weights_are_put_into_the_running_engine(hf: Generator, engine: VLLM, model: Path, tmp_path: Path) -> None:
+def test_running_engine_loads_new_weights(hf: HfBackend, engine: VllmBackend, model: Path, tmp_path: Path) -> None:
     questions = items(24, shots=5, space=False)
     other = write_tiny_model(tmp_path / "other", seed=5, **SHAPE)  # type: ignore[arg-type]
     before, running = choose(engine, questions), engine._engine
     engine.reload(shutil.copytree(model, tmp_path / "copy"))
-    shutil.rmtree(tmp_path / "copy")  # as copies of a student are, once they are evaluated
+    shutil.rmtree(tmp_path / "copy")  # like the copies of a student after their evaluation
     engine.reload(other)
     assert engine._engine is running, "no second engine"
     assert engine.folder == other
-    for left, right in zip(choose(Generator(other, FP32), questions), choose(engine, questions)):
+    for left, right in zip(choose(HfBackend(other, FP32), questions), choose(engine, questions)):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
     engine.reload(model)
     for left, right in zip(before, choose(engine, questions)):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
 
 
-def test_an_engine_is_made_anew_where_new_weights_would_not_reach_all_of_it(
-    engine: VLLM, model: Path, tmp_path: Path
-) -> None:
+def test_engine_restarts_if_weights_cannot_be_reloaded(engine: VllmBackend, model: Path, tmp_path: Path) -> None:
     questions = items(8, shots=0, space=False)
     before = choose(engine, questions)
     deeper = write_tiny_model(tmp_path / "deeper", **SHAPE | {"layers": 3})  # type: ignore[arg-type]
@@ -161,19 +159,19 @@ def test_an_engine_is_made_anew_where_new_weights_would_not_reach_all_of_it(
         running = engine._engine
         engine.reload(folder)
         assert engine._engine is not running
-        for left, right in zip(choose(Generator(folder, FP32), questions), choose(engine, questions)):
+        for left, right in zip(choose(HfBackend(folder, FP32), questions), choose(engine, questions)):
             assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
     assert [output.logprobs for output in choose(engine, questions)] == [output.logprobs for output in before]
 
 
 def test_a_device_of_another_build_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="device: "):
-        VLLM(model, Settings(device="cuda:3"))
+        VllmBackend(model, Settings(device="cuda:3"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have attention for these heads")
-def test_heads_that_vllm_cannot_do_are_refused_before_any_prompt(tmp_path: Path) -> None:
+def test_unsupported_heads_are_refused_before_any_prompt(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"vllm on CPUs needs attention heads of 32, 64.*; got 8; take the backend hf"
     ):
-        VLLM(write_tiny_model(tmp_path))
+        VllmBackend(write_tiny_model(tmp_path))

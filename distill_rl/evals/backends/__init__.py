@@ -1,1 +1,1 @@
-"""What runs a model on questions: Transformers and vLLM."""
+"""The backends that run a model on the items of a suite: Transformers and vLLM."""

@@ -1,6 +1,6 @@
-"""What runs a model on the items of a suite. `generate.Generator` (Transformers) is the oracle, `vllm.VLLM` the fast one.
+"""The protocol of a backend. `hf.HfBackend` (Transformers) is the reference, `vllm.VllmBackend` the fast one.
 
-Both take prompts as ids from one `encode.Encoder`, so that they see the same tokens.
+Both encode prompts with `encode.Encoder`, so that they run the same tokens.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ class Settings:
     """How a model is run; the same for every backend."""
 
     batch_size: int = 64
-    """rows of one forward (hf); requests handed over at once are batched by vllm itself"""
+    """Rows per forward pass (hf); vllm forms its own batches."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: fp32 on CPUs, that of the files on GPUs"""
+    """auto: fp32 on CPUs, the dtype of the files on GPUs."""
     tensor_parallel: int = 1
-    """GPUs of one model (vllm)"""
+    """GPUs per model (vllm)."""
     gpu_share: float = 1.0
-    """of a GPU's memory that the model and all that it computes may take. `hf` runs out of memory at this limit; `vllm`
-    takes nine tenths of it when it starts, and keeps them"""
+    """Fraction of a GPU's memory for the model and everything that it computes. `hf` runs out of memory at this limit;
+    `vllm` allocates nine tenths of it at its start and keeps them."""
     device: str = ""
-    """cuda:N or cpu; empty: the first GPU that is visible, else the CPU"""
+    """cuda:N or cpu; empty: the first visible GPU, otherwise the CPU."""
     threads: int = 0
-    """of the CPU; 0: as torch decides"""
+    """CPU threads; 0: torch's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a model made of an item: a completion, or log-likelihoods of the choices."""
+    """A model's output for an item: a completion, or the log-likelihoods of its choices."""
 
     text: str = ""
-    """what follows the prompt, without special tokens, up to a stop text"""
+    """The completion, without special tokens, up to a stop text."""
     num_tokens: int = 0
-    """generated tokens, the one that ended it included; for choices the tokens of all of them"""
+    """Generated tokens, including the final stop token; for choices, the tokens of all choices."""
     prompt_tokens: int = 0
-    """of the whole prompt, prefix included; for choices of the context that all of them go on from"""
+    """Tokens of the whole prompt, including its prefix; for choices, of their common context."""
     truncated: bool = False
-    """the limit was reached before the model ended its turn or wrote a stop text"""
+    """The completion reached its token limit before a stop token or a stop text."""
     logprobs: tuple[float, ...] = ()
-    """per choice the sum of its tokens' log-probabilities after the prompt (natural logarithm)"""
+    """Per choice, the sum of its tokens' log-probabilities after the prompt (natural logarithm)."""
     too_long: bool = False
-    """prompt and answer do not fit into the model's positions; nothing was run"""
+    """Prompt and answer exceed the model's positions; nothing was run."""
 
 
 class Backend(Protocol):
@@ -57,35 +57,34 @@ class Backend(Protocol):
 
     settings: Settings
     device: Any
-    """what the model runs on; its `str` is cpu, cuda or cuda:N"""
+    """The model's device; its `str` is cpu, cuda or cuda:N."""
 
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
-        """Greedy completions: (index of the item, its output) for every item, in any order, as they come.
+        """Greedy completions: (index of the item, its output) for every item, in any order, as they finish.
 
         Raises:
-            DataError: a chat that the tokenizer's template refuses, or an empty prompt.
+            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
         """
         ...
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """Log-likelihoods of every item's `choices`: (index of the item, its output) for every item, as they come.
+        """Log-likelihoods of every item's `choices`: (index of the item, its output) for every item, as they finish.
 
         Raises:
-            DataError: as above, or a choice that adds no token to its prompt.
+            DataError: as `generate`, or a choice that adds no token to its prompt.
         """
         ...
 
     def reload(self, folder: Path) -> None:
-        """Takes another model in place of this one, as if made anew from that folder: weights, tokenizer, chat template,
-        ends of text.
+        """Replaces the model by that of another folder, with its weights, tokenizer, chat template and stop tokens.
 
         Raises:
-            ConfigError: as when a backend is made. Nothing but `close` may follow then.
+            ConfigError: as the constructor; after an error only `close` may be called.
         """
         ...
 
     def close(self) -> None:
-        """Frees the model's memory, and ends what was started."""
+        """Frees the model's memory and ends the backend's processes."""
         ...

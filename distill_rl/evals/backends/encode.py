@@ -1,4 +1,4 @@
-"""From an item to token ids, the same for every backend."""
+"""Encodes items as token ids, in the same way for every backend."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from distill_rl.models.hub import configured_stops, read_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """An item whose choices are compared by log-likelihood."""
+    """The tokens of an item whose choices are compared by log-likelihood."""
 
     context: list[int]
-    """what all choices go on from; at least one token"""
+    """The common start of all choices; at least one token."""
     continuations: tuple[list[int], ...]
-    """per choice the tokens after the context; at least one each"""
+    """Per choice, its tokens after the context; at least one each."""
 
 
 class Encoder:
-    """Tokenizer and chat template of a model folder, and the tokens that end what it writes.
+    """Tokenizer, chat template and stop tokens of a model folder.
 
     Raises:
         ConfigError: the folder is missing, cannot be loaded as a causal LM, or names no end-of-text token.
@@ -37,14 +37,14 @@ class Encoder:
     def __init__(self, folder: Path):
         self.tokenizer: Any = read_tokenizer(folder)
         self.positions = _positions(folder)
-        """tokens that prompt and answer may have together; None: no limit is known"""
+        """Maximum tokens of prompt and answer together; None: unknown."""
         self.stop_ids = _stop_ids(folder, self.tokenizer)
 
     def encode(self, item: Item) -> list[int]:
-        """The ids of an item's prompt, as the model saw such text in training: no end-of-text token after it.
+        """The ids of an item's prompt, without the end-of-text token that some tokenizers append.
 
         Raises:
-            DataError: an empty prompt, a chat for a tokenizer without a chat template, or one that it refuses.
+            DataError: an empty prompt, or a chat that has no chat template or is rejected by it.
         """
         (ids,) = self._tokenize(item, [""])
         if not ids:
@@ -52,10 +52,12 @@ class Encoder:
         return ids
 
     def choices(self, item: Item) -> Choices:
-        """The ids of an item's choices, each tokenised together with the prompt, as such a text would be.
+        """The ids of an item's choices.
 
-        The context is what the prompt and all of these texts have in common at their start. That is the prompt, unless
-        its last characters form a token with the first of a choice; then they count as part of the choices.
+        1. Tokenise the prompt alone and together with every choice, as in running text.
+        2. The context is the longest common start of these sequences. It equals the prompt, unless the prompt's last
+           characters merge with a choice's first ones into one token; then these characters belong to the choices.
+        3. The continuations are the remaining tokens of each choice.
 
         Raises:
             DataError: as `encode`, or a choice that adds no token to the prompt.
@@ -70,22 +72,15 @@ class Encoder:
                 raise DataError(item.id, "every choice must add at least one token to the prompt", repr(choice))
         return Choices(context, continuations)
 
-    def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of generated ids, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def room(self, ids: Sequence[int]) -> int | None:
-        """Tokens that the model can write after a prompt; None: any number."""
-        return None if self.positions is None else max(self.positions - len(ids), 0)
-
     def _tokenize(self, item: Item, endings: list[str]) -> list[list[int]]:
-        """The ids of the prompt with each of the endings."""
+        """The ids of the prompt followed by each of the endings."""
         chat = not isinstance(item.prompt, str)
         text = item.prefix + (self._chat(item) if chat else item.prompt)  # type: ignore[operator]
-        # A chat template writes the special tokens that belong to the text itself.
+        # A chat template writes its special tokens itself.
         rows = self.tokenizer([text + ending for ending in endings], add_special_tokens=not chat)["input_ids"]
         return [list(ids) if chat else self._without_end(list(ids)) for ids in rows]
 
@@ -105,13 +100,13 @@ class Encoder:
 
 
 def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
-    """A folder that can be loaded as a causal LM, from safetensors, without running code that it holds.
+    """Checks that a folder can be loaded as a causal LM, from safetensors, without running code that it contains.
 
     Args:
-        what: the model as the user knows it; None: by its folder.
+        what: name of the model in messages; None: its folder.
 
     Raises:
-        ConfigError: it is missing, or something speaks against it; one line each.
+        ConfigError: the folder is missing or cannot be loaded; one line per reason.
     """
     folder, what = Path(model_dir).expanduser(), what or f"model {model_dir}"
     if not folder.is_dir():
@@ -123,7 +118,7 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
 
 
 def common_length(rows: Sequence[Sequence[int]]) -> int:
-    """How many ids all rows have in common at their start."""
+    """Length of the common start of all rows."""
     return len(_common(rows))
 
 
@@ -136,33 +131,33 @@ def _positions(folder: Path) -> int | None:
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # every field has its own validator, each with its own exception
+    except Exception as error:  # each config field has its own validator and exception type
         rule = "config.json must describe a model that transformers knows without code of its own"
         raise ConfigError(f"model {folder}", rule, (str(error).splitlines() or [type(error).__name__])[0]) from error
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ends of text and of turn: the generation config's, the tokenizer's, and what the chat template writes after a turn."""
+    """Stop tokens of the generation config and the tokenizer, and the token that the chat template writes after a turn."""
     candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
-    found = tuple(dict.fromkeys(token for token in candidates if token is not None))
-    if not found:
+    stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
+    if not stop_ids:
         raise ConfigError(
             f"model {folder}", "must have an end-of-text token", None, "set eos_token in tokenizer_config.json"
         )
-    return found
+    return stop_ids
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token right after an assistant's words, if the template writes one."""
+    """The special token that the chat template writes right after an assistant's text, if any."""
     if not tokenizer.chat_template:
         return None
-    words = "Yes"
+    answer = "Yes"
     try:
-        chat = render(tokenizer, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": words}])
+        chat = render(tokenizer, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}])
     except TemplateError:
         return None
-    after = tokenizer(chat.rpartition(words)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    # Not `all_special_ids`: a turn marker need not have a role of its own (eos_token, pad_token, …).
+    after = tokenizer(chat.rpartition(answer)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    # `all_special_ids` would miss end-of-turn tokens that are neither eos_token nor another named special token.
     added = tokenizer.added_tokens_decoder
     return after[0] if after and after[0] in added and added[after[0]].special else None

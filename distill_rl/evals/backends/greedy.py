@@ -1,6 +1,6 @@
-"""Greedy completions of a batch, one forward pass per token for all rows that still write.
+"""Greedy completions of a batch, with one forward pass per token for all rows that are not finished.
 
-Shapes: R rows of a batch, P tokens of the shared beginning, S tokens of the longest row after it, T columns so far.
+Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, T columns so far.
 """
 
 from __future__ import annotations
@@ -14,70 +14,101 @@ from torch import Tensor
 
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.backends.encode import Encoder
-from distill_rl.evals.backends.prefix_sharing import Beginning
+from distill_rl.evals.backends.prefix_sharing import SharedPrefix
+from distill_rl.evals.suites.base import Item
 
-_SILENT = 8
-"""Tokens without text of their own that may stand inside a stop text."""
+_MAX_TEXTLESS_TOKENS = 8
+"""Tokens without text of their own that may occur inside a stop text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt that is gone on from."""
+    """A prompt to be completed."""
 
-    index: int
-    """of the item"""
+    item_index: int
     ids: list[int]
-    room: int
-    """tokens that may be written; at least 1"""
+    max_new_tokens: int
+    """At least 1."""
 
 
-class Ending:
-    """Tells when a completion has come to its end.
+def prompt_rows(
+    encoder: Encoder, items: Sequence[Item], max_new_tokens: int, positions: int | None
+) -> tuple[list[Row], list[tuple[int, Output]]]:
+    """The rows of the prompts that fit, and (index of the item, its output) for those that are too long.
 
     Args:
-        stop: texts that end it, too.
+        positions: maximum tokens of prompt and completion together, which also limits a completion; None: no limit.
+    """
+    rows, too_long = [], []
+    for index, item in enumerate(items):
+        ids = encoder.encode(item)
+        if positions is None:
+            rows.append(Row(index, ids, max_new_tokens))
+        elif len(ids) >= positions:
+            too_long.append((index, Output(prompt_tokens=len(ids), too_long=True)))
+        else:
+            rows.append(Row(index, ids, min(max_new_tokens, positions - len(ids))))
+    return rows, too_long
+
+
+class StopDetector:
+    """Detects the end of a completion: a stop token, the token limit or a stop text.
+
+    Args:
+        stop: the stop texts.
     """
 
     def __init__(self, encoder: Encoder, stop: Sequence[str]):
         self._encoder, self._stop = encoder, tuple(stop)
-        # A token that has text has a byte of it at least.
-        self._tail = max((len(text.encode()) for text in stop), default=0) + _SILENT
+        # A token with text has at least one byte of it, so this many tokens cover every stop text.
+        self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS
 
     def output(self, row: Row, written: Sequence[int]) -> Output | None:
-        """What the row has become; None while it goes on. Must be asked after every token."""
+        """The output of a completed row; None while it continues. Call it after every token.
+
+        Decoding the last tokens only finds a possible stop text; decoding the whole completion confirms it, because
+        text at the start of a decoded tail can differ.
+        """
         ended = written[-1] in self._encoder.stop_ids
-        full = len(written) >= row.room
-        seen = self._stop and any(text in self._encoder.decode(written[-self._tail :]) for text in self._stop)
-        if not (ended or full or seen):
+        full = len(written) >= row.max_new_tokens
+        may_stop = self._stop and any(text in self._encoder.decode(written[-self._tail :]) for text in self._stop)
+        if not (ended or full or may_stop):
             return None
         whole = self._encoder.decode(written[:-1] if ended else written)
-        places = [whole.find(text) for text in self._stop if text in whole]
-        if not (ended or full or places):
+        starts = [whole.find(text) for text in self._stop if text in whole]
+        if not (ended or full or starts):
             return None
-        text = whole[: min(places)] if places else whole
-        return Output(text, len(written), len(row.ids), truncated=not ended and not places)
+        text = whole[: min(starts)] if starts else whole
+        return Output(text, len(written), len(row.ids), truncated=not ended and not starts)
 
     def first(self, row: Row, written: Sequence[int]) -> Output | None:
-        """The output of the first end in tokens that are all there already."""
+        """The output at the first end in a complete sequence of tokens."""
         counts = range(1, len(written) + 1) if self._stop else [len(written)]
         outputs = (self.output(row, written[:count]) for count in counts)
         return next((output for output in outputs if output is not None), None)
 
 
 @torch.inference_mode()
-def write(model: Any, rows: Sequence[Row], beginning: Beginning, ending: Ending) -> Iterator[tuple[int, Output]]:
-    """Completions as they end. A row that has ended leaves the batch, so that it neither costs work nor runs on past
-    the model's positions.
+def generate(
+    model: Any, rows: Sequence[Row], prefix: SharedPrefix, stops: StopDetector
+) -> Iterator[tuple[int, Output]]:
+    """Yields completions as they end.
+
+    1. Pad the rows on the left, so that all of them continue in the same column, and mask the padding.
+    2. Run the model on the new columns and append the likeliest token to each row.
+    3. Yield the rows that ended, and remove them from tokens, mask, positions and cache: they cost no more work and
+       never exceed the model's positions.
+    4. Repeat with one new column until no row is left.
 
     Args:
-        model: one whose cache is `plain` (`sharing.Abilities`).
+        model: a model with a `plain` cache (`prefix_sharing.CacheSupport`).
     """
     live, written = list(rows), [[] for _ in rows]  # type: list[Row], list[list[int]]
-    ids, mask = _pad([row.ids[beginning.length :] for row in rows], beginning.length, model.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, beginning.length :]
-    cache = beginning.cache(len(rows))
+    ids, mask = _pad([row.ids[prefix.length :] for row in rows], prefix.length, model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix.length :]
+    cache = prefix.cache(len(rows))
     while True:
-        made = model(
+        result = model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -85,62 +116,61 @@ def write(model: Any, rows: Sequence[Row], beginning: Beginning, ending: Ending)
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, tokens = made.past_key_values, made.logits[:, -1].argmax(-1)
-        staying = []
-        for place, token in enumerate(tokens.tolist()):
-            written[place].append(token)
-            output = ending.output(live[place], written[place])
+        cache, tokens = result.past_key_values, result.logits[:, -1].argmax(-1)
+        continuing = []
+        for i, token in enumerate(tokens.tolist()):
+            written[i].append(token)
+            output = stops.output(live[i], written[i])
             if output is None:
-                staying.append(place)
+                continuing.append(i)
             else:
-                yield live[place].index, output
-        if not staying:
+                yield live[i].item_index, output
+        if not continuing:
             return
-        if len(staying) < len(live):
-            live, written = [live[place] for place in staying], [written[place] for place in staying]
-            chosen = torch.tensor(staying, device=ids.device)
-            cache.reorder_cache(chosen)
-            tokens, mask, positions = tokens[chosen], mask[chosen], positions[chosen]
+        if len(continuing) < len(live):
+            live, written = [live[i] for i in continuing], [written[i] for i in continuing]
+            kept = torch.tensor(continuing, device=ids.device)
+            cache.reorder_cache(kept)
+            tokens, mask, positions = tokens[kept], mask[kept], positions[kept]
         ids = tokens[:, None]
         mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
         positions = positions[:, -1:] + 1
 
 
 @torch.inference_mode()
-def write_by_library(model: Any, rows: Sequence[Row], ending: Ending) -> Iterator[tuple[int, Output]]:
-    """The same by transformers' own `generate`, for models that keep a state of another kind; all rows run until the
-    last has ended."""
+def generate_with_transformers(model: Any, rows: Sequence[Row], stops: StopDetector) -> Iterator[tuple[int, Output]]:
+    """Like `generate`, by transformers' own `generate`, for models whose cache is not plain. All rows run until the last
+    one has ended."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     ids, mask = _pad([row.ids for row in rows], 0, model.device)
     outputs: list[Output | None] = [None] * len(rows)
 
-    class ProcessMonitor(StoppingCriteria):
+    class RowsEnded(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-            for place, written in enumerate(input_ids[:, ids.shape[1] :].tolist()):
-                if outputs[place] is None:
-                    outputs[place] = ending.output(rows[place], written)
+            for i, written in enumerate(input_ids[:, ids.shape[1] :].tolist()):
+                if outputs[i] is None:
+                    outputs[i] = stops.output(rows[i], written)
             return torch.tensor([output is not None for output in outputs], device=input_ids.device)
 
-    longest = max(row.room for row in rows)
     model.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=longest,
+        max_new_tokens=max(row.max_new_tokens for row in rows),
         use_cache=True,
-        stopping_criteria=StoppingCriteriaList([ProcessMonitor()]),
+        stopping_criteria=StoppingCriteriaList([RowsEnded()]),
     )
     for row, output in zip(rows, outputs):
-        assert output is not None, "the longest row decides when all stop"
-        yield row.index, output
+        assert output is not None, "generation stops only when every row has ended"
+        yield row.item_index, output
 
 
-def _pad(rows: Sequence[Sequence[int]], before: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Ids [R, S] that end together, and the mask [R, before + S] of what is no padding.
+def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Ids [R, S], padded on the left, and the mask [R, num_prefix + S] of real tokens.
 
-    What fills a row is masked, so any id will do.
+    The padding is masked, so its id does not matter.
     """
     longest = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[1] * before + [0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    mask = torch.tensor([[1] * num_prefix + [0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask

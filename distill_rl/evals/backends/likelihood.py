@@ -1,117 +1,141 @@
 """Log-likelihoods of the choices of items, batched.
 
-Shapes: R rows of a batch, P tokens of the shared beginning, S tokens of the longest row after it, N places whose
-next token is asked for, H hidden size, V vocabulary.
+Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, N positions whose next
+token is scored, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill_rl.evals.backends.base import Output
-from distill_rl.evals.backends.encode import Choices
-from distill_rl.evals.backends.prefix_sharing import Beginning
+from distill_rl.evals.backends.encode import Choices, Encoder
+from distill_rl.evals.backends.prefix_sharing import SharedPrefix
+from distill_rl.evals.suites.base import Item
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of ids, and the choices whose tokens, all but the last, stand at its end.
+    """One sequence to run, and the choices that it scores.
 
-    Choices of one token each share a row: the context alone.
+    A row is the context followed by all tokens of a choice but the last, which only has to be predicted. Choices that
+    differ only in their last token share a row; choices of one token each share the context alone.
     """
 
-    index: int
-    """of the item"""
+    item_index: int
     ids: list[int]
     start: int
-    """length of the context"""
+    """Length of the context."""
     choices: tuple[tuple[int, list[int]], ...]
-    """(number of the choice, its tokens)"""
+    """(index of the choice, its tokens)."""
 
 
-def rows_of(index: int, choices: Choices) -> list[Row]:
-    """As few rows as give every choice's log-likelihood."""
+def choice_rows(item_index: int, choices: Choices) -> list[Row]:
+    """The fewest rows that score every choice."""
     bodies: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
-    for number, ids in enumerate(choices.continuations):
-        bodies.setdefault(tuple(ids[:-1]), []).append((number, ids))
+    for i, ids in enumerate(choices.continuations):
+        bodies.setdefault(tuple(ids[:-1]), []).append((i, ids))
     start = len(choices.context)
-    return [Row(index, [*choices.context, *body], start, tuple(members)) for body, members in bodies.items()]
+    return [Row(item_index, [*choices.context, *body], start, tuple(members)) for body, members in bodies.items()]
 
 
-class Counts:
-    """Puts the choices of an item together, whose rows may come apart."""
+@dataclass(slots=True)
+class _Scores:
+    output: Output
+    num_choices: int
+    by_choice: dict[int, float] = field(default_factory=dict)
+
+
+class ChoiceCollector:
+    """Collects the scores of an item's choices, whose rows may finish at different times."""
 
     def __init__(self) -> None:
-        self._outputs: dict[int, Output] = {}
-        self._expected: dict[int, int] = {}
-        self._found: dict[int, dict[int, float]] = {}
+        self._items: dict[int, _Scores] = {}
 
-    def expect(self, index: int, choices: Choices) -> None:
-        tokens = sum(len(ids) for ids in choices.continuations)
-        self._outputs[index] = Output(num_tokens=tokens, prompt_tokens=len(choices.context))
-        self._expected[index] = len(choices.continuations)
-        self._found[index] = {}
+    def prepare(
+        self, encoder: Encoder, items: Sequence[Item], positions: int | None
+    ) -> tuple[list[Row], list[tuple[int, Output]]]:
+        """The rows of the items that fit, and (index of the item, its output) for those that are too long.
 
-    def add(self, index: int, sums: Mapping[int, float]) -> Output | None:
-        """The output of an item once all of its choices are known."""
-        found = self._found[index]
-        found |= sums
-        if len(found) < self._expected[index]:
+        Args:
+            positions: maximum tokens of context and choice together; None: no limit.
+        """
+        rows: list[Row] = []
+        too_long = []
+        for index, item in enumerate(items):
+            choices = encoder.choices(item)
+            num_context, lengths = len(choices.context), [len(ids) for ids in choices.continuations]
+            if positions is not None and max(lengths) > max(positions - num_context, 0):
+                too_long.append((index, Output(prompt_tokens=num_context, too_long=True)))
+                continue
+            output = Output(num_tokens=sum(lengths), prompt_tokens=num_context)
+            self._items[index] = _Scores(output, len(lengths))
+            rows += choice_rows(index, choices)
+        return rows, too_long
+
+    def add(self, item_index: int, sums: Mapping[int, float]) -> Output | None:
+        """Adds the scores of a row; returns the item's output once all of its choices are scored."""
+        scores = self._items[item_index]
+        scores.by_choice |= sums
+        if len(scores.by_choice) < scores.num_choices:
             return None
-        return replace(self._outputs[index], logprobs=tuple(found[number] for number in range(len(found))))
+        return replace(scores.output, logprobs=tuple(scores.by_choice[i] for i in range(scores.num_choices)))
 
 
 @torch.inference_mode()
-def score(model: Any, rows: Sequence[Row], beginning: Beginning) -> list[dict[int, float]]:
-    """Per row {number of a choice: sum of its tokens' log-probabilities}.
+def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[int, float]]:
+    """Per row, {index of a choice: sum of its tokens' log-probabilities}.
 
-    Rows are padded on the right, where causal models do not look, so that they need no mask and follow the shared
-    beginning directly.
+    1. Pad the rows on the right. A causal model never attends to the right, so no mask is needed and the rows directly
+       follow the shared prefix.
+    2. List the N positions that predict tokens of choices: in each row from the last token of the context on.
+    3. Run the model, with its head at these positions only, and take the log-softmax there.
+    4. Sum the log-probabilities of each choice's tokens.
     """
-    suffixes = [row.ids[beginning.length :] for row in rows]
+    suffixes = [row.ids[prefix.length :] for row in rows]
     longest = max(len(ids) for ids in suffixes)
     input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in suffixes], device=model.device)
-    places = [
-        (number, column - beginning.length)
-        for number, row in enumerate(rows)
-        for column in range(row.start - 1, len(row.ids))
+    positions = [
+        (i, column - prefix.length) for i, row in enumerate(rows) for column in range(row.start - 1, len(row.ids))
     ]
-    cache = beginning.cache(len(rows))
-    with _head_only_at(model, places) as pick:
-        made = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
-    return _sums(rows, pick(made.logits).float().log_softmax(-1))
+    cache = prefix.cache(len(rows))
+    with _head_only_at(model, positions) as select:
+        result = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
+    return _sums(rows, select(result.logits).float().log_softmax(-1))
 
 
 def _sums(rows: Sequence[Row], logprobs: Tensor) -> list[dict[int, float]]:
-    """Of logprobs [N, V], row by row."""
+    """Sums the log-probabilities of every choice, row by row.
+
+    Args:
+        logprobs: [N, V], for each row the positions from the last token of its context to its end.
+    """
     sums, first = [], 0
     for row in rows:
-        own = {
-            number: float(logprobs[first : first + len(ids)].gather(1, _column(ids, logprobs)).sum(dtype=torch.float64))
-            for number, ids in row.choices
-        }
-        sums.append(own)
+        by_choice = {}
+        for i, ids in row.choices:
+            column = torch.tensor(ids, device=logprobs.device)[:, None]
+            by_choice[i] = float(logprobs[first : first + len(ids)].gather(1, column).sum(dtype=torch.float64))
+        sums.append(by_choice)
         first += len(row.ids) - row.start + 1
     return sums
 
 
-def _column(ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(ids, device=like.device)[:, None]
-
-
 @contextmanager
-def _head_only_at(model: Any, places: Sequence[tuple[int, int]]) -> Iterator[Any]:
-    """Lets the output layer see only the hidden states at (row, column); gives what finds the logits [N, V] there.
+def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Restricts the output layer to the hidden states at (row, column); yields a function that takes the model's logits
+    and returns those at the positions, [N, V].
 
-    Logits of all places would take R·S·V numbers. What models do with logits afterwards, they do to each by itself.
+    Logits of all positions would take R·S·V numbers. Whatever a model does to its logits after the output layer, it
+    does to each position separately, so the restriction does not change them.
     """
-    rows, columns = (torch.tensor(each, device=model.device) for each in zip(*places))
+    rows, columns = (torch.tensor(indices, device=model.device) for indices in zip(*positions))
     head = model.get_output_embeddings()
     if head is None:
         yield lambda logits: logits[rows, columns]

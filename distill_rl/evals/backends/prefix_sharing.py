@@ -1,6 +1,6 @@
-"""Work on a prompt's beginning that is done once for all rows that have it: its keys and values.
+"""Runs the shared prefix of several rows once, and reuses its keys and values for all of them.
 
-Shapes: R rows, P tokens of the shared beginning.
+Shapes: R rows, P tokens of the shared prefix.
 """
 
 from __future__ import annotations
@@ -15,90 +15,100 @@ import torch
 
 from distill_rl.evals.backends.encode import common_length
 
-WORTH_SHARING = 16
-"""Tokens from which on a shared beginning pays for batches of its own."""
+MIN_SHARED_TOKENS = 16
+"""Minimum length of a shared prefix for which separate batches pay off."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PrefixGroup:
     """Rows that begin with the same tokens."""
 
     shared: int
-    """how many; 0: nothing is shared"""
+    """Number of shared tokens; 0: nothing is shared."""
     rows: list[int]
-    """the longest first"""
+    """Row indices, the longest row first."""
 
     def batches(self, size: int) -> Iterator[list[int]]:
         for start in range(0, len(self.rows), size):
             yield self.rows[start : start + size]
 
 
-def group(rows: Sequence[Sequence[int]], most: Sequence[int], prefixes: Sequence[str], *, share: bool) -> list[Group]:
-    """Puts rows with the same prefix text together, the group with the longest row first.
+def group_by_prefix(
+    rows: Sequence[Sequence[int]], max_shared: Sequence[int], prefixes: Sequence[str], *, share: bool
+) -> list[PrefixGroup]:
+    """Groups rows with the same prefix text; the group with the longest row comes first.
+
+    A group shares the tokens that all of its rows have in common at the start, up to the smallest `max_shared` of its
+    rows. Rows whose group would share fewer than MIN_SHARED_TOKENS, or has one row only, form one group without sharing.
 
     Args:
         rows: ids.
-        most: per row how many of its first tokens may be shared.
-        prefixes: per row the text in front that other rows may have too; empty: none.
+        max_shared: per row, how many of its first tokens may be shared.
+        prefixes: per row, the prefix text that other rows may have too; empty: none.
         share: False puts all rows into one group.
     """
-    named: dict[str, list[int]] = {}
+    by_prefix: dict[str, list[int]] = {}
     for row, prefix in enumerate(prefixes):
-        named.setdefault(prefix if share else "", []).append(row)
-    alone = named.pop("", [])
+        by_prefix.setdefault(prefix if share else "", []).append(row)
+    unshared = by_prefix.pop("", [])
     groups = []
-    for members in named.values():
-        shared = min(common_length([rows[row] for row in members]), min(most[row] for row in members))
-        if len(members) > 1 and shared >= WORTH_SHARING:
-            groups.append(Group(shared, members))
+    for members in by_prefix.values():
+        shared = min(common_length([rows[row] for row in members]), min(max_shared[row] for row in members))
+        if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
+            groups.append(PrefixGroup(shared, members))
         else:
-            alone += members
-    if alone:
-        groups.append(Group(0, alone))
-    for each in groups:
-        each.rows.sort(key=lambda row: (-len(rows[row]), row))
-    return sorted(groups, key=lambda each: -len(rows[each.rows[0]]))
+            unshared += members
+    if unshared:
+        groups.append(PrefixGroup(0, unshared))
+    for group in groups:
+        group.rows.sort(key=lambda row: (-len(rows[row]), row))
+    return sorted(groups, key=lambda group: -len(rows[group.rows[0]]))
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What can be done with a model's cache, as far as its config and class tell."""
+class CacheSupport:
+    """What a model's cache supports, according to its config and class."""
 
     plain: bool
-    """the cache holds keys and values and nothing else, so that rows can be taken out of it and repeated"""
+    """The cache holds only keys and values, so that its rows can be selected and repeated."""
     windows: bool
-    """some layers see only the last tokens, by their place in the row"""
+    """Some layers attend to the last tokens only, counted by position in the row."""
     by_length: bool
-    """positions are encoded differently in long texts, so that a beginning alone is not that of a long text"""
+    """The position encoding depends on the length of the text, so a prefix run alone differs from the same prefix in a
+    long text."""
 
     @property
     def share_aligned(self) -> bool:
-        """Whether rows can go on from a shared beginning that directly follows it."""
+        """Whether rows can continue a shared prefix directly after it."""
         return self.plain and not self.by_length
 
     @property
     def share_padded(self) -> bool:
-        """Whether they can with padding in between, which a window would count."""
+        """Whether rows can continue a shared prefix after padding, which an attention window would count."""
         return self.share_aligned and not self.windows
 
 
-def abilities(model: Any) -> Abilities:
+def cache_support(model: Any) -> CacheSupport:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     config, arguments = model.config.get_text_config(), signature(model.forward).parameters
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     rope = getattr(config, "rope_parameters", None) or {}
-    # One set of parameters, or one per kind of layer.
-    kinds = {each.get("rope_type") for each in [rope, *rope.values()] if isinstance(each, dict)}
-    known = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    plain = known and not chunked and not model._is_stateful and layers <= {DynamicLayer, DynamicSlidingWindowLayer}
-    return Abilities(plain, DynamicSlidingWindowLayer in layers, bool(kinds & {"longrope", "dynamic"}))
+    # `rope` is one set of parameters, or one set per kind of layer.
+    rope_types = {parameters.get("rope_type") for parameters in [rope, *rope.values()] if isinstance(parameters, dict)}
+    takes_cache = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
+    is_chunked = getattr(config, "attention_chunk_size", None) is not None
+    has_plain_layers = layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return CacheSupport(
+        plain=takes_cache and not is_chunked and not model._is_stateful and has_plain_layers,
+        windows=DynamicSlidingWindowLayer in layers,
+        by_length=bool(rope_types & {"longrope", "dynamic"}),
+    )
 
 
-class Beginning:
-    """The cache of the tokens that the rows of a group share; None where nothing is shared.
+class SharedPrefix:
+    """The cache of the tokens that the rows of a group share; None if nothing is shared.
 
     Args:
         ids: [P] integers.
@@ -113,7 +123,7 @@ class Beginning:
             self._cache = model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
 
     def cache(self, rows: int) -> Any:
-        """A cache of its own for `rows` rows that begin so; a forward pass grows it and leaves the shared one alone."""
+        """A cache for `rows` rows that start with the prefix. A forward pass extends it without changing the shared one."""
         if self._cache is None:
             return None
         cache = copy.copy(self._cache)
@@ -122,7 +132,7 @@ class Beginning:
 
 
 def _repeat(layer: Any, rows: int) -> Any:
-    # Growing makes new tensors, so views of the shared ones will do.
+    # Views suffice, because extending a cache allocates new tensors.
     layer = copy.copy(layer)
     layer.keys = layer.keys.expand(rows, *layer.keys.shape[1:])
     layer.values = layer.values.expand(rows, *layer.values.shape[1:])

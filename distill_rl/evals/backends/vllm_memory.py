@@ -1,4 +1,4 @@
-"""Whether a GPU has the room that vLLM will take, asked before its engine starts."""
+"""Checks that the GPUs have enough free memory for vLLM, before its engine starts."""
 
 from __future__ import annotations
 
@@ -10,48 +10,45 @@ from collections.abc import Sequence
 from distill_rl.errors import ConfigError, GpuMemoryError
 from distill_rl.system.gpu_memory import gib
 
-_ASK = (
-    "import json, sys, torch\nprint(json.dumps([torch.cuda.mem_get_info(index) for index in range(int(sys.argv[1]))]))"
-)
-_ASK_TIMEOUT_S = 120.0
+_QUERY = "import json, sys, torch\nprint(json.dumps([torch.cuda.mem_get_info(i) for i in range(int(sys.argv[1]))]))"
+_QUERY_TIMEOUT_S = 120.0
 
 
 def free_memory(gpus: int) -> list[tuple[int, int]]:
     """(free, total) bytes of the first GPUs that this process sees.
 
-    A process of its own asks: asking makes a CUDA context, some hundred MB on each of them, and vLLM's own processes
-    want to be the first here that use CUDA.
+    A child process queries CUDA, because a query creates a CUDA context, which takes some hundred MB on each GPU, and
+    because this process must not use CUDA before vLLM's processes do.
 
     Raises:
         ConfigError: CUDA does not answer.
     """
-    command = [sys.executable, "-c", _ASK, str(gpus)]
+    command = [sys.executable, "-c", _QUERY, str(gpus)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
         return [(int(free), int(total)) for free, total in json.loads(done.stdout.splitlines()[-1])]
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise ConfigError(
-            "backend vllm", f"{gpus} GPUs must tell how much of their memory is free", said[-1] if said else "nothing",
-            "see nvidia-smi, or take the backend hf",
-        ) from error  # fmt: skip
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        rule = f"the free memory of {gpus} GPUs must be readable"
+        remedy = "see nvidia-smi, or take the backend hf"
+        raise ConfigError("backend vllm", rule, lines[-1] if lines else "nothing", remedy) from error
 
 
 def require_room(share: float, memory: Sequence[tuple[int, int]]) -> None:
-    """As vLLM will: it takes `share` of each GPU's whole memory, or refuses where less than that is free.
+    """Makes the check that vLLM will make: `share` of each GPU's total memory must be free.
 
     Args:
         share: vLLM's `gpu_memory_utilization`.
         memory: (free, total) bytes of each GPU.
 
     Raises:
-        GpuMemoryError: a GPU has less.
+        GpuMemoryError: a GPU has less free memory.
     """
     for index, (free, total) in enumerate(memory):
         if free < share * total:
             raise GpuMemoryError(
                 f"backend vllm, GPU {index}", f"{gib(share * total)} of its {gib(total)} must be free",
                 f"{gib(free)} free",
-                "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards), end what else "
-                "runs on that GPU, or take the backend hf",
+                "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards), end other "
+                "processes on that GPU, or take the backend hf",
             )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Questions from files: where they are, how they are read, and what the published data look like."""
+"""The data of the suites: finding files, reading rows, and facts about the published data."""

@@ -1,4 +1,13 @@
-"""Where the data of a suite lie: files, copies of hub repositories, folders of `datasets`, original archives."""
+"""Finds the data of a suite in files, copies of hub repositories, folders of `datasets` and original archives.
+
+`find` looks for a split in these places and takes the first that has files:
+
+1. the folders named after the data set, up to two levels below `data`, then `data` itself (`_roots`). A folder of the
+   hub's cache stands for its current snapshot;
+2. in each of them, the folder itself, then its subfolders main, all, default and data (`_in_root`);
+3. otherwise one folder per subject, joined;
+4. otherwise a file in `data` itself that is named after the data set (`_lone`).
+"""
 
 from __future__ import annotations
 
@@ -11,37 +20,37 @@ from distill_rl.errors import DataError
 from distill_rl.evals.data.read import SUFFIXES
 
 _PARTS = ("main", "all", "default", "data")
-"""folders between a data set's own and its files: a hub repository's configuration, an archive's content"""
-_NOT_ROWS = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")
+"""Folders between a data set's folder and its files: configurations of a hub repository, the content of an archive."""
+_METADATA_FILES = ("state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What the folders and files of a data set are called, in lower case and without punctuation."""
+class DataSetNames:
+    """The names of a data set's folders and files, in lower case and without punctuation."""
 
-    own: tuple[str, ...]
-    """the data set's folder, or a file with its questions; the first is the name used in messages"""
-    beside: tuple[str, ...] = ()
-    """folders of other data sets in which such a file may lie too"""
-
-
-MATH = Names(("math", "hendrycksmath", "competitionmath", "hendryckscompetitionmath", "eleutheraihendrycksmath"))
-MATH500 = Names(("math500", "huggingfaceh4math500"), beside=MATH.own)
-MMLU = Names(("mmlu", "caismmlu", "hendryckstest", "mmlunotrain", "hailsmmlunotrain", "lukaemonmmlu"))
-GSM8K = Names(("gsm8k", "openaigsm8k", "gradeschoolmath"))
-_ALL = frozenset(name for names in (MATH, MATH500, MMLU, GSM8K) for name in names.own)
+    aliases: tuple[str, ...]
+    """Names of the data set's folder, or of a file with its questions; the first is used in messages."""
+    hosts: tuple[str, ...] = ()
+    """Folders of other data sets that may hold such a file too."""
 
 
-def find(data: Path, names: Names, split: str) -> list[Path]:
+MATH = DataSetNames(("math", "hendrycksmath", "competitionmath", "hendryckscompetitionmath", "eleutheraihendrycksmath"))
+MATH500 = DataSetNames(("math500", "huggingfaceh4math500"), hosts=MATH.aliases)
+MMLU = DataSetNames(("mmlu", "caismmlu", "hendryckstest", "mmlunotrain", "hailsmmlunotrain", "lukaemonmmlu"))
+GSM8K = DataSetNames(("gsm8k", "openaigsm8k", "gradeschoolmath"))
+_ALL = frozenset(alias for names in (MATH, MATH500, MMLU, GSM8K) for alias in names.aliases)
+
+
+def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
     """The files of a split, in order, or the folder of a data set that `datasets` saved.
 
     Args:
-        data: a folder with the folders (or files) of several data sets, the folder of this one, or a file of it; other
-            splits are looked for next to a file with the test questions.
+        data: a folder with the folders (or files) of several data sets, the folder of this data set, or its file with
+            the test questions; other splits are then searched beside that file.
 
     Raises:
-        DataError: nothing there, with where it was looked for.
+        DataError: no such split; the message lists the searched folders.
     """
     data = data.expanduser()
     if not data.exists():
@@ -49,66 +58,73 @@ def find(data: Path, names: Names, split: str) -> list[Path]:
     if data.is_file():
         if split == "test":
             return [data]
-        found = _twin(data, split)
-        looked = [data.parent]
+        files = _other_split(data, split)
+        searched = [data.parent]
     else:
         roots = list(_roots(data, names))
-        found = next((files for root in roots if (files := _in_root(root, names, split, given=root == data))), [])
-        found = found or _lone(data, names, split)
-        looked = roots or [data]
-    if not found:
-        listed = ", ".join(str(root) for root in looked[:3]) + (
-            f" and {len(looked) - 3} more" if len(looked) > 3 else ""
-        )
+        searched = roots or [data]
+        for root in roots:
+            if files := _in_root(root, names, split, may_hold_others=root == data):
+                break
+        else:
+            files = _lone(data, names, split)
+    if not files:
+        listed = ", ".join(map(str, searched[:3]))
+        if len(searched) > 3:
+            listed += f" and {len(searched) - 3} more"
         forms = f"{split}{{{','.join(SUFFIXES)}}}, {split}-*, {split}/ and folders of datasets"
-        rule = f"must hold the split {split!r} of {names.own[0]}"
-        raise DataError(
-            str(data), rule, "nothing of it", f"looked in {listed} (there and in {', '.join(_PARTS)}) for {forms}"
-        )
-    return found
+        rule = f"must hold the split {split!r} of {names.aliases[0]}"
+        remedy = f"looked in {listed} (there and in {', '.join(_PARTS)}) for {forms}"
+        raise DataError(str(data), rule, "nothing of it", remedy)
+    return files
 
 
-def _roots(data: Path, names: Names) -> Iterator[Path]:
-    """Folders that may be the data set's, the likeliest first."""
+def _roots(data: Path, names: DataSetNames) -> Iterator[Path]:
+    """Folders that may hold the data set, the likeliest first."""
     children = _folders(data)
-    named = [child for child in children if _plain(child.name) in names.own]
-    named += [inner for child in children for inner in _folders(child) if _plain(inner.name) in names.own]
+    named = [child for child in children if _canonical(child.name) in names.aliases]
+    named += [inner for child in children for inner in _folders(child) if _canonical(inner.name) in names.aliases]
     for folder in named:
         yield _snapshot(folder)
-    if _plain(data.name) not in _ALL - set(names.own):
+    if _canonical(data.name) not in _ALL - set(names.aliases):
         yield _snapshot(data)
 
 
-def _in_root(root: Path, names: Names, split: str, given: bool) -> list[Path]:
-    """
+def _in_root(root: Path, names: DataSetNames, split: str, may_hold_others: bool) -> list[Path]:
+    """The files of a split in a folder, in its usual subfolders, or in one folder per subject.
+
     Args:
-        given: the folder was not found by its name, and may hold several data sets.
+        may_hold_others: the folder was not found by its name, so its subfolders may be other data sets.
     """
     parts = [child for part in _PARTS for child in _folders(root) if child.name.lower() == part]
     for folder in (root, *parts):
-        if found := _in_folder(folder, names, split):
-            return found
-    # One folder per subject, which a folder of several data sets looks like.
+        if files := _in_folder(folder, names, split):
+            return files
+    # A folder with one folder per subject looks like a folder of several data sets. It is taken as the former only if
+    # its name says so, or if no subfolder is named after a data set and at least two have files of the split.
     subjects = [child for folder in (root, *parts) for child in _folders(folder) if child not in parts]
-    if given and any(_plain(child.name) in _ALL for child in subjects):
+    if may_hold_others and any(_canonical(child.name) in _ALL for child in subjects):
         return []
-    each = [_in_folder(child, names, split, deep=False) for child in subjects]
-    return [file for files in each for file in files] if sum(map(bool, each)) > 1 or not given else []
+    by_subject = [_in_folder(child, names, split, deep=False) for child in subjects]
+    if may_hold_others and sum(map(bool, by_subject)) < 2:
+        return []
+    return [file for files in by_subject for file in files]
 
 
-def _in_folder(folder: Path, names: Names, split: str, deep: bool = True) -> list[Path]:
-    """
+def _in_folder(folder: Path, names: DataSetNames, split: str, deep: bool = True) -> list[Path]:
+    """The files of a split in one folder, by their names.
+
     Args:
-        deep: a folder named after the split counts with all the files in it.
+        deep: also take all files below a subfolder that is named after the split.
     """
     if (folder / "dataset_dict.json").is_file():
         return [folder / split] if (folder / split / "state.json").is_file() else []
     if (folder / "state.json").is_file():
         return [folder] if split == "test" else []
-    if found := _matching(folder, {split, *(name + split for name in names.own)}):
-        return found
-    if split == "test" and (found := _matching(folder, set(names.own))):
-        return found
+    if files := _matching(folder, {split, *(alias + split for alias in names.aliases)}):
+        return files
+    if split == "test" and (files := _matching(folder, set(names.aliases))):
+        return files
     for child in _folders(folder):
         if child.name.lower() == split and (child / "state.json").is_file():
             return [child]
@@ -117,17 +133,19 @@ def _in_folder(folder: Path, names: Names, split: str, deep: bool = True) -> lis
     return []
 
 
-def _lone(data: Path, names: Names, split: str) -> list[Path]:
-    """A file named after the data set in the given folder or in one of `beside`."""
-    wanted = {name + split for name in names.own} | (set(names.own) if split == "test" else set())
-    for folder in (data, *(child for child in _folders(data) if _plain(child.name) in names.beside)):
-        if found := _matching(folder, wanted):
-            return found
+def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
+    """A file named after the data set, in the given folder or in a folder of `names.hosts`."""
+    wanted = {alias + split for alias in names.aliases}
+    if split == "test":
+        wanted |= set(names.aliases)
+    for folder in (data, *(child for child in _folders(data) if _canonical(child.name) in names.hosts)):
+        if files := _matching(folder, wanted):
+            return files
     return []
 
 
-def _twin(file: Path, split: str) -> list[Path]:
-    """The file of another split next to the one with the test questions."""
+def _other_split(file: Path, split: str) -> list[Path]:
+    """The file of another split beside the file with the test questions."""
     name = re.sub("test", split, file.name, flags=re.IGNORECASE)
     if name != file.name and file.with_name(name).is_file():
         return [file.with_name(name)]
@@ -135,20 +153,24 @@ def _twin(file: Path, split: str) -> list[Path]:
 
 
 def _matching(folder: Path, wanted: set[str]) -> list[Path]:
-    """Data files whose names are wanted; a file that is whole before numbered shards."""
-    there = [file for file in _entries(folder) if _plain(_SHARD.sub("", file.stem)) in wanted]
-    whole = [file for file in there if not _SHARD.search(file.stem)]
-    return _one_form(whole)[:1] or _one_form(there)
+    """Data files with one of the wanted names; a single file is preferred to numbered shards."""
+    files = [file for file in _entries(folder) if _canonical(_SHARD.sub("", file.stem)) in wanted]
+    unsharded = [file for file in files if not _SHARD.search(file.stem)]
+    return _one_form(unsharded)[:1] or _one_form(files)
 
 
 def _one_form(files: Iterator[Path] | Sequence[Path]) -> list[Path]:
-    """Those with the first suffix that is there, since the same rows may lie side by side in several forms."""
-    data = [file for file in files if file.is_file() and file.name not in _NOT_ROWS and not file.name.startswith(".")]
-    forms = ([file for file in data if file.suffix.lower() == suffix] for suffix in SUFFIXES)
-    return sorted(next((form for form in forms if form), []), key=_order)
+    """The data files with the first suffix that occurs, because the same rows may be stored in several formats."""
+    data = [
+        file for file in files if file.is_file() and file.name not in _METADATA_FILES and not file.name.startswith(".")
+    ]
+    for suffix in SUFFIXES:
+        if form := [file for file in data if file.suffix.lower() == suffix]:
+            return sorted(form, key=_numeric_order)
+    return []
 
 
-def _order(file: Path) -> tuple[Path, int, str]:
+def _numeric_order(file: Path) -> tuple[Path, int, str]:
     return file.parent, int(file.stem) if file.stem.isdecimal() else -1, file.name
 
 
@@ -157,7 +179,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """None in a folder that may not be read, such as a neighbour of the one that is looked for."""
+    """The entries of a folder; none if it is unreadable, which does not matter for a neighbour of the data."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -165,7 +187,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _snapshot(folder: Path) -> Path:
-    """Of a folder in the hub's cache the revision that `main` names, or the only one."""
+    """In a folder of the hub's cache, the revision that `main` names, or the only one; otherwise the folder itself."""
     revisions = _folders(folder / "snapshots") if (folder / "snapshots").is_dir() else []
     main = folder / "refs" / "main"
     if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()) in revisions:
@@ -173,6 +195,6 @@ def _snapshot(folder: Path) -> Path:
     return revisions[0] if len(revisions) == 1 else folder
 
 
-def _plain(name: str) -> str:
-    """A folder of the hub's cache is called datasets--owner--name."""
+def _canonical(name: str) -> str:
+    """Letters and digits in lower case, without the prefix of folders in the hub's cache (datasets--owner--name)."""
     return "".join(char for char in name.lower().removeprefix("datasets--") if char.isalnum())

@@ -1,4 +1,4 @@
-"""What is known of the published data: how many questions, what they are, and the worked examples of papers."""
+"""Facts about the published data: row counts, content hashes, and the worked examples of the papers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from distill_rl.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedSplit:
     """A split as it was published."""
 
-    what: str
+    name: str
     count: int
     content_sha256: str
-    """by `read.content_sha256`"""
+    """As computed by `read.content_sha256`."""
 
     def warnings(self, count: int, content_sha256: str) -> tuple[str, ...]:
-        """One line, where rows are missing or too many, or are not those that were published."""
+        """One line if the count or the content of the rows differs from the published split; otherwise none."""
         if count != self.count:
-            return (f"{self.what}: {count} rows, the published data have {self.count}",)
+            return (f"{self.name}: {count} rows, the published data have {self.count}",)
         if content_sha256 != self.content_sha256:
-            found, known = content_sha256[:12], self.content_sha256[:12]
-            return (f"{self.what}: the content is not the published one (sha256 {found}…, not {known}…)",)
+            actual, published = content_sha256[:12], self.content_sha256[:12]
+            return (f"{self.name}: the content differs from the published data (sha256 {actual}…, not {published}…)",)
         return ()
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class WorkedExample:
     """A worked example."""
 
     question: str
@@ -38,17 +38,17 @@ class Example:
 
 
 @cache
-def worked_examples(name: str) -> tuple[Example, ...]:
-    """Those of a paper, which its file in `fewshot/` cites, in the paper's order."""
+def worked_examples(name: str) -> tuple[WorkedExample, ...]:
+    """The worked examples of a paper, in its order; the file in `fewshot/` cites the paper."""
     text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
-    return tuple(Example(**example) for example in json.loads(text)["examples"])
+    return tuple(WorkedExample(**example) for example in json.loads(text)["examples"])
 
 
-def first_examples(name: str, count: int) -> tuple[Example, ...]:
-    """The first `count` of them.
+def first_examples(name: str, count: int) -> tuple[WorkedExample, ...]:
+    """The first `count` worked examples of a paper.
 
     Raises:
-        DataError: there are not so many.
+        DataError: the paper has fewer.
     """
     examples = worked_examples(name)
     if not 0 <= count <= len(examples):

@@ -1,4 +1,4 @@
-"""Rows of questions from files of any usual form: Parquet, JSON lines, JSON, CSV, Arrow, folders of `datasets`."""
+"""Reads rows of questions from Parquet, JSON lines, JSON, CSV and Arrow files, and from folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from distill_rl.errors import DataError
 
 T = TypeVar("T")
 
-_HEADINGS = {"question", "problem", "prompt", "input"}
+_QUESTION_COLUMNS = {"question", "problem", "prompt", "input"}
+"""A first CSV record with one of these names is a header."""
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 MAX_PROBLEMS = 20
-"""bad rows that are told before reading stops"""
+"""Bad rows that are reported before reading stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a file; the keys of `values` are in lower case."""
+    """One row of a file."""
 
     file: Path
     number: int
-    """from 1; of JSON lines and CSV without a header the line or record in the file"""
+    """Position of the row from 1; in JSON lines and CSV files, of its line or record in the file."""
     values: Mapping[str, Any]
+    """Values by column; column names are in lower case."""
     problem: str = ""
-    """why there are no values"""
+    """The rule that the row breaks; it then has no values."""
 
 
 def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
-    """All rows of a file, or of a folder that `datasets` saved.
+    """Reads all rows of a file, or of a folder that `datasets` saved.
 
     Args:
         header: the columns of a CSV file whose first record does not name them.
 
     Raises:
-        DataError: not readable, damaged, or of no form that is known here.
+        DataError: an unreadable, damaged or empty file, or an unknown format.
     """
+    rows = []
     try:
-        rows = [Row(path, number, _lowered(value), "") if isinstance(value, Mapping) else Row(path, number, {}, value)
-                for number, value in _values(path, header)]  # fmt: skip
+        for number, content in _contents(path, header):
+            if isinstance(content, Mapping):
+                rows.append(Row(path, number, {str(name).strip().lower(): value for name, value in content.items()}))
+            else:
+                rows.append(Row(path, number, {}, problem=content))
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror or str(error)) from error
     if not rows:
@@ -52,11 +58,11 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
     return rows
 
 
-def convert(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
-    """`function` of every row; it raises ValueError with the rule that a bad row breaks.
+def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
+    """Applies `function` to every row; for a bad row it raises ValueError with the rule that the row breaks.
 
     Raises:
-        DataError: the bad rows, one line each with file, number and rule; after MAX_PROBLEMS of them no more is read.
+        DataError: the bad rows, one line each with file, number and rule, up to MAX_PROBLEMS of them.
     """
     converted, problems = [], []
     for row in rows:
@@ -77,101 +83,101 @@ def convert(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
 def require_columns(
     rows: Sequence[Row], kinds: Mapping[str, Sequence[str]], foreign: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """
+    """Checks that every file has the columns of its suite.
+
     Args:
-        kinds: per kind of column ("answer") the names that it may have.
-        foreign: the same for columns that only the data of other suites have.
+        kinds: per kind of column ("answer"), the names that it may have.
+        foreign: per kind, names of columns that occur only in the data of other suites.
 
     Raises:
-        DataError: a file without a column of one of the kinds, or with a foreign one, and the columns that it has; one
-            line per file and kind.
+        DataError: a file lacks a kind of column or has a foreign one; one line per file and kind.
     """
-    columns: dict[Path, dict[str, None]] = {}
+    columns_of: dict[Path, dict[str, None]] = {}
     for row in rows:
-        columns.setdefault(row.file, {}).update(dict.fromkeys(row.values))
+        columns_of.setdefault(row.file, {}).update(dict.fromkeys(row.values))
     problems = []
-    for file, there in columns.items():
+    for file, columns in columns_of.items():
+        listed = f"the columns {', '.join(columns)}"
         for kind, names in kinds.items():
-            if there and not any(name in there for name in names):
-                listed = " or ".join(f"`{name}`" for name in names)
-                found = f"the columns {', '.join(there)}"
-                problems.append(str(DataError(str(file), f"must have a column with the {kind} ({listed})", found)))
+            if columns and not any(name in columns for name in names):
+                allowed = " or ".join(f"`{name}`" for name in names)
+                problems.append(str(DataError(str(file), f"must have a column with the {kind} ({allowed})", listed)))
         for kind, names in (foreign or {}).items():
-            if any(name in there for name in names):
-                rule = f"must have no column with {kind}, as the data of another suite do"
-                problems.append(str(DataError(str(file), rule, f"the columns {', '.join(there)}")))
+            if any(name in columns for name in names):
+                rule = f"must have no column with {kind}, which belongs to the data of another suite"
+                problems.append(str(DataError(str(file), rule, listed)))
     if problems:
         shown = problems[:MAX_PROBLEMS]
         if len(problems) > MAX_PROBLEMS:
-            shown.append(f"and {len(problems) - MAX_PROBLEMS} more files without a column that is needed")
+            shown.append(f"and {len(problems) - MAX_PROBLEMS} more files with wrong columns")
         raise DataError.many(shown)
 
 
-def value(row: Row, names: Sequence[str]) -> Any:
-    """The first of the columns that the row has a value in, be it an empty text if there is no other; None: in none."""
-    found = [row.values[name] for name in names if row.values.get(name) is not None]
-    return next((one for one in found if one != ""), found[0] if found else None)
+def first_value(row: Row, names: Sequence[str]) -> Any:
+    """The first value in the named columns that is neither missing nor empty; else an empty text if one has it; else
+    None."""
+    values = [row.values[name] for name in names if row.values.get(name) is not None]
+    filled = [value for value in values if value != ""]
+    return next(iter(filled or values), None)
 
 
-def text(row: Row, names: Sequence[str]) -> str:
-    """The same, as a text that is not empty.
+def required_text(row: Row, names: Sequence[str]) -> str:
+    """`first_value`, which must be non-empty text.
 
     Raises:
-        ValueError: something else.
+        ValueError: it is not.
     """
-    found = value(row, names)
-    if not isinstance(found, str) or not found.strip():
-        got = "nothing" if found is None else repr(found)[:60]
-        raise ValueError(f"`{names[0]}` must be a text that is not empty; got {got}; mend the row, or remove it")
-    return checked(found, names[0])
+    value = first_value(row, names)
+    if not isinstance(value, str) or not value.strip():
+        got = "nothing" if value is None else repr(value)[:60]
+        raise ValueError(f"`{names[0]}` must be non-empty text; got {got}; correct the row, or remove it")
+    return require_unicode(value, names[0])
 
 
-def checked(found: str, name: str) -> str:
-    """
+def require_unicode(text: str, name: str) -> str:
+    """Returns the text if it can be encoded.
+
     Raises:
-        ValueError: JSON can spell halves of surrogate pairs, which are no text.
+        ValueError: it holds lone surrogates, which JSON escapes can spell.
     """
     try:
-        found.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"`{name}` must be Unicode text, without lone surrogates") from error
-    return found
+    return text
 
 
 def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) -> str:
-    """SHA-256 of rows of texts, whatever their order.
+    """SHA-256 of rows of texts, independent of the order of the rows.
 
     Args:
-        exact: every character counts; else runs of white space count as one blank, and none at the ends.
+        exact: hash every character; otherwise runs of white space count as one blank, and white space at the ends is
+            ignored.
     """
     digests = sorted(_digest(texts, exact=exact) for texts in contents)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-class Ids:
-    """Names rows by their content, so that they are the same in whatever form and order the rows are stored."""
+class ContentIds:
+    """Makes row ids from content, so that they do not depend on file format and row order."""
 
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
     def __call__(self, *texts: str) -> str:
-        """12 hexadecimal digits; rows with the same texts get -2, -3, …"""
-        name = _digest(texts)[:12]
-        self._seen[name] += 1
-        return name if self._seen[name] == 1 else f"{name}-{self._seen[name]}"
+        """12 hexadecimal digits; repeated rows get the suffixes -2, -3, …"""
+        row_id = _digest(texts)[:12]
+        self._seen[row_id] += 1
+        return row_id if self._seen[row_id] == 1 else f"{row_id}-{self._seen[row_id]}"
 
 
 def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
-    counted = [one if exact else " ".join(one.split()) for one in texts]
-    return hashlib.sha256(json.dumps(counted).encode()).hexdigest()
+    hashed = [text if exact else " ".join(text.split()) for text in texts]
+    return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
 
-def _lowered(values: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name).strip().lower(): content for name, content in values.items()}
-
-
-def _values(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """(number, row or what is wrong with it)"""
+def _contents(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """(number, the row or the rule that it breaks) for every row of a file."""
     if path.is_dir():
         return enumerate(_saved(path), start=1)
     suffix = path.suffix.lower()
@@ -224,10 +230,11 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
                 if not cells:
                     continue
                 if not names:
-                    lowered = [cell.strip().lower() for cell in cells]
-                    names = lowered if not header or _HEADINGS & set(lowered) else header
-                    if names is lowered:
+                    first = [cell.strip().lower() for cell in cells]
+                    if not header or _QUESTION_COLUMNS & set(first):
+                        names = first
                         continue
+                    names = header
                 if len(cells) == len(names):
                     yield number, dict(zip(names, cells))
                 else:
@@ -237,9 +244,9 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
 
 
 def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """JSON lines; or, of a .json file, a list of objects or a single object."""
+    """JSON lines; in a .json file also a list of objects or a single object."""
     content = path.read_bytes()
-    whole = _parse(content) if path.suffix.lower() == ".json" else ""
+    whole = _parse(content) if path.suffix.lower() == ".json" else ""  # text is an error message
     if isinstance(whole, Mapping):
         yield 1, whole
         return
@@ -257,7 +264,7 @@ def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:
-    """An object or a list, or what is wrong."""
+    """An object or a list, or the rule that the content breaks."""
     try:
         parsed = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:

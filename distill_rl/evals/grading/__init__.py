@@ -1,1 +1,1 @@
-"""Judging answers in child processes: extraction, normalisation, equivalence."""
+"""Grading of completions in child processes: answer extraction, normalisation and equivalence."""

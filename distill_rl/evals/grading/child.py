@@ -1,4 +1,4 @@
-"""A process that judges (`judge`), as seen from outside: JSON lines to it and from it, each within a time."""
+"""The parent's side of a grading process (`judge`): JSON lines to it and from it, each with a deadline."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-LONGEST_REPLY = 1 << 26
-"""bytes"""
-GONE_S = 10.0
-"""for a process that was killed to be gone; one that the kernel holds, on a dead disk for instance, is left behind"""
+MAX_REPLY_BYTES = 1 << 26
+REAP_S = 10.0
+"""Seconds to wait for a killed process. One that the kernel holds longer, for instance on a dead disk, is abandoned."""
 
-_PASSED_ON = (
+_INHERITED_VARIABLES = (
     "PATH",
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
@@ -32,17 +31,20 @@ _PASSED_ON = (
 )
 
 
-class Ended(Exception):
-    """The process is gone, or its streams are closed."""
+class ChildEnded(Exception):
+    """The process has ended, or its streams are closed."""
 
 
-class Late(Exception):
-    """Nothing came in time."""
+class ChildTimeout(Exception):
+    """The process did not answer in time."""
 
 
 class Child:
-    """One process, in a group of its own, with its streams. One thread talks to it, and calls `gone`; another one may
-    call `kill`, but not while `gone` runs. It ends when the thread that started it does."""
+    """A grading process, in a process group of its own.
+
+    One thread starts it, exchanges messages with it and calls `reap`. Any other thread may call `kill`, but not while
+    `reap` runs. The process dies with the thread that started it.
+    """
 
     def __init__(self, deadline_s: float, memory_bytes: int):
         command = [
@@ -67,57 +69,57 @@ class Child:
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._requests, False)
-        self._asked = 0
-        self._read = bytearray()
+        self._request_id = 0
+        self._buffer = bytearray()
 
-    def ask(self, request: str, timeout_s: float) -> int:
-        """Sends a JSON object, and returns the number that it was given."""
-        self._asked += 1
-        left = memoryview(f'{{"number": {self._asked}, {request[1:]}\n'.encode())
-        until = time.monotonic() + timeout_s
-        while left:
-            _wait(self._requests, select.POLLOUT, until)
+    def send(self, request: str, timeout_s: float) -> int:
+        """Sends a JSON object, with an id added as `number`; returns the id."""
+        self._request_id += 1
+        unsent = memoryview(f'{{"number": {self._request_id}, {request[1:]}\n'.encode())
+        deadline = time.monotonic() + timeout_s
+        while unsent:
+            _wait(self._requests, select.POLLOUT, deadline)
             try:
-                left = left[os.write(self._requests, left) :]
+                unsent = unsent[os.write(self._requests, unsent) :]
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise Ended from error
-        return self._asked
+                raise ChildEnded from error
+        return self._request_id
 
     def read(self, timeout_s: float) -> dict[str, Any]:
-        """The next reply; one that is no JSON object is empty."""
-        until = time.monotonic() + timeout_s
-        looked_at = 0
-        while (end := self._read.find(b"\n", looked_at)) < 0:
-            looked_at = len(self._read)
-            if looked_at > LONGEST_REPLY:
+        """The next reply; an empty one if it is invalid, too long, or belongs to another request."""
+        deadline = time.monotonic() + timeout_s
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > MAX_REPLY_BYTES:
                 return {}
-            _wait(self._replies, select.POLLIN, until)
+            _wait(self._replies, select.POLLIN, deadline)
             more = os.read(self._replies, 1 << 16)
             if not more:
-                raise Ended
-            self._read += more
-        line, self._read = bytes(self._read[:end]), self._read[end + 1 :]
+                raise ChildEnded
+            self._buffer += more
+        line, self._buffer = bytes(self._buffer[:end]), self._buffer[end + 1 :]
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        if not isinstance(reply, dict) or reply.get("done", self._asked) != self._asked:
+        if not isinstance(reply, dict) or reply.get("done", self._request_id) != self._request_id:
             return {}
         return reply
 
     def kill(self) -> None:
-        """SIGKILL for its group. A child that is ending of itself keeps its exit code: the signal comes too late."""
-        if self._process.returncode is not None:  # the id may be another's by now
+        """Sends SIGKILL to the process group. A child that is already exiting keeps its exit code."""
+        if self._process.returncode is not None:  # the process is reaped, so its id may belong to another one
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def gone(self) -> int | None:
-        """Waits for the end of what was killed; its exit code, or None if it is still there after `GONE_S`."""
+    def reap(self) -> int | None:
+        """Waits for the killed process; returns its exit code, or None if it still exists after `REAP_S`."""
         try:
-            code = self._process.wait(GONE_S)
+            code = self._process.wait(REAP_S)
         except subprocess.TimeoutExpired:
             code = None
         for stream in (self._process.stdin, self._process.stdout):
@@ -127,19 +129,19 @@ class Child:
         return code
 
 
-def _wait(descriptor: int, event: int, until: float) -> None:
+def _wait(descriptor: int, event: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(descriptor, event)
-    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise Late
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise ChildTimeout
 
 
 def _environment() -> dict[str, str]:
-    """Of a child: no secrets, no GPU, no network, and the same order of sets every time."""
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    """The environment of a child: no secrets, no GPU, no hub access, and a fixed hash seed for reproducible results."""
+    inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     root = Path(__file__).resolve().parents[3]
     if root != Path(sysconfig.get_paths()["purelib"]).resolve():
-        passed["PYTHONPATH"] = os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), str(root))))
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited.get("PYTHONPATH"), str(root))))
     fixed = {
         "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1",
@@ -147,4 +149,4 @@ def _environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    return passed | fixed
+    return inherited | fixed

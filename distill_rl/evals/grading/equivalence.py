@@ -1,4 +1,4 @@
-"""Whether two answers are the same."""
+"""Decides whether two answers are equivalent: LaTeX by `same_math`, numbers by `same_number`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fractions import Fraction
 
 from distill_rl.evals.grading.normalize import normalize, without_delimiters
 
-LONGEST_ANSWER = 2000
-"""characters; what is longer, and not the same text, is not parsed: no answer of a suite comes near it"""
+MAX_ANSWER_CHARACTERS = 2000
+"""A longer answer that is not the same text counts as wrong without parsing; no suite has answers of this length."""
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?(?:/0*[1-9][0-9]*)?")
 _MIXED_NUMBER = re.compile(r"([-+]?)([0-9]+) +([0-9]+/0*[1-9][0-9]*)")
@@ -22,55 +22,60 @@ _MIXED = re.compile(r"(?<![\w.,^/\\})])([0-9]++)(?: |\\ |\\,|~)++([0-9]++)\s?/\s
 _MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 
 
-def same_math(gold: str, given: str) -> bool:
-    r"""Whether a LaTeX answer (without `\boxed`) is the gold one: the same after `normalize`, or equal to math-verify.
+def same_math(gold: str, answer: str) -> bool:
+    r"""Whether a LaTeX answer (without `\boxed`) equals the gold answer. The first test that applies decides:
 
-    On hostile input this may run for hours, take all memory, or crash the process: call it where `grader` does.
+    1. the same text, without delimiters and thousands separators;
+    2. the same text after `normalize`;
+    3. different if the answer is written in a base that the gold answer is not: math-verify drops the base of a number;
+    4. exact comparison if both are decimals: math-verify rounds to six decimals;
+    5. math-verify.
+
+    Hostile input may take hours or all memory, or crash the process, so call this only in a grading process.
 
     Raises:
-        MemoryError, RecursionError: too much for this process; nothing is said about the answer.
+        MemoryError, RecursionError: the resources of this process were exceeded; the answer is not judged.
     """
-    gold, given = _tidied(gold), _tidied(given)
-    if gold == given:
+    gold, answer = _clean(gold), _clean(answer)
+    if gold == answer:
         return bool(gold)
-    if len(given) > LONGEST_ANSWER:
+    if len(answer) > MAX_ANSWER_CHARACTERS:
         return False
-    normal, normal_given = normalize(gold), normalize(given)
-    if normal and normal == normal_given:
+    normal_gold, normal_answer = normalize(gold), normalize(answer)
+    if normal_gold and normal_gold == normal_answer:
         return True
-    # Two cases that math-verify takes too lightly: it drops the base of a number, and rounds to six decimals.
-    if _base(given) not in (None, _base(gold)):
+    if _base(answer) not in (None, _base(gold)):
         return False
-    if _DECIMAL.fullmatch(normal) and _DECIMAL.fullmatch(normal_given):
-        return Fraction(normal) == Fraction(normal_given)
+    if _DECIMAL.fullmatch(normal_gold) and _DECIMAL.fullmatch(normal_answer):
+        return Fraction(normal_gold) == Fraction(normal_answer)
     parse, verify = _math_verify()
     try:
-        return verify(parse(gold), parse(given))
+        return verify(parse(gold), parse(answer))
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # what math-verify makes of expressions that cannot be compared
+    except Exception:  # math-verify raises many types for expressions that it cannot compare
         return False
 
 
-def _tidied(answer: str) -> str:
-    r"""Without delimiters, and without the separators of thousands that LaTeX writes as `,\!`, `\,` or `{,}`.
+def _clean(answer: str) -> str:
+    r"""The answer without delimiters and without thousands separators, which LaTeX writes as `,\!`, `\,` or `{,}`.
 
-    `2 1/2` is spelled `2\frac{1}{2}`: without its blank it would be 21/2.
+    `2 1/2` becomes `2\frac{1}{2}`, because it would read as 21/2 once its blank is removed.
     """
     answer = _THIN_THOUSANDS.sub("", without_delimiters(answer).translate(_MINUS))
     return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 
 def _base(answer: str) -> str | None:
-    """6 of 2112_6 or 2112_{6}."""
-    found = _BASED.fullmatch(answer)
-    return found[1] if found else None
+    """The base of a number: 6 for 2112_6 or 2112_{6}; None: not written in a base."""
+    match = _BASED.fullmatch(answer)
+    return match[1] if match else None
 
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
-    """math-verify's two halves without its time limits: an alarm works in a main thread only, and counts a time-out as
-    a wrong answer. The grader's deadline does better."""
+    """math-verify's `parse` and `verify` without their time limits. These use an alarm, which works in the main thread
+    only and counts a timeout as a wrong answer; the grader's own deadline reports it as such."""
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from math_verify import LatexExtractionConfig, parse, verify
@@ -80,22 +85,22 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
     def parsed(answer: str) -> list:
         return parse(f"\\boxed{{{answer}}}", only_box, parsing_timeout=None, raise_on_error=True)  # type: ignore[arg-type]
 
-    def equal(gold: list, given: list) -> bool:
-        return verify(gold, given, timeout_seconds=None, raise_on_error=True)
+    def equal(gold: list, answer: list) -> bool:
+        return verify(gold, answer, timeout_seconds=None, raise_on_error=True)
 
     return parsed, equal
 
 
-def same_number(gold: str, given: str) -> bool:
-    """Whether two numbers, written as `extract.last_number` gives them, are exactly equal: 18 and 18.00, 1,000 and
-    1000, 1/2 and 0.5, 2 1/2 and 2.5. What is no number equals nothing."""
-    left, right = _value(gold), _value(given)
-    return left is not None and left == right
+def same_number(gold: str, answer: str) -> bool:
+    """Whether two numbers, written as `extract.last_number` returns them, are exactly equal: 18 and 18.00, 1,000 and
+    1000, 1/2 and 0.5, 2 1/2 and 2.5. Text that is not a number equals nothing."""
+    gold_value, value = _value(gold), _value(answer)
+    return gold_value is not None and gold_value == value
 
 
 def _value(text: str) -> Fraction | None:
     text = re.sub(r"[,$%]", "", text.translate(_MINUS)).strip()
-    if len(text) > LONGEST_ANSWER:
+    if len(text) > MAX_ANSWER_CHARACTERS:
         return None
     if mixed := _MIXED_NUMBER.fullmatch(text):
         whole = int(mixed[2]) + Fraction(mixed[3])

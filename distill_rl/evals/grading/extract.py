@@ -1,6 +1,6 @@
-"""Finding the answer in what a model wrote.
+"""Extracts the answer from a model's completion.
 
-Every function takes time linear in the text, whatever it holds, and reads it without terminal codes (`plain`).
+Every function runs in time linear in the text, whatever its content, and ignores terminal codes (`plain`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 _ESCAPES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, movements of the cursor
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor movements
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])(?:[^\x00-\x1f\x7f-\x9f]{0,1000}+(?:\x07|\x1b\\|\x9c))?"  # titles, links
     r"|\x1b[ -/]*[0-~]?"
 )
@@ -26,11 +26,11 @@ _BARE_BOXED = re.compile(r"\s*+([^\s${}][^\s$]{0,200}+)")
 _FINAL = re.compile(r"Final Answer:\s*+The final answer is", re.IGNORECASE)
 _HOPE = re.compile(r"I hope it is correct", re.IGNORECASE)
 
-_DRESS = r"(?:[\s*_`\"'$({\[]|\\(?:boxed|fbox|text(?:bf)?|math(?:rm|bf))(?![A-Za-z])|\\[(\[]|</?\w{1,10}>){0,16}+"
+_MARKUP = r"(?:[\s*_`\"'$({\[]|\\(?:boxed|fbox|text(?:bf)?|math(?:rm|bf))(?![A-Za-z])|\\[(\[]|</?\w{1,10}>){0,16}+"
 
 _MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 _NUMBER = (
-    r"(?>(?:(?<![\w)\]}.])-\s?)?(?:\\?[$€£]\s?-?)?"  # the minus of 3-2 is no sign
+    r"(?>(?:(?<![\w)\]}.])-\s?)?(?:\\?[$€£]\s?-?)?"  # the minus in 3-2 is not a sign
     r"(?:(?:[0-9]++\s?)?\\[dt]?frac\s?\{\s?[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
     r"|\\[dt]?frac\s?\{\s?-[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
     r"|[0-9]++ [0-9]++\s?/\s?[0-9]++"
@@ -39,41 +39,46 @@ _NUMBER = (
     r"|\.[0-9]++))"
 )
 _ANY_NUMBER = re.compile(_NUMBER)
-_HASHES = re.compile(rf"####{_DRESS}({_NUMBER})")
+_HASHES = re.compile(rf"####{_MARKUP}({_NUMBER})")
 _ANSWER_IS = re.compile(
-    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_DRESS}(?:[a-z]\s?=\s?)?({_NUMBER})"
+    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_MARKUP}(?:[a-z]\s?=\s?)?({_NUMBER})"
     r"(?!\s?(?:[-+*/×·÷^=x]|\\(?:times|cdot|div)(?![a-z]))\s?\(?\\?[$€£]?[0-9])",  # 5 x 3 = 15 is not 5
     re.IGNORECASE,
 )
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3})")
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{\s?(-?[0-9]+)\s?\}\s?\{\s?([0-9]+)\s?\}")
-_NOT_OF_NUMBERS = re.compile(r"\\(?=[$€£])|[,$€£]")
+_NUMBER_MARKUP = re.compile(r"\\(?=[$€£])|[,$€£]")
 _LOOSE_BLANK = re.compile(r"(?<![0-9]) | (?![0-9])")
 
 
 def plain(text: str) -> str:
-    """The text without terminal escape sequences, control characters and invisible marks; tabs and line ends stay."""
+    """The text without terminal escape sequences, control characters and invisible marks; tabs and newlines are kept."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
 
 
 @dataclass(slots=True)
 class _Box:
     begin: int
-    """of the command"""
+    """Start of the command."""
     start: int
-    """of the content"""
+    """Start of the content."""
     end: int | None = None
-    """of the content; None: never closed"""
+    """End of the content; None: never closed."""
     after: int = 0
+    """End of the whole command."""
     outer: _Box | None = None
-    """the nearest box that was still open"""
+    """The innermost box around this one."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}` or `\fbox{…}` that is not empty; of boxes in each other, the outermost.
+    r"""The content of the last non-empty `\boxed{…}` or `\fbox{…}`; for nested boxes, of the outermost one.
 
-    `\boxed 5` counts up to the next space or `$`. None: there is no box, or the last one is never closed (a completion
-    that was cut off). Braces written as `\{` do not nest.
+    1. Find all boxes and drop the empty ones. There is no answer if none is left, or if the last one is never closed,
+       because the completion was cut off.
+    2. Go from the last box out to its outermost closed box.
+    3. While a box contains nothing but another box, go in again, so that `\boxed{\boxed{5}}` gives 5.
+
+    `\boxed 5` extends to the next space or `$`. Braces written as `\{` do not nest.
     """
     text = plain(text)
     boxes = [box for box in _boxes(text) if box.end is None or not _SPACE.fullmatch(text, box.start, box.end)]
@@ -92,34 +97,34 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Every box, in the order in which they begin."""
+    """All boxes, in the order in which they begin, found in one pass with a stack of open braces."""
     boxes: list[_Box] = []
-    braces: list[_Box | None] = []
-    nested: list[_Box] = []
+    open_braces: list[_Box | None] = []  # None: a brace that is not a box's
+    open_boxes: list[_Box] = []
     at = 0
-    while found := _BRACES.search(text, at):
-        at = found.end()
-        if found["box"]:
-            outer = nested[-1] if nested else None
+    while token := _BRACES.search(text, at):
+        at = token.end()
+        if token["box"]:
+            outer = open_boxes[-1] if open_boxes else None
             if brace := _OPEN.match(text, at):
                 at = brace.end()
-                box = _Box(found.start(), at, outer=outer)
-                braces.append(box)
-                nested.append(box)
+                box = _Box(token.start(), at, outer=outer)
+                open_braces.append(box)
+                open_boxes.append(box)
                 boxes.append(box)
             elif bare := _BARE_BOXED.match(text, at):
-                end = bare.start(1) + len(_bare(bare[1]))
-                boxes.append(_Box(found.start(), bare.start(1), end, end, outer))
-        elif found[0] == "{":
-            braces.append(None)
-        elif found[0] == "}" and braces and (closed := braces.pop()) is not None:
-            closed.end, closed.after = found.start(), at
-            nested.pop()
+                end = bare.start(1) + len(_without_trailing_text(bare[1]))
+                boxes.append(_Box(token.start(), bare.start(1), end, end, outer))
+        elif token[0] == "{":
+            open_braces.append(None)
+        elif token[0] == "}" and open_braces and (closed := open_braces.pop()) is not None:
+            closed.end, closed.after = token.start(), at
+            open_boxes.pop()
     return boxes
 
 
-def _bare(content: str) -> str:
-    """Without what belongs to the text around it: closing braces too many, and punctuation."""
+def _without_trailing_text(content: str) -> str:
+    """The content of a box without braces, up to the first unmatched closing brace, and without final punctuation."""
     depth = 0
     for at, character in enumerate(content):
         depth += (character == "{") - (character == "}")
@@ -130,9 +135,9 @@ def _bare(content: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """What stands between "Final Answer: The final answer is" and ". I hope it is correct.", the first time.
+    """The text between the first "Final Answer: The final answer is" and ". I hope it is correct.".
 
-    Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D. Where the second part is missing, up to the end of the line.
+    Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D. If the second part is missing, the rest of the line counts.
     """
     text = plain(text)
     begin = _FINAL.search(text)
@@ -146,34 +151,34 @@ def final_answer(text: str) -> str | None:
 def last_letter(text: str, letters: str = "ABCD") -> str | None:
     r"""The X of the last `Answer: X`, in upper case: `**Answer:** (b)`, `answer: \boxed{B}` and the like are B.
 
-    A small letter counts only where nothing follows it in the line, for "answer: a cat" names no choice.
+    A lower-case letter counts only at the end of its line: "answer: a cat" names no choice.
     """
-    capital = rf"([{re.escape(letters)}])(?!\w)"
-    lonely = rf"([{re.escape(letters.lower())}])(?=[)}}\].*_`$]{{0,8}}+[ \t]{{0,8}}+$)"
-    pattern = rf"(?i:answer)[\s*_`]{{0,8}}+[:：]{_DRESS}(?:{capital}|{lonely})"
-    found = _last(re.compile(pattern, re.MULTILINE), plain(text))
-    return (found[1] or found[2]).upper() if found else None
+    upper = rf"([{re.escape(letters)}])(?!\w)"
+    lower = rf"([{re.escape(letters.lower())}])(?=[)}}\].*_`$]{{0,8}}+[ \t]{{0,8}}+$)"
+    pattern = rf"(?i:answer)[\s*_`]{{0,8}}+[:：]{_MARKUP}(?:{upper}|{lower})"
+    match = _last(re.compile(pattern, re.MULTILINE), plain(text))
+    return (match[1] or match[2]).upper() if match else None
 
 
 def last_number(text: str) -> str | None:
-    r"""The number that a text ends with, for `equivalence.same_number`: after `####`, else after "answer is" or
-    "answer:", else the last one of the text.
+    r"""The final number of a text, for `equivalence.same_number`: the last one after `####`, otherwise the last one after
+    "answer is" or "answer:", otherwise the last number in the text.
 
-    Without separators of thousands, currency and percent signs; `-` for any minus; a fraction as `a/b`, a mixed number
-    as `n a/b`.
+    It is returned without thousands separators, currency and percent signs, with `-` for any minus sign, a fraction as
+    `a/b`, and a mixed number as `n a/b`.
     """
     text = _THOUSANDS.sub(",", plain(text).translate(_MINUS))
     for pattern in (_HASHES, _ANSWER_IS, _ANY_NUMBER):
-        if found := _last(pattern, text):
-            return _bare_number(found[pattern.groups])
+        if match := _last(pattern, text):
+            return _plain_number(match[pattern.groups])
     return None
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = deque(pattern.finditer(text), maxlen=1)
-    return found[0] if found else None
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
 
 
-def _bare_number(text: str) -> str:
-    text = _FRACTION.sub(r" \1/\2", _NOT_OF_NUMBERS.sub("", text))
+def _plain_number(text: str) -> str:
+    text = _FRACTION.sub(r" \1/\2", _NUMBER_MARKUP.sub("", text))
     return _LOOSE_BLANK.sub("", " ".join(text.split())).replace("--", "")

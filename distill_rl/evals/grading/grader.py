@@ -1,7 +1,11 @@
-"""Judging completions in child processes: what a model wrote is hostile.
+"""Grades completions in child processes, because a model's output is hostile input.
 
-One thread per child hands it one completion at a time. A child that computes for too long, sleeps, crashes or takes too
-much memory costs that one item; the thread ends it and starts another. Nothing is judged twice.
+One thread per child sends it one completion at a time. If a child exceeds its time or memory, or crashes, only that item
+is lost: the thread kills the child and starts another one. No item is graded twice.
+
+Protocol, as JSON lines (see `judge`): the parent sends an item; the child replies `begun` once the suite is loaded, then
+`done` with the verdict. Until `begun`, a failure is a problem of starting up and the item is sent again, to a new child;
+afterwards, a failure is the outcome of the item.
 """
 
 from __future__ import annotations
@@ -18,25 +22,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals.grading.child import GONE_S, Child, Ended, Late
+from distill_rl.evals.grading.child import REAP_S, Child, ChildEnded, ChildTimeout
 from distill_rl.evals.suites.base import Item, Verdict
 
 START_S = 120.0
-"""for a child to start and load a suite, whatever else the machine does"""
-STARTS = 3
-"""children that may end before they begin with an item, until that is no accident"""
-CLOCK = 4
-"""times the deadline, by the clock: for a judge that waits instead of computing, or a machine that is busy"""
+"""Seconds for a child to start and load a suite, even on a busy machine."""
+MAX_STARTS = 3
+"""Attempts to start a child for an item, before the failure counts as permanent."""
+WALL_CLOCK_FACTOR = 4
+"""Wall-clock deadline of an item, in multiples of its processor-time deadline: it ends judges that wait instead of
+computing, and leaves room for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """What became of one item; `verdict` is there when it was judged."""
+    """The outcome of grading one item; it has a `verdict` if the outcome is "judged"."""
 
     outcome: Literal["judged", "grader_timeout", "grader_failed"]
     verdict: Verdict | None = None
     detail: str = ""
-    """one line: why there is no verdict"""
+    """Why there is no verdict, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +53,21 @@ class _Task:
 
 
 class Grader:
-    """A pool of children; a context manager, or call `close`. Any thread may submit.
+    """A pool of grading processes. Use it as a context manager, or call `close`. Any thread may submit items.
 
     Args:
-        workers: children; where it is None one per processor that this process may use, and 8 at most.
-        deadline_s: seconds of processor time for one item, so that a busy machine changes no outcome; `CLOCK` times as
-            many by the clock.
-        memory_bytes: address space that a child may take beyond what it has once its suite is loaded.
+        workers: number of children; None: one per processor that this process may use, at most 8.
+        deadline_s: processor time per item in seconds, so that a busy machine does not change outcomes. The wall-clock
+            deadline is `WALL_CLOCK_FACTOR` times as long.
+        memory_bytes: address space that a child may allocate in addition to what it has after loading its suite.
     """
 
     def __init__(self, workers: int | None = None, deadline_s: float = 15.0, memory_bytes: int = 2 << 30):
         if workers is None:
             workers = min(8, len(os.sched_getaffinity(0)))
         self.deadline_s, self.memory_bytes = deadline_s, memory_bytes
-        self.longest_s = 2 * STARTS * START_S + CLOCK * deadline_s + (STARTS + 1) * GONE_S
-        """seconds by the clock after which an item that a child has been given has an outcome, come what may"""
+        self.longest_s = 2 * MAX_STARTS * START_S + WALL_CLOCK_FACTOR * deadline_s + (MAX_STARTS + 1) * REAP_S
+        """Wall-clock seconds after which an item that a child has received has an outcome in any case."""
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._children: set[Child] = set()
@@ -78,10 +83,10 @@ class Grader:
         self.close()
 
     def submit(self, suite: str, item: Item, completion: str) -> Future[Graded]:
-        """Has a completion judged by the suite that `registry.find` gives for this name or path.
+        """Queues a completion, to be judged by the suite that `registry.find` returns for this name or path.
 
-        The future raises `WorkerError` where children do not start or cannot load the suite, and `CancelledError` where
-        the pool was closed before.
+        The future raises `WorkerError` if children do not start or cannot load the suite, and `CancelledError` if the
+        pool was closed first.
         """
         future: Future[Graded] = Future()
         with self._lock:
@@ -91,11 +96,11 @@ class Grader:
         return future
 
     def close(self) -> None:
-        """Ends the children at once; what has not been judged is cancelled. Again: nothing.
+        """Kills the children at once and cancels the remaining items. A second call does nothing.
 
-        A child that cannot be killed is waited for `2 * GONE_S` seconds, then left behind.
+        A child that cannot be killed is abandoned after `2 * REAP_S` seconds.
         """
-        until = time.monotonic() + 2 * GONE_S
+        deadline = time.monotonic() + 2 * REAP_S
         with self._lock:
             self._closed = True
             for child in self._children:
@@ -103,14 +108,17 @@ class Grader:
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return
         for child in tuple(self._children):
             self._end(child)
 
     def _serve(self) -> None:
-        """Waits for tasks, and for the child, which is killed by whoever closes the pool."""
+        """The loop of one thread: takes tasks and grades them with one child.
+
+        `close` unblocks it in both of its waits: for a task by queueing None, for the child by killing it.
+        """
         child: Child | None = None
         while (task := self._tasks.get()) is not None:
             if self._closed:
@@ -118,7 +126,7 @@ class Grader:
             if not task.future.set_running_or_notify_cancel():
                 continue
             try:
-                graded, child = self._graded(task, child)
+                graded, child = self._grade(task, child)
             except BaseException as error:
                 self._end(child)
                 child = None
@@ -127,58 +135,57 @@ class Grader:
                 task.future.set_result(graded)
         self._end(child)
 
-    def _graded(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
-        """The outcome, and the child for the next item, if it can go on."""
-        child = self._begun(task, child)
+    def _grade(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
+        """The outcome of an item, and the child if it can be used for the next one."""
+        child = self._child_with_item(task, child)
         try:
-            reply = child.read(CLOCK * self.deadline_s)
-        except Late:
+            reply = child.read(WALL_CLOCK_FACTOR * self.deadline_s)
+        except ChildTimeout:
             self._end(child)
-            return Graded("grader_timeout", detail=f"no verdict within {CLOCK * self.deadline_s:g} s"), None
-        except Ended:
+            return Graded("grader_timeout", detail=f"no verdict within {WALL_CLOCK_FACTOR * self.deadline_s:g} s"), None
+        except ChildEnded:
             code = self._end(child)
             if self._closed:
                 raise
             if code == -signal.SIGPROF:
                 return Graded("grader_timeout", detail=f"more than {self.deadline_s:g} s of processor time"), None
-            return Graded("grader_failed", detail=_ending(code)), None
+            return Graded("grader_failed", detail=_exit_reason(code)), None
         if reply.get("last", True):
             self._end(child)
             child = None
         return _outcome(reply), child
 
-    def _begun(self, task: _Task, child: Child | None) -> Child:
-        """A child that has loaded the suite and begun with the item: the one given, or another in its place.
+    def _child_with_item(self, task: _Task, child: Child | None) -> Child:
+        """A child that has loaded the suite and begun with the item: the given one, or a new one if that fails.
 
         Raises:
-            WorkerError: the suite cannot be loaded there, or no child starts.
+            WorkerError: the child cannot load the suite, or no child starts.
         """
         request = json.dumps({"suite": task.suite, "item": _fields(task.item), "completion": task.completion})
-        why = ""
-        for _ in range(STARTS):
+        reason = ""
+        for _ in range(MAX_STARTS):
             child = child or self._start()
             try:
-                number = child.ask(request, START_S)
+                request_id = child.send(request, START_S)
                 reply = child.read(START_S)
-            except (Late, Ended) as error:
+            except (ChildTimeout, ChildEnded) as error:
                 code = self._end(child)
                 child = None
                 if self._closed:
                     raise
-                why = f"not ready within {START_S:g} s" if isinstance(error, Late) else _ending(code)
+                reason = f"not ready within {START_S:g} s" if isinstance(error, ChildTimeout) else _exit_reason(code)
                 continue
             if "broken" in reply:
                 self._end(child)
                 raise WorkerError(
                     "grader", f"its processes must be able to load the suite {task.suite}", reply["broken"]
                 )
-            if reply.get("begun") == number:
+            if reply.get("begun") == request_id:
                 return child
             self._end(child)
-            child, why = None, "no valid reply"
-        raise WorkerError(
-            "grader", f"its processes must start (python -m distill_rl.evals.grading.judge); tried {STARTS}", why
-        )
+            child, reason = None, "no valid reply"
+        rule = f"its processes must start (python -m distill_rl.evals.grading.judge); tried {MAX_STARTS}"
+        raise WorkerError("grader", rule, reason)
 
     def _start(self) -> Child:
         with self._lock:
@@ -189,13 +196,14 @@ class Grader:
             return child
 
     def _end(self, child: Child | None) -> int | None:
-        """Kills what is left of a child and of its children; its exit code, None: it is there still."""
+        """Kills a child and its own children; returns its exit code, or None if it still exists."""
         if child is None:
             return 0
         with self._lock:
-            self._children.discard(child)  # before its id is free for another process, which `close` must not kill
+            # Reaping frees the process id for reuse; once the child is discarded, `close` cannot kill that id any more.
+            self._children.discard(child)
             child.kill()
-        return child.gone()
+        return child.reap()
 
 
 def _fields(item: Item) -> dict[str, Any]:
@@ -213,9 +221,9 @@ def _outcome(reply: dict[str, Any]) -> Graded:
     return Graded("judged", Verdict(score, extracted))
 
 
-def _ending(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is None:
-        return "its process was killed, and does not end"
+        return "its process was killed and does not end"
     if code >= 0:
         return f"its process ended with code {code}"
     try:

@@ -1,4 +1,4 @@
-"""One spelling for answers that mean the same."""
+"""Rewrites a LaTeX answer in a normal form, so that equivalent spellings become the same text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def without_delimiters(text: str) -> str:
-    r"""Without the `$…$`, `\(…\)` or the like around the whole of it."""
+    r"""The text without math delimiters such as `$…$` or `\(…\)` around the whole of it."""
     text = text.strip()
     for left, right in _DELIMITERS:
         inner = text[len(left) : len(text) - len(right)]
@@ -44,11 +44,12 @@ def without_delimiters(text: str) -> str:
 
 
 def normalize(answer: str) -> str:
-    """The answer after Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D: units, words, spaces and dollars away,
-    short fractions and roots written out.
+    """The normal form of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D: without units, words, spaces and dollar
+    signs, and with short fractions and roots written out.
 
-    Stricter than the paper where it makes different answers equal: the left side of an equation goes only where it is
-    one name (`x = 3`; not `x^2 + y^2 = 4`, nor `x = 1, y = 2`), and commas only between thousands (`1,2` is not 12).
+    Stricter than the paper where the paper makes different answers equal: the left side of an equation is removed only
+    if it is a single name (`x = 3`, but not `x^2 + y^2 = 4` or `x = 1, y = 2`), and commas only between thousands (`1,2`
+    is not 12).
     """
     answer = _ARTICLE.sub("", _ASSIGNED.sub("", without_delimiters(answer), count=1))
     for old, new in _REPLACED:

@@ -1,1 +1,1 @@
-"""Results: rows, scores, their uncertainty, files, and comparisons."""
+"""Results: rows and their summary, files, confidence intervals and comparisons."""

@@ -1,4 +1,4 @@
-"""Models side by side: what evaluations left in folders, with the difference of every model to one of them."""
+"""Compares models from result folders: every model's difference to a baseline, with a confidence interval."""
 
 from __future__ import annotations
 
@@ -27,32 +27,38 @@ PARTIAL, ITEMS = ".partial.jsonl", ".items.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """A model's items of a suite."""
+class ItemScores:
+    """A model's scores on the items of one suite."""
 
     scores: Mapping[str, float]
-    """by id"""
+    """Score by item id."""
     tasks: Mapping[str, str]
+    """Task by item id."""
 
 
 def find(paths: Sequence[Path]) -> Evaluation:
-    """The results in folders, without differences.
+    """Reads the results in folders, without computing differences.
 
     Args:
-        paths: each is the folder of a model's results, or holds such folders, or is a run directory.
+        paths: each is the folder of a model's results, a folder that holds such folders, or a run directory.
 
     Raises:
-        ConfigError: paths without a result; all of them.
+        ConfigError: paths without a result; all of them are listed.
     """
     groups: list[list[Path]] = []
     problems = []
     for path in paths:
         seen = {folder for group in groups for folder in group}
-        found = _model_folders(path)
-        groups.append([folder for folder in found if folder not in seen])
-        if not found:
+        folders = _model_folders(path)
+        groups.append([folder for folder in folders if folder not in seen])
+        if not folders:
             rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
-            got = "a folder that is neither" if path.is_dir() else "a file" if path.exists() else "no such folder"
+            if path.is_dir():
+                got = "a folder that is neither"
+            elif path.exists():
+                got = "a file"
+            else:
+                got = "no such folder"
             remedy = "give the folder that distill-rl train or eval wrote"
             problems.append(str(ConfigError(str(path), rule, got, remedy)))
     if problems:
@@ -60,31 +66,31 @@ def find(paths: Sequence[Path]) -> Evaluation:
     names = _labels([folder for group in groups for folder in group])
     scores: list[Score] = []
     for group in groups:
-        found_scores, damaged = read_folders({folder: names[folder] for folder in group})
-        scores += found_scores
+        group_scores, damaged = read_folders({folder: names[folder] for folder in group})
+        scores += group_scores
         problems += damaged
     notes = [note for folder, name in names.items() for note in _unfinished(folder, name)]
     return Evaluation(tuple(scores), notes=tuple(notes), problems=tuple(problems))
 
 
 def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = None) -> Evaluation:
-    """What `write_report` shows of a run's evaluations and those of other runs. Damaged files are told, not raised.
+    """Compares the evaluations of a run and of other runs, for `write_report`. Damaged files are listed in `problems`.
 
     Raises:
         ConfigError: no model is called `baseline`.
     """
     roots = [root, *comparisons]
-    return compare(read_runs(roots, [each.resolve().name for each in roots]), baseline)
+    return compare(read_runs(roots, [run.resolve().name for run in roots]), baseline)
 
 
 def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     """Adds every model's difference to the baseline, over the items that both answered, with a 95 % interval.
 
     Args:
-        baseline: a model; None: the first one.
+        baseline: name of a model; None: the first one.
 
     Raises:
-        ConfigError: no model is called so.
+        ConfigError: no model has that name.
     """
     models = evaluation.models
     if baseline is not None and printable(baseline) not in models:
@@ -96,21 +102,26 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     compared: dict[str, list[Score]] = {}
     for suite, rows in evaluation.by_suite().items():
         compared[suite] = []
-        base = next((row for row in rows if row.model == reference), None)
-        theirs = _answers(base, notes, problems) if base else None
-        if base is None:
+        base_row = next((row for row in rows if row.model == reference), None)
+        base = None
+        if base_row is None:
             notes.append(f"{suite}: {reference} has no result, so there is nothing to compare with")
+        else:
+            base = _item_scores(base_row, notes, problems)
         notes += _different_settings(suite, rows)
         for row in rows:
-            ours = _answers(row, notes, problems) if theirs and row.model != reference else None
-            compared[suite].append(_with_difference(row, ours, theirs, reference, notes) if ours and theirs else row)
+            if base and row.model != reference:
+                items = _item_scores(row, notes, problems)
+                if items:
+                    row = _with_difference(row, items, base, reference, notes)
+            compared[suite].append(row)
     remaining = {suite: iter(rows) for suite, rows in compared.items()}
     scores = tuple(next(remaining[score.suite]) for score in evaluation.scores)
     return Evaluation(scores, reference, tuple(notes), tuple(problems))
 
 
-def read_items(file: Path) -> Answers:
-    """The items beside a result.
+def read_items(file: Path) -> ItemScores:
+    """Reads the items that belong to a result file.
 
     Raises:
         DataError: no such file, or bad rows, one line each.
@@ -123,41 +134,42 @@ def read_items(file: Path) -> Answers:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    name, score, task = _item(line)
-                    if name in scores:
-                        raise ValueError(f"`id` must be unique; got {name[:80]} again")
+                    item_id, score, task = _parse_item(line)
+                    if item_id in scores:
+                        raise ValueError(f"`id` must be unique; got {item_id[:80]} again")
                 except ValueError as error:
                     problems.append(str(DataError(f"{path}, line {number}", str(error), remedy="evaluate again")))
                     if len(problems) == MAX_PROBLEMS:
                         problems.append(f"{path}: stopped after {MAX_PROBLEMS} bad lines")
                         break
                     continue
-                scores[name], tasks[name] = score, task
+                scores[item_id], tasks[item_id] = score, task
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror) from error
     if problems:
         raise DataError.many(problems)
-    return Answers(scores, tasks)
+    return ItemScores(scores, tasks)
 
 
-def _item(line: bytes) -> tuple[str, float, str]:
+def _parse_item(line: bytes) -> tuple[str, float, str]:
+    """(id, score, task)"""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError("must be one JSON object") from error
     if not isinstance(row, dict):
         raise ValueError("must be one JSON object")
-    name, score, task = row.get("id"), row.get("score"), row.get("task", "")
-    if not isinstance(name, str) or not isinstance(task, str):
+    item_id, score, task = row.get("id"), row.get("score"), row.get("task", "")
+    if not isinstance(item_id, str) or not isinstance(task, str):
         raise ValueError("needs an `id`, and its `task` must be a text")
     if not isinstance(score, int | float) or isinstance(score, bool) or not 0 <= score <= 1:
         raise ValueError("`score` must be a number from 0 to 1")
-    return name, float(score), printable(task)
+    return item_id, float(score), printable(task)
 
 
-def _answers(score: Score, notes: list[str], problems: list[str]) -> Answers | None:
+def _item_scores(score: Score, notes: list[str], problems: list[str]) -> ItemScores | None:
     if score.file is None or not score.file.with_name(score.file.stem + ITEMS).exists():
-        notes.append(f"{score.suite}: no file of {score.model}'s items, so no difference can be told")
+        notes.append(f"{score.suite}: {score.model} has no items file, so there is no difference to show")
         return None
     try:
         return read_items(score.file)
@@ -166,65 +178,62 @@ def _answers(score: Score, notes: list[str], problems: list[str]) -> Answers | N
         return None
 
 
-def _with_difference(row: Score, ours: Answers, theirs: Answers, reference: str, notes: list[str]) -> Score:
-    """`row` with its difference to the baseline, of all items and by task."""
-    common = [name for name in theirs.scores if name in ours.scores]
-    if len(common) < max(len(ours.scores), len(theirs.scores)):
-        counts = f"{len(ours.scores):,} items of {row.model} and {len(theirs.scores):,} of {reference}"
-        remark = f"the difference is over these {len(common):,}" if common else "there is no difference to tell"
+def _with_difference(row: Score, items: ItemScores, base: ItemScores, reference: str, notes: list[str]) -> Score:
+    """`row` with its difference to the baseline, over all items and by task."""
+    common = [item_id for item_id in base.scores if item_id in items.scores]
+    if len(common) < max(len(items.scores), len(base.scores)):
+        counts = f"{len(items.scores):,} items of {row.model} and {len(base.scores):,} of {reference}"
+        remark = f"the difference is over these {len(common):,}" if common else "there is no difference to show"
         notes.append(f"{row.suite}: {counts} have {len(common):,} in common; {remark}")
     by_task: dict[str, list[str]] = {}
-    for name in common:
-        by_task.setdefault(theirs.tasks[name], []).append(name)
+    for item_id in common:
+        by_task.setdefault(base.tasks[item_id], []).append(item_id)
     tasks = {
-        task: replace(part, difference=_difference(by_task.get(task, []), ours, theirs))
+        task: replace(part, difference=_difference(by_task.get(task, []), items, base))
         for task, part in row.tasks.items()
     }
-    return replace(row, whole=replace(row.whole, difference=_difference(common, ours, theirs)), tasks=tasks)
+    return replace(row, whole=replace(row.whole, difference=_difference(common, items, base)), tasks=tasks)
 
 
-def _difference(names: Sequence[str], ours: Answers, theirs: Answers) -> Difference | None:
-    if not names:
+def _difference(item_ids: Sequence[str], items: ItemScores, base: ItemScores) -> Difference | None:
+    if not item_ids:
         return None
-    values = [ours.scores[name] - theirs.scores[name] for name in names]
+    values = [items.scores[item_id] - base.scores[item_id] for item_id in item_ids]
     better, worse = sum(value > 0 for value in values), sum(value < 0 for value in values)
     return Difference(math.fsum(values) / len(values), paired_bootstrap(values), len(values), better, worse)
 
 
 def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
-    """One line per setting in which the models' results differ. The seed counts only where it has drawn the items."""
-    drawn = [row for row in rows if row.facts.get("limit", "none") != "none"]
-    for name in SETTINGS:
-        models: dict[str, list[str]] = {}
-        for row in drawn if name == "seed" else rows:
-            if name in row.facts:
-                models.setdefault(row.facts[name], []).append(row.model)
-        if len(models) > 1:
-            yield f"{suite}: {name} differs: " + ", ".join(
-                f"{value[:12]} ({_several(who)})" for value, who in models.items()
-            )
+    """One line per setting in which the results differ. The seed matters only for results with a limit."""
+    sampled = [row for row in rows if row.facts.get("limit", "none") != "none"]
+    for setting in SETTINGS:
+        models_by_value: dict[str, list[str]] = {}
+        for row in sampled if setting == "seed" else rows:
+            if setting in row.facts:
+                models_by_value.setdefault(row.facts[setting], []).append(row.model)
+        if len(models_by_value) > 1:
+            values = [f"{value[:12]} ({_shortened(models)})" for value, models in models_by_value.items()]
+            yield f"{suite}: {setting} differs: {', '.join(values)}"
 
 
-def _several(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     rest = len(names) - NAMES_SHOWN
     return ", ".join(names) if rest <= 1 else f"{', '.join(names[:NAMES_SHOWN])} and {rest} others"
 
 
 def _model_folders(path: Path) -> list[Path]:
-    """The folder itself if it holds results, and those in it; of a run directory those in its `evals`."""
+    """The folder itself and its subfolders, as far as they hold results; for a run directory, the same of its `evals`."""
     root = path / "evals" if (path / "evals").is_dir() else path
     try:
-        folders = [
-            root,
-            *sorted(child for child in root.iterdir() if child.is_dir() and not child.name.startswith(".")),
-        ]
+        children = sorted(child for child in root.iterdir() if child.is_dir() and not child.name.startswith("."))
     except OSError:
         return []
+    folders = [root, *children]
     return [folder.resolve() for folder in folders if any(_looks_like_result(file) for file in folder.glob("*.json"))]
 
 
 def _looks_like_result(file: Path) -> bool:
-    """Results have their items beside them; without, the JSON must be one, or be damaged."""
+    """Whether a JSON file is a result: it has an items file beside it, or its content is a result or damaged."""
     if file.with_name(file.stem + ITEMS).is_file():
         return True
     try:
@@ -236,11 +245,12 @@ def _looks_like_result(file: Path) -> bool:
 def _unfinished(folder: Path, model: str) -> Iterator[str]:
     for file in sorted(folder.glob(f".*{PARTIAL}")):
         suite = file.name.removeprefix(".").removesuffix(PARTIAL)
-        yield printable(f"{suite}: the evaluation of {model} has not finished; run it again to go on")
+        yield printable(f"{suite}: the evaluation of {model} has not finished; run it again to continue")
 
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """Folder → the shortest end of its path that no other one has; `evals`, which every run has, is left out."""
+    """Labels every folder with the shortest path suffix that is unique among them; `evals`, part of every run, is
+    omitted."""
     parts = {folder: [part for part in folder.parts[1:] if part != "evals"] or ["/"] for folder in folders}
     labels = {}
     for folder in folders:

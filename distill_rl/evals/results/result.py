@@ -1,4 +1,4 @@
-"""From outputs to rows, from rows to a result."""
+"""Turns a model's outputs into rows, and the rows of a suite into a result."""
 
 from __future__ import annotations
 
@@ -15,39 +15,45 @@ if TYPE_CHECKING:
     from distill_rl.evals.grading.grader import Graded
 
 OUTCOMES = ("right", "wrong", "unparsable", "truncated", "too_long", "grader_timeout", "grader_failed")
-"""What became of an item; exactly one of them:
+"""Every item has exactly one outcome:
 
-right           the full score
-wrong           an answer, but not the right one; or one worth a part of the score
-unparsable      no answer was found in the completion
-truncated       the completion was cut off at its limit and is not right
-too_long        prompt and answer do not fit into the model's positions
-grader_timeout  judging it took longer than the deadline
-grader_failed   judging it broke: out of memory, or the process died
+right           full score
+wrong           an answer with less than the full score
+unparsable      no answer found in the completion
+truncated       the completion reached its token limit and is not right
+too_long        prompt and answer exceed the model's positions
+grader_timeout  grading exceeded its deadline
+grader_failed   grading ran out of memory, or its process died
 """
 
 Row = dict[str, Any]
 
 
-def chosen(item: Item, output: Output) -> Row:
-    """The row of an item whose choices were compared; of equally likely ones the first counts."""
+def choice_row(item: Item, output: Output) -> Row:
+    """The row of an item with choices: the likeliest choice is the answer, the first one in a tie."""
     if output.too_long:
         return _row(item, output, "too_long", 0.0, None) | {"choice_logprobs": []}
     logprobs = [value if math.isfinite(value) else None for value in output.logprobs]
-    likely = max((value for value in logprobs if value is not None), default=None)
-    if likely is None:  # a broken model prefers nothing
+    highest = max((value for value in logprobs if value is not None), default=None)
+    if highest is None:  # a broken model: every log-likelihood is NaN or infinite
         return _row(item, output, "unparsable", 0.0, None) | {"choice_logprobs": logprobs}
-    letter = item.choices[logprobs.index(likely)].strip()
+    letter = item.choices[logprobs.index(highest)].strip()
     right = letter == item.answer.strip()
     row = _row(item, output, "right" if right else "wrong", float(right), letter)
     return row | {"choice_logprobs": [value if value is None else round(value, 6) for value in logprobs]}
 
 
-def completed(item: Item, output: Output, graded: Graded | None) -> Row:
-    """The row of an item that was answered freely; None for one that was never run."""
+def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
+    """The row of an item with a completion.
+
+    Args:
+        graded: None if the prompt was too long and nothing was run.
+    """
     outcome, score, extracted = _outcome(output, graded)
-    why = {"detail": graded.detail} if graded is not None and graded.detail else {}
-    return _row(item, output, outcome, score, extracted) | why | {"completion": output.text}
+    row = _row(item, output, outcome, score, extracted)
+    if graded is not None and graded.detail:
+        row["detail"] = graded.detail
+    return row | {"completion": output.text}
 
 
 def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | None]:
@@ -65,23 +71,32 @@ def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | N
 
 def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:
     prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
-    judged = {"outcome": outcome, "score": score, "answer": item.answer, "extracted": extracted}
-    counts = {"truncated": output.truncated, "num_tokens": output.num_tokens, "prompt_tokens": output.prompt_tokens}
-    return {"id": item.id, "task": item.task} | judged | counts | {"prompt": prompt}
+    return {
+        "id": item.id,
+        "task": item.task,
+        "outcome": outcome,
+        "score": score,
+        "answer": item.answer,
+        "extracted": extracted,
+        "truncated": output.truncated,
+        "num_tokens": output.num_tokens,
+        "prompt_tokens": output.prompt_tokens,
+        "prompt": prompt,
+    }
 
 
-def worked_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
-    """What a model's speed is measured in: tokens written, or read where choices were compared."""
+def processed_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Tokens that count for a model's speed: generated ones, or those of the prompt where choices are compared."""
     return sum(row["num_tokens"] if "completion" in row else row["prompt_tokens"] for row in rows)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Score with its 95 % interval, outcomes, and the same by task; `macro` is the mean over tasks."""
+    """Score with its 95 % interval and outcomes, over all rows and by task; `macro` is the mean over tasks."""
     tasks: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["task"]:
             tasks.setdefault(row["task"], []).append(row)
-    per_task = {task: _summary(members) for task, members in tasks.items()}
+    per_task = {task: _summary(task_rows) for task, task_rows in tasks.items()}
     macro = math.fsum(part["score"] for part in per_task.values()) / len(per_task) if per_task else None
     return _summary(rows) | {"macro": macro, "per_task": per_task}
 

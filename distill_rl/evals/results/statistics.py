@@ -1,4 +1,4 @@
-"""How far a score, and the difference of two, may be off because other questions could have been asked."""
+"""Confidence intervals of a score and of the difference between two scores, over the sampling of the questions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 RESAMPLES = 10_000
 _CHUNK = 1 << 22
-"""items that are drawn at once"""
+"""Items drawn per block of resamples, to bound memory."""
 _COUNT_COST = 8
-"""what drawing a count costs, in items drawn"""
+"""Cost of drawing one multinomial count, in units of drawing one item."""
 
 
 def wilson(score: float, count: int) -> tuple[float, float]:
@@ -22,31 +22,32 @@ def wilson(score: float, count: int) -> tuple[float, float]:
     scale = 1 + z * z / count
     center = (score + z * z / (2 * count)) / scale
     half = z * math.sqrt(score * (1 - score) / count + z * z / (4 * count * count)) / scale
-    # At the ends the exact bounds are 0 and 1, which rounding misses.
+    # For scores of 0 and 1 the outer bound is exactly 0 or 1; the formula misses it by a rounding error.
     return (center - half if score > 0 else 0.0), (center + half if score < 1 else 1.0)
 
 
 def paired_bootstrap(differences: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0) -> tuple[float, float]:
     """The 95 % percentile interval of the mean difference between two models that answered the same items.
 
-    Items are drawn with replacement (Efron 1979, Ann. Statist. 7). Both models keep their answers to an item together,
-    so that items which are hard for both do not widen the interval.
+    Items are drawn with replacement (Efron 1979, Ann. Statist. 7). Each draw takes both models' scores on an item, so
+    items that are hard for both models do not widen the interval.
 
     Args:
-        differences: score of the one minus score of the other, per item; at least one.
-        seed: the same one gives the same interval.
+        differences: per item, the score of one model minus the score of the other; at least one item.
+        seed: the same seed gives the same interval.
 
     Returns:
-        (low, high). Where all items differ alike the two are equal: the items say nothing about the spread.
+        (low, high); equal if all differences are equal, since the sample then has no spread.
     """
     values = np.asarray(differences, dtype=np.float64)
     assert len(values) > 0, "no items"
     generator, total = np.random.default_rng(seed), len(values)
-    rows = max(1, _CHUNK // total)
-    sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
+    block = max(1, _CHUNK // total)
+    sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
     distinct, counts = np.unique(values, return_counts=True)
-    # Drawing items and drawing how often each distinct difference occurs among them is the same. Where items are right
-    # or wrong there are three of those, and the counts are drawn in a hundredth of the time.
+    # The mean of a resample depends only on how often each distinct difference occurs in it, and these counts follow a
+    # multinomial distribution. Items that are right or wrong have three distinct differences (-1, 0, 1), so drawing
+    # the counts takes a hundredth of the time of drawing the items.
     if _COUNT_COST * len(distinct) < total:
         means = [generator.multinomial(total, counts / total, size=size) @ distinct / total for size in sizes]
     else:

@@ -1,7 +1,8 @@
-"""Results on disk: every judged item at once, the whole at the end; a run that was killed goes on where it stopped.
+"""Results on disk, written so that an evaluation that was killed continues where it stopped.
 
-While a suite runs, its rows are appended to `.<suite>.partial.jsonl`, whose first line says what they belong to. When
-all are there, `<suite>.items.jsonl` and then `<suite>.json` appear, each whole, and the partial file goes.
+While a suite runs, its graded rows are appended to `.<suite>.partial.jsonl`. The first line of that file is the key:
+the settings that the rows belong to. When the suite is complete, `<suite>.items.jsonl` and then `<suite>.json` are
+written atomically, and the partial file is deleted.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from distill_rl.evals.results.result import Row
 from distill_rl.system.files import write_atomic, write_json
 
 Key = Mapping[str, Any]
-"""what decides the rows of a suite: model, data, prompts, backend"""
+"""Everything that determines the rows of a suite: model, data, prompts, backend."""
 
 
 class Store:
-    """The results of one model on one suite; without a folder they are kept in memory alone.
+    """The results of one model on one suite.
 
     Args:
-        folder: of the model's results.
-        key: rows of another key are refused.
-        clean: what is there is deleted first.
-        replace_others: so is what is there with another key.
+        folder: the folder of the model's results; None: keep them in memory only.
+        key: existing rows with another key are refused.
+        clean: delete existing results first.
+        replace_others: delete existing results with another key instead of refusing them.
 
     Raises:
         ConfigError: the folder holds results of this suite with another key.
@@ -39,9 +40,9 @@ class Store:
         self.suite, self.key = suite, dict(key)
         self.rows: dict[str, Row] = {}
         self.device: str | None = None
-        """kind of device that the rows were made on"""
+        """Kind of device that produced the rows."""
         self.result: dict[str, Any] | None = None
-        """of a run that was finished earlier"""
+        """The final result, once the suite is complete."""
         self._folder = folder
         self._file: BinaryIO | None = None
         if folder is None:
@@ -51,7 +52,7 @@ class Store:
         if clean:
             self._delete()
         try:
-            self._find()
+            self._read_earlier_run()
         except ConfigError:
             if not replace_others:
                 raise
@@ -61,7 +62,8 @@ class Store:
         for path in (self._json, self._items, self._partial):
             path.unlink(missing_ok=True)
 
-    def _find(self) -> None:
+    def _read_earlier_run(self) -> None:
+        """Takes over a complete result if there is one, otherwise the rows of the partial file."""
         result = _read_json(self._json)
         if result is not None:
             self._require_same(result, self._json)
@@ -70,30 +72,30 @@ class Store:
                 self.result = result
                 self._partial.unlink(missing_ok=True)
                 return
-            self.rows = {}  # somebody took the items away
-        lines = [*_read_rows(self._partial)]
+            self.rows = {}  # the items file was deleted or damaged: evaluate again
+        lines = list(_read_rows(self._partial))
         if lines:
             self._require_same(lines[0], self._partial)
             self.device = lines[0].get("device")
             self.rows = _by_id(lines[1:])
 
-    def began_on(self, device: str) -> None:
-        """Notes what the model runs on, before the first row.
+    def set_device(self, device: str) -> None:
+        """Records the kind of device of the model, before the first row.
 
         Raises:
-            ConfigError: the rows that are there were made on another kind of device.
+            ConfigError: the existing rows come from another kind of device.
         """
         if self.rows and self.device not in (None, device):
             raise ConfigError(
                 str(self._partial),
-                "was begun on another kind of device, where the same dtype need not be used",
+                "was started on another kind of device, where dtype auto may differ",
                 f"{self.device}; now {device}",
-                "go on there, set --dtype, or throw it away with --clean",
+                "continue there, set --dtype, or delete it with --clean",
             )
         self.device = device
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds judged items; they are on disk when this returns."""
+        """Adds graded items; they are on disk when this returns."""
         new = {row["id"]: row for row in rows if row["id"] not in self.rows}
         if self._folder is not None and new:
             self._file = self._file or self._open()
@@ -103,10 +105,10 @@ class Store:
         self.rows |= new
 
     def finish(self, order: Iterable[str], result: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the rows in `order` and then the result; returns the result."""
+        """Writes the rows in the given order of ids and then the result, which it returns."""
         self.result = {**self.key, **result}
         if self._folder is not None:
-            write_atomic(self._items, b"".join(_line(self.rows[name]) for name in order))
+            write_atomic(self._items, b"".join(_line(self.rows[item_id]) for item_id in order))
             write_json(self._json, self.result)
             self.close()
             self._partial.unlink(missing_ok=True)
@@ -118,42 +120,42 @@ class Store:
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Writes what is held anew, so that a half-written last line is gone, and goes on from there."""
+        """Rewrites the partial file, which drops a half-written last line, and opens it for appending."""
         header = self.key | {"device": self.device}
         write_atomic(self._partial, b"".join(map(_line, (header, *self.rows.values()))))
         return self._partial.open("ab")
 
-    def _require_same(self, found: Mapping[str, Any], path: Path) -> None:
-        different = [name for name, value in self.key.items() if name not in found or found[name] != value]
+    def _require_same(self, existing: Mapping[str, Any], path: Path) -> None:
+        different = [name for name, value in self.key.items() if name not in existing or existing[name] != value]
         if different:
-            was = ", ".join(f"{name} {found.get(name)}" for name in different)
+            was = ", ".join(f"{name} {existing.get(name)}" for name in different)
             now = ", ".join(f"{name} {self.key[name]}" for name in different)
             raise ConfigError(
                 str(path),
                 "holds results of another evaluation",
                 f"{was}; now {now}"[:400],
-                "choose another --out, or throw them away with --clean",
+                "choose another --out, or delete them with --clean",
             )
 
 
 @contextmanager
-def occupied(folders: Iterable[Path]) -> Iterator[None]:
-    """While entered no other process writes results there.
+def locked(folders: Iterable[Path]) -> Iterator[None]:
+    """Locks result folders against other processes for the duration of the block.
 
     Raises:
-        ConfigError: another one does, or a folder cannot be made.
+        ConfigError: another process holds the lock, or a folder cannot be created.
     """
     descriptors: list[int] = []
     try:
         for folder in folders:
-            descriptors.append(_occupy(folder))
+            descriptors.append(_lock_folder(folder))
         yield
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _occupy(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -172,16 +174,16 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
-    """The first of each id; what is no row is left out."""
-    found: dict[str, Row] = {}
+    """Rows by id, the first one where an id repeats; lines that are not rows are skipped."""
+    by_id: dict[str, Row] = {}
     for row in rows:
         if isinstance(row.get("id"), str) and isinstance(row.get("outcome"), str):
-            found.setdefault(row["id"], dict(row))
-    return found
+            by_id.setdefault(row["id"], dict(row))
+    return by_id
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file; a last one that a killed process left half-written is left out."""
+    """The complete lines of a file, without a last line that a killed process left half-written."""
     if not path.exists():
         return
     with path.open("rb") as file:

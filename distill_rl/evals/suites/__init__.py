@@ -1,1 +1,1 @@
-"""The benchmarks: what each asks, how it prompts, and how they are found by name."""
+"""The benchmark suites: their questions, prompts and scoring, and the registry that finds them by name."""

@@ -1,5 +1,8 @@
-"""What a suite is. To add one, write a class like `exact_match.ExactMatch` and name it in `registry.SUITES`; or keep it in
-a file of your own that ends with `SUITE = MySuite()`, and give that file's path where a name is asked for."""
+"""The protocol of a suite.
+
+To add one, write a class like `exact_match.ExactMatch` and list it in `registry.SUITES`; or keep it in a file of your own
+that ends with `SUITE = MySuite()`, and pass the path of that file in place of a suite's name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 Prompt = str | tuple[Mapping[str, str], ...]
-"""Plain text that the model goes on from, or chat messages ({role, content}) that end with the user's turn."""
+"""Plain text that the model continues, or chat messages ({role, content}) that end with a user turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,73 +20,75 @@ class Item:
     """One question of a suite."""
 
     id: str
-    """unique in its suite; the same however the data are stored, so that runs can be compared item by item"""
+    """Unique in its suite and independent of how the data are stored, so that runs can be compared item by item."""
     prompt: Prompt
     answer: str
     task: str = ""
-    """for a break-down of the score; empty: none"""
+    """Group for the breakdown of the score; empty: none."""
     prefix: str = ""
-    """of a text prompt: what stands in front of it and many items share (worked examples); work on it is done once"""
+    """Text in front of a text prompt that many items share (worked examples); backends compute it once."""
     choices: tuple[str, ...] = ()
-    """continuations to choose from by their log-likelihood, such as " A"; the right one is `answer` with white space
-    around it. Empty: the model writes freely. All items of a suite have some, or none has"""
+    """Continuations that are compared by log-likelihood, such as " A"; the right one equals `answer` except for white
+    space at its ends. Empty: the model generates a completion. Either all items of a suite have choices or none has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a suite makes of a completion."""
+    """A suite's judgement of a completion."""
 
     score: float
-    """0 to 1"""
+    """0 to 1."""
     extracted: str | None
-    """the answer as it was found in the completion; None: there was none"""
+    """The answer found in the completion; None: no answer was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The items of a suite, as they were found."""
+    """The items of a suite, with their origin."""
 
     items: tuple[Item, ...]
     files: tuple[Path, ...]
-    """all that were read"""
+    """All files that were read."""
     content_sha256: str
-    """of the questions and answers, the same in whatever form and order they are stored"""
+    """Hash of the questions and answers, independent of file format and row order."""
     warnings: tuple[str, ...] = ()
-    """one line each: counts or contents that are not those of the published data"""
+    """One line for each difference from the published data, in count or content."""
 
 
 class Suite(Protocol):
-    """Questions, and how an answer is judged."""
+    """Loads questions and judges completions."""
 
     name: str
     title: str
-    """one line for lists: what is asked, how, and how it is scored"""
+    """One line for lists: the questions, the prompt and the scoring."""
     num_fewshot: int
-    """worked examples in front of each question, where nothing else is asked for"""
+    """Default number of worked examples in front of each question."""
     max_fewshot: int
-    """as many as there can be; 0 for a suite that takes none"""
+    """Maximum number of worked examples; 0: the suite takes none."""
     chat: bool
-    """whether the prompts are chat messages, which need a chat template"""
+    """Whether the prompts are chat messages, which need a chat template."""
     max_new_tokens: int | None
-    """limit of a completion; None: a little more than the longest answer"""
+    """Token limit of a completion; None: slightly more than the longest answer."""
     stop: tuple[str, ...]
-    """texts that end a completion, and are not part of it"""
+    """Texts that end a completion and are not part of it."""
 
     def load(self, data: Path, num_fewshot: int) -> Questions:
-        """The questions, from a suite's file or a folder that holds the data of suites.
+        """Loads the questions from a suite's file, or from a folder that holds the data of several suites.
 
         Raises:
-            DataError: nothing there, columns missing, or bad rows, one line each; or more worked examples asked for
-                than the data have.
+            DataError: no data, missing columns, or bad rows, one line each; or more worked examples requested than
+                the data contain.
         """
         ...
 
     def judge(self, item: Item, completion: str) -> Verdict:
-        """Judges what the model wrote after the prompt (special tokens left out). Runs in a process of its own that is
-        ended when it takes too long, so it may call what can hang on hostile text."""
+        """Judges the text that the model generated after the prompt, without special tokens.
+
+        Runs in a child process with a deadline, so it may call code that hangs on hostile text.
+        """
         ...
 
 
-def with_fewshot(suite: Suite, asked: int | None) -> int:
-    """The number of worked examples that a suite gets when so many are asked for: none where it takes none."""
-    return suite.num_fewshot if asked is None or suite.max_fewshot == 0 else asked
+def resolve_num_fewshot(suite: Suite, requested: int | None) -> int:
+    """Worked examples for a suite: the requested number, or the default if none is requested or the suite takes none."""
+    return suite.num_fewshot if requested is None or suite.max_fewshot == 0 else requested

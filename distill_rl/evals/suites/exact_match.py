@@ -1,4 +1,4 @@
-"""The suite `exact_match`: the completion must be the answer, white space at both ends aside."""
+"""The suite `exact_match`: the completion must equal the answer, except for white space at both ends."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.read import Row, checked, content_sha256, convert, read_rows, text
+from distill_rl.evals.data.read import Row, content_sha256, convert_rows, read_rows, require_unicode, required_text
 from distill_rl.evals.suites.base import Item, Prompt, Questions, Verdict
 
 
 class ExactMatch:
     """Reads jsonl: `{"messages": [… the user's turn], "answer": "…"}` or `{"prompt": "…", "answer": "…"}`,
-    each with an optional `"task"` for the break-down of the score."""
+    each with an optional `"task"` for the breakdown of the score."""
 
     name = "exact_match"
-    title = "your own questions: the completion must be the answer"
+    title = "your own questions: the completion must equal the answer"
     num_fewshot = 0
     max_fewshot = 0
     chat = False
-    """its rows say; a chat without a template is told where it is encoded"""
+    """Rows may be chats; the encoder reports a missing chat template."""
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -28,18 +28,18 @@ class ExactMatch:
         if not file.is_file():
             remedy = "give a .jsonl file, or a folder that holds exact_match.jsonl"
             raise DataError(str(file), "cannot be read", "no such file", remedy)
-        items = convert(read_rows(file), _item)
-        # Blanks may be what is asked about.
+        items = convert_rows(read_rows(file), _item)
+        # The hash is exact because blanks may be part of the question.
         content = content_sha256(((json.dumps(item.prompt), item.answer) for item in items), exact=True)
         return Questions(tuple(items), (file,), content)
 
     def judge(self, item: Item, completion: str) -> Verdict:
-        given = completion.strip()
-        return Verdict(float(given == item.answer.strip()), given or None)
+        answer = completion.strip()
+        return Verdict(float(answer == item.answer.strip()), answer or None)
 
 
 def _item(row: Row) -> Item:
-    answer, task = text(row, ["answer"]), row.values.get("task")
+    answer, task = required_text(row, ["answer"]), row.values.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError("`task` must be a text")
     return Item(f"{row.file.name}:{row.number}", _prompt(row), answer, task or "")
@@ -50,12 +50,12 @@ def _prompt(row: Row) -> Prompt:
     if (row.values.get("prompt") is None) == (messages is None):
         raise ValueError("needs either `prompt` or `messages`")
     if messages is None:
-        return text(row, ["prompt"])
+        return required_text(row, ["prompt"])
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages
     ):
         raise ValueError("`messages` must be a list of {role, content}")
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("`messages` must end with the user's turn")
-    return tuple({key: checked(message[key], key) for key in ("role", "content")} for message in messages)
+        raise ValueError("`messages` must end with a user turn")
+    return tuple({key: require_unicode(message[key], key) for key in ("role", "content")} for message in messages)

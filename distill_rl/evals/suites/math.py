@@ -1,30 +1,30 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874) and MATH-500 (Lightman et al. 2023, arXiv:2305.20050): problems of
-mathematical competitions, whose answers are LaTeX."""
+"""MATH (Hendrycks et al. 2021, arXiv:2103.03874) and MATH-500 (Lightman et al. 2023, arXiv:2305.20050): problems from
+mathematics competitions, with answers in LaTeX."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import MATH, MATH500, Names, find
-from distill_rl.evals.data.published import Published, first_examples
+from distill_rl.evals.data.find import MATH, MATH500, DataSetNames, find
+from distill_rl.evals.data.published import PublishedSplit, first_examples
 from distill_rl.evals.data.read import (
-    Ids,
+    ContentIds,
     Row,
-    checked,
     content_sha256,
-    convert,
+    convert_rows,
+    first_value,
     read_rows,
     require_columns,
-    text,
-    value,
+    require_unicode,
+    required_text,
 )
 from distill_rl.evals.suites.base import Item, Questions, Verdict
 
-TEST = Published("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
-TEST500 = Published("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
+TEST = PublishedSplit("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
+TEST500 = PublishedSplit("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
 
 _PROBLEM, _ANSWER, _SOLUTION = ("problem", "question"), ("answer", "final_answer", "target"), ("solution",)
 _TYPE = ("type", "subject", "category")
@@ -41,12 +41,12 @@ class _Problem:
 
 @dataclass(slots=True)
 class BoxedMath:
-    r"""As a chat, without examples; the answer is what stands in the last `\boxed{}`."""
+    r"""As a chat, without examples; the answer is the content of the last `\boxed{}`."""
 
     name: str
     title: str
-    names: Names
-    published: Published
+    names: DataSetNames
+    published: PublishedSplit
     num_fewshot: int = 0
     max_fewshot: int = 0
     chat: bool = True
@@ -54,12 +54,11 @@ class BoxedMath:
     stop: tuple[str, ...] = ()
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
-        def item(name: str, problem: _Problem) -> Item:
+        def make_item(item_id: str, problem: _Problem) -> Item:
             content = f"{problem.text.strip()}\n\n{INSTRUCTION}"
-            return Item(name, ({"role": "user", "content": content},), problem.answer, problem.type)
+            return Item(item_id, ({"role": "user", "content": content},), problem.answer, problem.type)
 
-        problems, files = _load(data, self.names)
-        return _questions(problems, files, self.published, item)
+        return _load(data, self.names, self.published, make_item)
 
     def judge(self, item: Item, completion: str) -> Verdict:
         from distill_rl.evals.grading.extract import last_boxed
@@ -69,8 +68,8 @@ class BoxedMath:
 
 @dataclass(slots=True)
 class MinervaMath:
-    """As text after the worked examples of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.2; the answer is what
-    stands between "Final Answer: The final answer is" and ". I hope it is correct."."""
+    """As text after the worked examples of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.2; the answer is the
+    text between "Final Answer: The final answer is" and ". I hope it is correct."."""
 
     name: str = "minerva_math"
     title: str = "MATH, 4 worked examples (Minerva), the final answer"
@@ -82,14 +81,13 @@ class MinervaMath:
 
     def load(self, data: Path, num_fewshot: int = 4) -> Questions:
         examples = first_examples(self.name, num_fewshot)
-        prefix = "".join(f"Problem:\n{one.question}\n\nSolution: {one.answer}\n\n" for one in examples)
+        prefix = "".join(f"Problem:\n{example.question}\n\nSolution: {example.answer}\n\n" for example in examples)
 
-        def item(name: str, problem: _Problem) -> Item:
+        def make_item(item_id: str, problem: _Problem) -> Item:
             prompt = f"Problem:\n{problem.text}\n\nSolution:"
-            return Item(name, prompt, problem.answer, problem.type, prefix)
+            return Item(item_id, prompt, problem.answer, problem.type, prefix)
 
-        problems, files = _load(data, MATH)
-        return _questions(problems, files, TEST, item)
+        return _load(data, MATH, TEST, make_item)
 
     def judge(self, item: Item, completion: str) -> Verdict:
         from distill_rl.evals.grading.extract import final_answer
@@ -97,49 +95,46 @@ class MinervaMath:
         return _judge(item, final_answer(completion))
 
 
-def _load(data: Path, names: Names) -> tuple[list[_Problem], list[Path]]:
+def _load(
+    data: Path, names: DataSetNames, published: PublishedSplit, make_item: Callable[[str, _Problem], Item]
+) -> Questions:
     files = find(data, names, "test")
     rows = [row for file in files for row in read_rows(file)]
     require_columns(rows, {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}, {"choices": ("choices", "options")})
-    return convert(rows, _problem), files
-
-
-def _questions(
-    problems: Sequence[_Problem], files: Sequence[Path], published: Published, item: Callable[[str, _Problem], Item]
-) -> Questions:
+    problems = convert_rows(rows, _problem)
     pairs = [(problem.text, problem.answer) for problem in problems]
-    content, name = content_sha256(pairs), Ids()
-    items = tuple(item(name(*pair), problem) for pair, problem in zip(pairs, problems))
+    content, ids = content_sha256(pairs), ContentIds()
+    items = tuple(make_item(ids(*pair), problem) for pair, problem in zip(pairs, problems))
     return Questions(items, tuple(files), content, published.warnings(len(items), content))
 
 
-def _judge(item: Item, given: str | None) -> Verdict:
+def _judge(item: Item, extracted: str | None) -> Verdict:
     from distill_rl.evals.grading.equivalence import same_math
 
-    return Verdict(0.0 if given is None else float(same_math(item.answer, given)), given)
+    return Verdict(0.0 if extracted is None else float(same_math(item.answer, extracted)), extracted)
 
 
 def _problem(row: Row) -> _Problem:
-    answer = value(row, _ANSWER)
+    answer = first_value(row, _ANSWER)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is None:
         from distill_rl.evals.grading.extract import last_boxed
 
-        answer = last_boxed(text(row, _SOLUTION))
+        answer = last_boxed(required_text(row, _SOLUTION))
         if answer is None:
             raise ValueError("needs an `answer`, or a `solution` with the answer in \\boxed{}")
     if not isinstance(answer, str) or not answer.strip():
-        raise ValueError(f"`answer` must be a text that is not empty; got {answer!r:.60}; mend the row, or remove it")
+        raise ValueError(f"`answer` must be non-empty text; got {answer!r:.60}; correct the row, or remove it")
     if "####" in answer:
         raise ValueError("`answer` must be LaTeX; `####` is how GSM8K writes its answers")
-    return _Problem(text(row, _PROBLEM), checked(answer.strip(), "answer"), _kind(row))
+    return _Problem(required_text(row, _PROBLEM), require_unicode(answer.strip(), "answer"), _type(row))
 
 
-def _kind(row: Row) -> str:
-    """counting_and_probability and the like, however it is spelt; of a row that does not say, empty."""
-    kind = value(row, _TYPE)
-    words = re.findall(r"[a-z0-9]+", kind.lower().replace("&", " and ")) if isinstance(kind, str) else []
+def _type(row: Row) -> str:
+    """The problem's type in one spelling, such as counting_and_probability; empty if the row has none."""
+    name = first_value(row, _TYPE)
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("&", " and ")) if isinstance(name, str) else []
     return "_".join(words)
 
 

@@ -1,4 +1,4 @@
-"""The suites by name, and those of a user by the path of their file."""
+"""Finds suites: the built-in ones by name, a user's own by the path of their file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALL: tuple[Suite, ...] = (*math.SUITES, *mmlu.SUITES, *gsm8k.SUITES, ExactMatch
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
 
 MAX_PROBLEMS = 20
-"""of the items of a user's suite, that are told"""
+"""Problems in the items of a user's suite that are reported."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -42,29 +42,29 @@ def _is_name(value: object) -> bool:
 
 
 def _tuple_of(kind: type) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
+    return lambda value: isinstance(value, tuple) and all(isinstance(member, kind) for member in value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _is_prompt(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, tuple)
-        and len(value) > 0
-        and all(
-            isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-            for turn in value
-        )
-    )
+    if isinstance(value, str):
+        return True
+    return isinstance(value, tuple) and len(value) > 0 and all(map(_is_message, value))
 
 
 _Rules = Mapping[str, tuple[str, Callable[[object], bool]]]
+"""Attribute → (rule, as it completes "must be …"; check)."""
 _OF_SUITE: _Rules = MappingProxyType({
-    "name": ("letters, digits, _, - and ., and not that of a suite that is here already", _is_name),
+    "name": ("letters, digits, _, - and ., and not the name of a built-in suite", _is_name),
     "title": ("a text", _is_text),
     "num_fewshot": ("a whole number, 0 or more", _is_number),
     "max_fewshot": ("a whole number, 0 or more", _is_number),
     "chat": ("True or False", lambda value: isinstance(value, bool)),
     "max_new_tokens": ("a whole number, 1 or more, or None", lambda value: value is None or _is_number(value, 1)),
-    "stop": ("a tuple of texts that are not empty", lambda value: _tuple_of(str)(value) and "" not in cast(tuple, value)),
+    "stop": ("a tuple of non-empty texts", lambda value: _tuple_of(str)(value) and "" not in cast(tuple, value)),
     "load": ("a function", callable),
     "judge": ("a function", callable),
 })  # fmt: skip
@@ -85,34 +85,33 @@ _OF_ITEM: _Rules = MappingProxyType({
 
 
 def find(name: str) -> Suite:
-    """The suite of that name, or the object `SUITE` of a Python file, where the name is a path that ends in .py.
+    """The suite of that name, or the object `SUITE` of a Python file if the name is a path that ends in .py.
 
-    Such a file is run, so it must be one that the user trusts. The same unchanged file is run once per process.
+    The file is executed, so the user must trust it. An unchanged file is executed once per process.
 
     Raises:
-        ConfigError: an unknown name; a file that is missing, fails, or holds no suite.
+        ConfigError: an unknown name; a file that is missing, fails, or defines no suite.
     """
     if name.endswith(".py"):
         return _from_file(Path(name).expanduser())
     if name not in SUITES:
-        raise ConfigError("suites", f"must be among {', '.join(SUITES)}, or the path of a .py file", name)
+        raise _unknown(name)
     return SUITES[name]
 
 
 def find_all(names: Sequence[str]) -> dict[str, Suite]:
-    """The suites in the order of their names (`find`), each once; the keys are the names as given.
+    """The suites for these names (see `find`), in this order and without repetition; the keys are the names as given.
 
     Raises:
-        ConfigError: none named; every name that is wrong, one line each; two suites that bear the same name.
+        ConfigError: no name, unknown names, files without a suite, or two suites with the same name; all at once.
     """
     if not names:
         raise ConfigError("suites", "must name at least one", "none", f"choose from {', '.join(SUITES)}")
     unknown = [name for name in dict.fromkeys(names) if not name.endswith(".py") and name not in SUITES]
     problems = []
     if unknown:
-        rule = f"must be among {', '.join(SUITES)}, or the path of a .py file"
-        problems.append(str(ConfigError("suites", rule, ", ".join(unknown))))
-    found: dict[str, Suite] = {}
+        problems.append(str(_unknown(", ".join(unknown))))
+    suites: dict[str, Suite] = {}
     for name in dict.fromkeys(names):
         if name in unknown:
             continue
@@ -121,24 +120,24 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
         except ConfigError as error:
             problems += error.problems
             continue
-        same = next((other for other, one in found.items() if one.name == suite.name), None)
+        same = next((other for other in suites if suites[other].name == suite.name), None)
         if same is not None:
-            rule = "must have different names, which their results bear"
+            rule = "must have different names, because their results are named after them"
             problems.append(str(ConfigError("suites", rule, f"{same} and {name} are both {suite.name!r}")))
             continue
-        found[name] = suite
+        suites[name] = suite
     if problems:
         raise ConfigError.many(problems)
-    return found
+    return suites
 
 
 def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
-    """The questions of a suite that `find` gave for this name. What a user's own file returns is looked at first.
+    """Loads the questions of the suite that `find` returned for this name, and checks those of a user's own suite.
 
     Raises:
         DataError: as `Suite.load`.
-        ConfigError: a user's `load` fails, or returns something else than questions: one line per attribute that is
-            wrong; or only some of its items have choices.
+        ConfigError: a user's `load` fails or returns invalid questions, one line per attribute; or only some of the
+            items have choices.
     """
     if not name.endswith(".py"):
         return suite.load(data, num_fewshot)
@@ -156,7 +155,7 @@ def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
 
 
 def source_sha256(name: str) -> str | None:
-    """Of the file of a user's own suite, not of what it imports; None for the suites of this package.
+    """Hash of a user's own suite file, without its imports; None for a built-in suite.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -180,13 +179,13 @@ def _from_file(path: Path) -> Suite:
 
 @lru_cache(maxsize=64)
 def _run_file(path: Path, changed: int) -> Suite:
-    """`changed` makes the cache forget a file that was written anew."""
+    """Executes a suite file. `changed`, its modification time, is part of the cache's key."""
     name = f"distill_rl_suite_{hashlib.sha256(f'{path} {changed}'.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"suite {path}", "must be a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name while the file is still running.
+    # Dataclasses look up their module by name while the file is still running.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -197,12 +196,13 @@ def _run_file(path: Path, changed: int) -> Suite:
     if suite is None or isinstance(suite, type):
         raise ConfigError(what, "must end with `SUITE = MySuite()`", "no object of that name")
     try:
-        missing = [fact for fact in _OF_SUITE if not hasattr(suite, fact)]
-        problems = _problems(what, suite, {fact: _OF_SUITE[fact] for fact in _OF_SUITE if fact not in missing})
-    except Exception as error:  # of a property
-        raise _failed(path, "what SUITE has must be readable", error) from error
+        missing = [name for name in _OF_SUITE if not hasattr(suite, name)]
+        problems = _problems(what, suite, {name: rule for name, rule in _OF_SUITE.items() if name not in missing})
+    except Exception as error:  # raised by a property
+        raise _failed(path, "the attributes of SUITE must be readable", error) from error
     if missing:
-        problems.insert(0, str(ConfigError(what, "SUITE must have all that a suite has", f"no {', '.join(missing)}")))
+        rule = "SUITE must have all attributes of a suite"
+        problems.insert(0, str(ConfigError(what, rule, f"no {', '.join(missing)}")))
     if problems:
         raise ConfigError.many(problems)
     return cast(Suite, suite)
@@ -214,19 +214,19 @@ def _question_problems(what: str, questions: object) -> list[str]:
     problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
     if problems:
         return problems
-    for number, item in enumerate(questions.items, start=1):
-        problems += _problems(f"{what}, item {number}", item, _OF_ITEM)
+    for i, item in enumerate(questions.items, start=1):
+        problems += _problems(f"{what}, item {i}", item, _OF_ITEM)
         if len(problems) >= MAX_PROBLEMS:
-            return [*problems[:MAX_PROBLEMS], f"{what}: stopped after {MAX_PROBLEMS} problems of its items"]
-    free = [item.id for item in questions.items if not item.choices]
-    if not problems and 0 < len(free) < len(questions.items):
-        value = f"{len(free)} of {len(questions.items)} without, such as {free[0]}"
+            return [*problems[:MAX_PROBLEMS], f"{what}: stopped after {MAX_PROBLEMS} problems in its items"]
+    without = [item.id for item in questions.items if not item.choices]
+    if not problems and 0 < len(without) < len(questions.items):
+        value = f"{len(without)} of {len(questions.items)} without, such as {without[0]}"
         problems.append(str(ConfigError(what, "all items must have choices, or none", value, "make it two suites")))
     return problems
 
 
-def _problems(what: str, thing: object, rules: _Rules) -> list[str]:
-    values = {name: getattr(thing, name) for name in rules}
+def _problems(what: str, instance: object, rules: _Rules) -> list[str]:
+    values = {name: getattr(instance, name) for name in rules}
     return [
         str(ConfigError(what, f"`{name}` must be {rule}", _shown(values[name])))
         for name, (rule, holds) in rules.items()
@@ -239,11 +239,15 @@ def _shown(value: object) -> str:
 
 
 def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
-    """Says the line of the user's file that it came from."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
-    remedy = f"see line {own[-1].lineno} of the file" if own else ""
+    """An error that names the line of the user's file where it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    remedy = f"see line {frames[-1].lineno} of the file" if frames else ""
     return ConfigError(f"suite {path}", rule, f"{type(error).__name__}: {error}", remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable")
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError("suites", f"must be among {', '.join(SUITES)}, or the path of a .py file", name)

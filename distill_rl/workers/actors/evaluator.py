@@ -13,7 +13,7 @@ import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task
-from distill_rl.evals.options import Asked, Options
+from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
@@ -32,7 +32,7 @@ class EvalWorker(Worker):
         self._threads = threads
         self._gauges = Gauges(run)
         self._executor = LocalExecutor()
-        self._loaded: tuple[object, list[Asked]] | None = None
+        self._loaded: tuple[object, list[LoadedSuite]] | None = None
 
     def start(self) -> None:
         """Does nothing: the model is loaded by `load` or `evaluate`."""
@@ -58,18 +58,18 @@ class EvalWorker(Worker):
         """
         from distill_rl.evals.run import evaluate_models
 
-        asked = self._questions(suites, data, options)
+        loaded = self._questions(suites, data, options)
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
         try:
-            return evaluate_models([model], suites, data, options, self._executor, asked=asked)[model.name]
+            return evaluate_models([model], suites, data, options, self._executor, loaded=loaded)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)
             if options.backend != "vllm":
                 self._executor.close()
 
-    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[Asked]:
+    def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
         """The questions of the suites, kept for the next call with the same arguments."""
         from distill_rl.evals.options import load_questions
 

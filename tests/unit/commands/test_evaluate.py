@@ -1,4 +1,4 @@
-"""What `distill-rl eval` makes of its arguments, and what it says at the end."""
+"""The arguments of `distill-rl eval`, and its table."""
 
 from __future__ import annotations
 
@@ -6,69 +6,90 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.commands.evaluate import Request, Where, named_models, print_table, require_sense, say_what_was_left_out
+from distill_rl.commands.evaluate import (
+    ExecutorOptions,
+    Request,
+    parse_models,
+    print_table,
+    require_valid,
+    warn_about_too_long_items,
+)
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
 from distill_rl.evals.results.result import OUTCOMES
 
 
-def request_of(where: Where, backend: str = "hf", tensor_parallel: int = 1) -> Request:
+def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> Request:
     options = Options(backend=backend, settings=Settings(tensor_parallel=tensor_parallel))  # type: ignore[arg-type]
     return Request(["m"], ["mmlu"], Path("d"), options, None, where)
 
 
-@pytest.mark.parametrize("where", [Where(), Where(shards=0), Where(shards=4, gpus_each=0.25), Where(gpus_each=2.0)])
-def test_settings_that_make_sense_pass(where: Where) -> None:
-    require_sense(request_of(where))
+@pytest.mark.parametrize(
+    "where",
+    [
+        ExecutorOptions(),
+        ExecutorOptions(shards=0),
+        ExecutorOptions(shards=4, gpus_per_shard=0.25),
+        ExecutorOptions(gpus_per_shard=2.0),
+    ],
+)
+def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
+    require_valid(request_of(where))
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("refused", "words"),
     [
-        (request_of(Where(shards=-1)), "--shards: must be 0 or more; got -1"),
-        (request_of(Where(deadline_s=0.0)), "--deadline: must be greater than 0"),
-        (request_of(Where(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
-        (request_of(Where(gpus_each=1.5)), "--gpus-per-shard: must be a share of a GPU, or a whole number; got 1.5"),
-        (request_of(Where(gpus_each=-1.0)), "--gpus-per-shard: must be a share"),
-        (request_of(Where(gpus_each=float("nan"))), "--gpus-per-shard: must be a share"),
-        (request_of(Where(), tensor_parallel=2), "--tensor-parallel: needs --backend vllm; got 2; use more --shards"),
+        (request_of(ExecutorOptions(shards=-1)), "--shards: must be 0 or more; got -1"),
+        (request_of(ExecutorOptions(deadline_s=0.0)), "--deadline: must be greater than 0"),
+        (request_of(ExecutorOptions(deadline_s=float("inf"))), "--deadline: must be greater than 0"),
         (
-            request_of(Where(gpus_each=1.0), "vllm", 2),
-            "--gpus-per-shard: has no meaning here: --tensor-parallel decides",
+            request_of(ExecutorOptions(gpus_per_shard=1.5)),
+            "--gpus-per-shard: must be a fraction of a GPU, or a whole number; got 1.5",
         ),
-        (request_of(Where(shards=0, gpus_each=1.0)), "--gpus-per-shard: has no meaning here: --shards 0"),
+        (request_of(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
+        (request_of(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
+        (
+            request_of(ExecutorOptions(), tensor_parallel=2),
+            "--tensor-parallel: needs --backend vllm; got 2; use more --shards",
+        ),
+        (
+            request_of(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
+            "--gpus-per-shard: has no effect here: --tensor-parallel decides",
+        ),
+        (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
-def test_settings_that_make_none_are_refused(asked: Request, words: str) -> None:
+def test_invalid_settings_are_refused(refused: Request, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_sense(asked)
+        require_valid(refused)
     assert words in caught.value.problems[0]
 
 
-def test_all_that_makes_no_sense_is_told_at_once() -> None:
+def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require_sense(request_of(Where(shards=-1, deadline_s=-5.0), tensor_parallel=2))
+        require_valid(request_of(ExecutorOptions(shards=-1, deadline_s=-5.0), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 
-def test_a_model_is_called_by_its_folder_or_its_run_or_as_it_is_told(tmp_path: Path) -> None:
+def test_models_are_named_after_folder_run_or_argument(tmp_path: Path) -> None:
     (tmp_path / "runs" / "mine" / "export").mkdir(parents=True)
     (tmp_path / "big").mkdir()
     (tmp_path / "a=b").mkdir()
     given = [tmp_path / "runs" / "mine" / "export", tmp_path / "big", f"small={tmp_path / 'big'}", tmp_path / "a=b"]
-    models = named_models(list(map(str, given)), tmp_path / "out")
+    models = parse_models(list(map(str, given)), tmp_path / "out")
     assert [model.name for model in models] == ["mine", "big", "small", "a=b"]
     assert [model.out for model in models] == [tmp_path / "out" / model.name for model in models]
-    (alone,) = named_models([str(tmp_path / "big")], tmp_path / "out")
+    (alone,) = parse_models([str(tmp_path / "big")], tmp_path / "out")
     assert alone.out == tmp_path / "out"
-    assert named_models([str(tmp_path / "big")], None)[0].out is None
+    assert parse_models([str(tmp_path / "big")], None)[0].out is None
 
 
 @pytest.mark.parametrize("name", ["../up=x", ".hidden=x", "="])
-def test_a_name_that_is_no_folders_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--model: a name must be fit for a folder"):
-        named_models([name, "y"], None)
+def test_name_that_cannot_name_a_folder_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="--model: a name must be valid for a folder"):
+        parse_models([name, "y"], None)
 
 
 def result(right: int, wrong: int, too_long: int = 0, tasks: int = 0) -> dict:
@@ -82,7 +103,7 @@ def result(right: int, wrong: int, too_long: int = 0, tasks: int = 0) -> dict:
     return part | {"per_task": {f"task {n}": part for n in range(tasks)}}
 
 
-def test_the_table_has_columns_for_what_went_wrong_and_for_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_columns_only_for_failures_that_occurred(capsys: pytest.CaptureFixture[str]) -> None:
     print_table({"one": {"mmlu": result(3, 1, too_long=2, tasks=3), "math": result(1, 1, tasks=57)}})
     printed = capsys.readouterr().out
     assert "too long" in printed
@@ -93,16 +114,16 @@ def test_the_table_has_columns_for_what_went_wrong_and_for_nothing_else(capsys: 
     assert "0.500   0.100 to 0.900" in printed
 
 
-def test_names_of_models_cannot_repaint_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_table({"\x1b[2Jevil[bold]": {"mmlu": result(1, 1)}})
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert "evil[bold]" in printed
 
 
-def test_items_that_were_not_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    say_what_was_left_out({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
+def test_too_long_items_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_about_too_long_items({"one": {"mmlu": result(1, 1, too_long=2), "math": result(1, 1)}})
     assert capsys.readouterr().out.splitlines() == [
-        "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as not right; "
+        "warning: 2 of 4 items of mmlu do not fit into the positions of one and count as wrong; "
         "fewer worked examples (--num-fewshot) may help"
     ]

@@ -49,7 +49,7 @@ def test_models_are_compared_in_a_table_and_a_page(out: Path, capsys: pytest.Cap
     assert "−0.300" in text_of(out / "comparison.html")
 
 
-def test_a_narrow_terminal_has_the_outcomes_below_the_figures(
+def test_narrow_terminal_shows_outcomes_below_the_table(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
@@ -96,7 +96,7 @@ def test_several_runs_share_the_report_of_the_first(tmp_path: Path) -> None:
     assert not (second / "report.html").exists()
 
 
-def test_a_run_among_folders_of_results_is_compared_and_keeps_its_report(out: Path, tmp_path: Path) -> None:
+def test_run_beside_result_folders_keeps_its_report(out: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "kd")
     for paths in ([run, out], [run / "evals"]):
         assert main(["report", *map(str, paths)]) == 0
@@ -105,7 +105,7 @@ def test_a_run_among_folders_of_results_is_compared_and_keeps_its_report(out: Pa
     assert not (run / "report.html").exists()
 
 
-def test_paths_that_hold_nothing_are_all_named(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_paths_without_results_are_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out.parent / "empty").mkdir()
     assert main(["report", str(out), str(out.parent / "empty"), "/no/such"]) == 2
     first, second = errors(capsys)
@@ -114,7 +114,7 @@ def test_paths_that_hold_nothing_are_all_named(out: Path, capsys: pytest.Capture
     assert "no such folder" in second
 
 
-def test_damaged_files_are_all_named_and_nothing_is_written(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damaged_files_are_reported_and_nothing_written(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out / "teacher" / "mmlu.json").write_text('{"score": 0.')
     (out / "student_after" / "quiz.items.jsonl").write_text('{"id": 1}\n')
     assert main(["report", str(out)]) == 2
@@ -125,7 +125,7 @@ def test_damaged_files_are_all_named_and_nothing_is_written(out: Path, capsys: p
 
 
 @pytest.mark.parametrize("run", [False, True], ids=["results", "run"])
-def test_options_that_cannot_be_met_are_one_line(
+def test_unusable_options_are_reported_in_one_line(
     out: Path, tmp_path: Path, run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_run(tmp_path / "kd") if run else out

@@ -1,4 +1,4 @@
-"""A model that knows two answers by heart."""
+"""A model that has memorised two answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chat(question: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat model overfitted on KNOWN; its generation config asks for everything that is not greedy."""
+    """A chat model overfitted on KNOWN; its generation config enables everything that is not greedy."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,7 +49,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    """Four rows, two of which the parrot answers rightly."""
+    """Four rows; the parrot answers two of them correctly."""
     rows: list[dict[str, object]] = [
         {"messages": chat(KNOWN[0][0]), "answer": " one two\n", "task": "first"},
         {"messages": chat(KNOWN[1][0]), "answer": "three", "task": "second"},

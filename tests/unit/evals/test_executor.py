@@ -1,4 +1,4 @@
-"""How the items of a suite are cut into what a model gets at once, and one model after another in this process."""
+"""Chunks of items, and models loaded one after another in this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
-from distill_rl.evals.executor import CHUNKS_PER_CALL, VLLM_CHUNK, LocalExecutor, Task, chunks
+from distill_rl.evals.backends.hf import HfBackend
+from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, Task, chunks
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 
@@ -33,11 +33,11 @@ def test_chunks_hold_one_prefix_longest_prompts_first() -> None:
         assert lengths == sorted(lengths, reverse=True)
 
 
-def test_likelihoods_get_several_batches_of_a_prefix_at_once() -> None:
-    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * CHUNKS_PER_CALL
+def test_likelihood_chunks_hold_several_batches() -> None:
+    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * BATCHES_PER_CHUNK
 
 
-def test_vllm_gets_as_many_as_keep_it_busy() -> None:
+def test_vllm_chunks_are_larger_than_a_batch() -> None:
     many = [Item(str(n), "q", "a", prefix=str(n)) for n in range(VLLM_CHUNK + 1)]
     assert [len(chunk) for chunk in chunks(many, Task(False), "vllm", 4)] == [VLLM_CHUNK, 1]
 
@@ -65,9 +65,7 @@ def answers(executor: LocalExecutor) -> dict[int, Output]:
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])
-def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
-    executor: LocalExecutor, tmp_path: Path, change: str
-) -> None:
+def test_reloading_replaces_every_part_of_the_model(executor: LocalExecutor, tmp_path: Path, change: str) -> None:
     first = write_tiny_model(tmp_path / "first")
     other = shutil.copytree(first, tmp_path / "other")
     executor.load(first, "hf", CPU)
@@ -78,9 +76,9 @@ def test_a_model_is_asked_in_its_own_way_whichever_was_loaded_before(
         write_tiny_model(other, seed=1)
     assert (first / "config.json").read_bytes() == (other / "config.json").read_bytes()
     executor.load(other, "hf", CPU)
-    found = answers(executor)
-    assert found == dict(Generator(other, CPU).generate(CHATS, max_new_tokens=12))
-    assert found != before
+    answered = answers(executor)
+    assert answered == dict(HfBackend(other, CPU).generate(CHATS, max_new_tokens=12))
+    assert answered != before
     executor.load(first, "hf", CPU)
     assert answers(executor) == before
 
@@ -96,7 +94,7 @@ def test_other_settings_are_taken(executor: LocalExecutor, tmp_path: Path) -> No
         )
 
 
-def test_after_a_model_that_cannot_be_loaded_the_next_is(executor: LocalExecutor, tmp_path: Path) -> None:
+def test_executor_recovers_from_a_failed_load(executor: LocalExecutor, tmp_path: Path) -> None:
     good, bad = (write_tiny_model(tmp_path / name) for name in ("good", "bad"))
     (bad / "generation_config.json").write_text("{")
     executor.load(good, "hf", CPU)

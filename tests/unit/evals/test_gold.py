@@ -1,4 +1,4 @@
-"""The reference solutions of the real data, graded as a model's completions by the real suites in real processes."""
+"""Reference solutions of the real data, graded like a model's completions by the real suites in real processes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def grade(pool: Grader, suite: str, items: Sequence[Item], completions: Sequence
 
 
 def not_right(items: Sequence[Item], graded: Sequence[Graded]) -> list[str]:
-    """One line per item that is not right, by id; printed too."""
+    """One line per item that is not right; also printed."""
     lines = [
-        f"{item.id}: gold {item.answer!r}, {each.outcome}, {each.verdict or each.detail}"
-        for item, each in zip(items, graded, strict=True)
-        if each.verdict is None or each.verdict.score != 1
+        f"{item.id}: gold {item.answer!r}, {result.outcome}, {result.verdict or result.detail}"
+        for item, result in zip(items, graded, strict=True)
+        if result.verdict is None or result.verdict.score != 1
     ]
     print(f"{len(items) - len(lines)} of {len(items)} right", *lines, sep="\n")
     return lines
@@ -54,7 +54,7 @@ def test_math_solutions_are_right(grader: Grader, suite: str, file: str, rows: i
     assert len(wrong) <= rows * 0.005, "\n".join(wrong)
 
 
-def test_math_answers_are_right_as_minerva_writes_them(grader: Grader) -> None:
+def test_gold_answers_in_minerva_form_are_right(grader: Grader) -> None:
     items = find("minerva_math").load(EVALS, 4).items
     texts = [
         f" {text}\nFinal Answer: The final answer is ${item.answer}$. I hope it is correct.\n\n"
@@ -88,8 +88,9 @@ def test_solutions_of_other_math_problems_are_wrong(grader: Grader) -> None:
     graded = grade(grader, "math500", items, others)
     alike = [
         f"{item.id}: {item.answer!r}, {last_boxed(other)!r}"
-        for item, other, each in zip(items, others, graded, strict=True)
-        if (each.verdict is None or each.verdict.score) and normalize(item.answer) != normalize(last_boxed(other) or "")
+        for item, other, result in zip(items, others, graded, strict=True)
+        if (result.verdict is None or result.verdict.score)
+        and normalize(item.answer) != normalize(last_boxed(other) or "")
     ]
     assert not alike, "\n".join(alike)
 
@@ -121,4 +122,4 @@ def test_mmlu_letters_are_right(grader: Grader) -> None:
     assert not not_right(items, grade(grader, "mmlu_cot", items, texts))
     some = items[::10]
     wrong = [f"Answer: {'DABC'['ABCD'.index(item.answer)]}" for item in some]
-    assert not any(each.verdict is None or each.verdict.score for each in grade(grader, "mmlu_cot", some, wrong))
+    assert not any(result.verdict is None or result.verdict.score for result in grade(grader, "mmlu_cot", some, wrong))

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, before any model is loaded."""
+"""Options of an evaluation, and loading of its suites."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import pytest
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.options import Options, chat_suites, load_questions
-from distill_rl.evals.suites.base import Item, Suite, with_fewshot
+from distill_rl.evals.suites.base import Item, Suite, resolve_num_fewshot
 from tests.helpers.suites import write_suite
 
 
 def test_warnings_about_the_data_are_errors_when_strict(tmp_path: Path) -> None:
     path = str(write_suite(tmp_path, warnings=("own: 24 rows, published are 30",)))
-    (asked,) = load_questions([path], tmp_path, Options())
-    assert asked.questions.warnings == ("own: 24 rows, published are 30",)
+    (loaded,) = load_questions([path], tmp_path, Options())
+    assert loaded.questions.warnings == ("own: 24 rows, published are 30",)
     with pytest.raises(DataError, match="own: 24 rows, published are 30"):
         load_questions([path], tmp_path, Options(strict=True))
 
 
-def test_limit_draws_items_in_the_order_of_the_data(tmp_path: Path) -> None:
+def test_limit_keeps_the_order_of_the_data(tmp_path: Path) -> None:
     path = str(write_suite(tmp_path))
-    (asked,) = load_questions([path], tmp_path, Options(limit=5, seed=3))
-    numbers = [int(item.id[1:]) for item in asked.items]
+    (loaded,) = load_questions([path], tmp_path, Options(limit=5, seed=3))
+    numbers = [int(item.id[1:]) for item in loaded.items]
     assert len(numbers) == 5
     assert numbers == sorted(numbers)
 
 
-def test_all_sizes_that_make_no_sense_are_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_sizes_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_questions(["exact_match"], tmp_path, Options(num_fewshot=-1, max_new_tokens=0, limit=0))
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
@@ -59,14 +59,15 @@ class NoExamples:
 
 
 @pytest.mark.parametrize(
-    ("suite", "asked", "given"), [(Examples, None, 5), (Examples, 0, 0), (NoExamples, None, 0), (NoExamples, 3, 0)]
+    ("suite", "requested", "expected"),
+    [(Examples, None, 5), (Examples, 0, 0), (NoExamples, None, 0), (NoExamples, 3, 0)],
 )
-def test_worked_examples_are_given_where_a_suite_takes_them(suite: type, asked: int | None, given: int) -> None:
-    made: Suite = suite()
-    assert with_fewshot(made, asked) == given
+def test_worked_examples_go_to_suites_that_take_them(suite: type, requested: int | None, expected: int) -> None:
+    instance: Suite = suite()
+    assert resolve_num_fewshot(instance, requested) == expected
 
 
-def test_suites_that_chat_are_told_apart(tmp_path: Path) -> None:
+def test_suites_with_chat_prompts_are_found(tmp_path: Path) -> None:
     (text,) = load_questions([str(write_suite(tmp_path))], tmp_path, Options())
     assert chat_suites([text]) == []
     chats = tmp_path / "chats.jsonl"

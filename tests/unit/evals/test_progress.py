@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation."""
+"""Progress on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import io
 
 from rich.console import Console
 
-from distill_rl.evals.progress import Printed
+from distill_rl.evals.progress import ConsoleProgress
 
 
 def rows(count: int, score: float) -> list[dict[str, object]]:
     return [{"score": score, "num_tokens": 3, "completion": "x"}] * count
 
 
-def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.StringIO]:
+def printed(*, terminal: bool, seconds: list[float]) -> tuple[ConsoleProgress, io.StringIO]:
     file = io.StringIO()
     clock = iter(seconds)
     now = [0.0]
@@ -23,10 +23,10 @@ def printed(*, terminal: bool, seconds: list[float]) -> tuple[Printed, io.String
         return now[0]
 
     console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
-    return Printed(console=console, interval_s=10.0, clock=read), file
+    return ConsoleProgress(console=console, interval_s=10.0, clock=read), file
 
 
-def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:
+def test_log_gets_a_line_per_interval_and_a_last_one() -> None:
     progress, file = printed(terminal=False, seconds=[0.0, 5.0, 12.0, 12.0, 12.0, 20.0])
     with progress.suite("student", "math", 6, []) as shown:
         shown.add(rows(2, 1.0))
@@ -38,12 +38,12 @@ def test_a_log_gets_a_line_every_interval_and_one_at_the_end() -> None:
     ]
 
 
-def test_items_that_are_there_already_are_said_and_counted() -> None:
+def test_finished_items_are_reported_and_counted() -> None:
     progress, file = printed(terminal=False, seconds=[0.0])
     with progress.suite("student", "math", 4, rows(3, 1.0)) as shown:
         shown.add(rows(1, 0.0))
     first, last = file.getvalue().splitlines()
-    assert first == "math  student: 3 of 4 items are there already"
+    assert first == "math  student: 3 of 4 items are already done"
     assert last.startswith("math  student  4/4  score 0.750")
 
 
@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "score 1.000" in file.getvalue()
 
 
-def test_names_cannot_forge_lines_or_repaint_the_terminal() -> None:
+def test_names_cannot_forge_lines_or_control_the_terminal() -> None:
     progress, file = printed(terminal=False, seconds=[0.0])
     with progress.suite("a\nb\x1b[2J", "math", 1, []) as shown:
         shown.add(rows(1, 1.0))

@@ -17,7 +17,7 @@ from tests.helpers.suites import write_suite
 from tests.unit.evals.conftest import KNOWN, chat, write_rows
 
 
-def test_known_prompts_score_one_and_others_nothing(parrot: Path, questions: Path) -> None:
+def test_known_prompts_score_one_and_others_zero(parrot: Path, questions: Path) -> None:
     result = evaluate(parrot, ["exact_match"], questions)["exact_match"]
     assert result["score"] == 0.5
     assert result["num_items"] == 4
@@ -31,7 +31,7 @@ def test_known_prompts_score_one_and_others_nothing(parrot: Path, questions: Pat
     assert result["macro"] == 0.75
 
 
-def test_the_hash_of_the_data_is_that_of_questions_and_answers(parrot: Path, questions: Path) -> None:
+def test_data_hash_covers_questions_and_answers(parrot: Path, questions: Path) -> None:
     first = evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"]
     rows = questions.read_text().splitlines()
     questions.write_text("\n\n".join(rows) + "\n")
@@ -44,7 +44,7 @@ def test_an_untrained_model_scores_nothing(questions: Path, tmp_path: Path) -> N
     assert evaluate(write_tiny_model(tmp_path / "m"), ["exact_match"], questions)["exact_match"]["score"] == 0.0
 
 
-def test_results_and_items_are_written_and_the_report_finds_them(parrot: Path, questions: Path, tmp_path: Path) -> None:
+def test_written_results_are_found_by_the_report(parrot: Path, questions: Path, tmp_path: Path) -> None:
     from distill_rl.observe.report.scores import read_runs
 
     (tmp_path / "run").mkdir()
@@ -61,7 +61,7 @@ def test_results_and_items_are_written_and_the_report_finds_them(parrot: Path, q
     assert (row.model, row.suite, row.whole.score, row.whole.num_items) == ("student", "exact_match", 0.5, 4)
 
 
-def test_a_second_call_finds_what_the_first_one_wrote(parrot: Path, questions: Path, tmp_path: Path) -> None:
+def test_second_call_reuses_results_of_the_first(parrot: Path, questions: Path, tmp_path: Path) -> None:
     first = evaluate(parrot, ["exact_match"], questions, out_dir=tmp_path / "out")
     written = (tmp_path / "out" / "exact_match.json").stat().st_mtime_ns
     assert evaluate(parrot, ["exact_match"], questions, out_dir=tmp_path / "out", batch_size=1) == first
@@ -77,13 +77,11 @@ def test_a_chat_suite_needs_a_chat_template(parrot: Path, questions: Path, tmp_p
     config = json.loads((bare / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ConfigError, match=r"exact_match asks in chat messages, which need .* chat template; got none; "
-    ):
+    with pytest.raises(ConfigError, match=r"the chat prompts of exact_match need .* chat template; got none; "):
         evaluate(bare, ["exact_match"], questions)
 
 
-def test_results_of_a_suite_that_was_edited_are_not_taken_for_its_own(parrot: Path, tmp_path: Path) -> None:
+def test_results_of_an_edited_suite_are_not_reused(parrot: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=3, max_new_tokens=2)
     evaluate(parrot, [str(suite)], tmp_path, out_dir=tmp_path / "out")
     suite.write_text(suite.read_text().replace("% 2 == 0)", "% 2 == 1)"))
@@ -94,7 +92,7 @@ def test_results_of_a_suite_that_was_edited_are_not_taken_for_its_own(parrot: Pa
         evaluate(parrot, [str(suite)], tmp_path, out_dir=tmp_path / "out")
 
 
-def test_a_stop_is_heard_while_completions_are_judged(parrot: Path, tmp_path: Path) -> None:
+def test_interruption_is_noticed_while_grading(parrot: Path, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, count=3, max_new_tokens=2)
     suite.write_text(
         "import time\n"
@@ -104,19 +102,19 @@ def test_a_stop_is_heard_while_completions_are_judged(parrot: Path, tmp_path: Pa
     class Stopped(Exception):
         pass
 
-    asked = 0
+    calls = 0
 
     def interrupted() -> None:
-        nonlocal asked
-        asked += 1
-        if asked > 20:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
             raise Stopped
 
     with closing(LocalExecutor()) as executor, pytest.raises(Stopped):
         evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), executor, interrupted=interrupted)
 
 
-def test_nothing_is_written_unless_asked(parrot: Path, questions: Path) -> None:
+def test_nothing_is_written_unless_requested(parrot: Path, questions: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]}
     evaluate(parrot, ["exact_match"], questions)
     assert {file: file.stat().st_mtime_ns for file in [*parrot.rglob("*"), *questions.parent.rglob("*")]} == before
@@ -131,7 +129,7 @@ def test_a_cut_off_answer_is_counted(parrot: Path, tmp_path: Path, monkeypatch: 
     assert json.loads((out / "exact_match.items.jsonl").read_text())["truncated"] is True
 
 
-def test_limit_draws_the_same_items_for_the_same_seed_in_file_order(parrot: Path, tmp_path: Path) -> None:
+def test_limit_samples_by_seed_and_keeps_file_order(parrot: Path, tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": f"ka {number}", "answer": "x"} for number in range(30)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
 
@@ -145,14 +143,14 @@ def test_limit_draws_the_same_items_for_the_same_seed_in_file_order(parrot: Path
     assert drawn(0) != drawn(1)
 
 
-def test_an_unknown_suite_is_refused_with_the_list_before_anything_is_read(tmp_path: Path) -> None:
+def test_unknown_suite_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"suites: must be among .*exact_match.*; got maths, mmmlu"):
         evaluate(tmp_path / "no-model", ["maths", "exact_match", "mmmlu"], tmp_path / "no-data")
     with pytest.raises(ConfigError, match="suites: must name at least one"):
         evaluate(tmp_path, [], tmp_path)
 
 
-def test_bad_rows_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_before_loading_the_model(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p"}])
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: `answer` must be"):
         evaluate(tmp_path / "no-model", ["exact_match"], data)
@@ -164,11 +162,11 @@ def test_a_size_below_one_is_refused(tmp_path: Path, name: str) -> None:
         evaluate(tmp_path, ["exact_match"], tmp_path, **{name: 0})
 
 
-def test_every_suite_goes_by_its_own_name() -> None:
+def test_every_suite_is_registered_under_its_name() -> None:
     assert all(name == suite.name for name, suite in SUITES.items())
 
 
-def test_importing_run_needs_no_torch_and_starts_no_ray() -> None:
+def test_importing_run_loads_no_torch_and_no_ray() -> None:
     import subprocess
     import sys
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.backends.encode import Encoder, common_length, model_folder
+from distill_rl.evals.backends.greedy import prompt_rows
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -28,11 +29,11 @@ def with_ends(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_a_prefix_is_tokenised_with_the_prompt_as_one_text(encoder: Encoder) -> None:
+def test_prefix_and_prompt_are_tokenised_as_one_text(encoder: Encoder) -> None:
     assert encoder.encode(Item("row", " lo", "", prefix="ka")) == encoder.tokenizer("ka lo")["input_ids"]
 
 
-def test_a_prompt_has_the_tokens_of_training_text_without_its_end(tmp_path: Path) -> None:
+def test_prompt_is_encoded_without_end_token(tmp_path: Path) -> None:
     encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     ids = encoder.encode(Item("row", "ka", ""))
     assert ids[0] == 0
@@ -42,7 +43,7 @@ def test_a_prompt_has_the_tokens_of_training_text_without_its_end(tmp_path: Path
     assert 1 not in chat_ids
 
 
-def test_choices_go_on_from_the_prompt_without_the_end_that_a_tokenizer_adds(tmp_path: Path) -> None:
+def test_choices_continue_the_prompt_without_end_token(tmp_path: Path) -> None:
     encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     item = Item("row", "ka lo:", "A", choices=(" A", " B"))
     choices = encoder.choices(item)
@@ -51,19 +52,19 @@ def test_choices_go_on_from_the_prompt_without_the_end_that_a_tokenizer_adds(tmp
     assert choices.continuations == tuple(plain(choice)["input_ids"] for choice in item.choices)
 
 
-def test_tokens_across_the_end_of_the_prompt_count_as_the_choices(tmp_path: Path) -> None:
-    vocabulary = {piece: number for number, piece in enumerate(["<s>", "</s>", "<pad>", ":", "Ġ", "A", "B", "ĠA", "x"])}
+def test_tokens_across_the_prompts_end_belong_to_the_choices(tmp_path: Path) -> None:
+    vocabulary = {piece: i for i, piece in enumerate(["<s>", "</s>", "<pad>", ":", "Ġ", "A", "B", "ĠA", "x"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "A")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     encoder = Encoder(write_tiny_model(tmp_path, tokenizer=fast))
     choices = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
-    assert choices.context == [8, 3], "the space is not sure to be a token of its own"
+    assert choices.context == [8, 3], "the space may merge with the next token"
     assert choices.continuations == ([7], [4, 6])
 
 
-def test_tokens_that_all_choices_begin_with_still_count_where_the_prompt_lacks_them(encoder: Encoder) -> None:
+def test_tokens_shared_by_all_choices_are_still_scored(encoder: Encoder) -> None:
     choices = encoder.choices(Item("row", "ka:", "A", choices=(" (A", " (B")))
     space = encoder.tokenizer(" (")["input_ids"]
     assert choices.context == encoder.encode(Item("row", "ka:", ""))
@@ -91,7 +92,7 @@ def test_a_chat_needs_a_chat_template(tmp_path: Path) -> None:
         encoder.encode(Item("data.jsonl:7", tuple(chat("ka")), ""))
 
 
-def test_a_chat_that_the_template_refuses_is_named(encoder: Encoder) -> None:
+def test_chat_that_the_template_rejects_is_named(encoder: Encoder) -> None:
     encoder.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(
         DataError, match="row: must be a chat that the tokenizer's template accepts; got no system role"
@@ -100,7 +101,7 @@ def test_a_chat_that_the_template_refuses_is_named(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(7, (7, 1, 4)), ([7, 1], (7, 1, 4)), (None, (1, 4))])
-def test_text_ends_with_what_the_folder_the_tokenizer_or_the_template_end_it_with(
+def test_stop_tokens_come_from_config_tokenizer_and_template(
     tmp_path: Path, configured: object, expected: tuple[int, ...]
 ) -> None:
     folder = write_tiny_model(tmp_path)
@@ -108,7 +109,7 @@ def test_text_ends_with_what_the_folder_the_tokenizer_or_the_template_end_it_wit
     assert Encoder(folder).stop_ids == expected
 
 
-def test_without_a_generation_config_the_model_config_says_where_text_ends(tmp_path: Path) -> None:
+def test_without_generation_config_the_model_config_has_stops(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
@@ -116,7 +117,7 @@ def test_without_a_generation_config_the_model_config_says_where_text_ends(tmp_p
     assert Encoder(folder).stop_ids == (9, 1, 4)
 
 
-def test_a_model_that_never_ends_is_refused(tmp_path: Path) -> None:
+def test_model_without_stop_token_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     folder = write_tiny_model(tmp_path, tokenizer=tokenizer)
@@ -128,14 +129,19 @@ def test_a_model_that_never_ends_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_room_is_what_the_positions_leave_whatever_the_family_calls_them(tmp_path: Path, family: str) -> None:
+def test_completions_are_limited_to_the_positions(tmp_path: Path, family: str) -> None:
     encoder = Encoder(write_tiny_model(tmp_path, family, positions=16))
-    assert [encoder.room([5] * count) for count in (1, 15, 16, 40)] == [15, 1, 0, 0]
-    encoder.positions = None
-    assert encoder.room([5] * 40) is None
+    items = [Item(str(count), "\x01" * count, "") for count in (1, 15, 16, 40)]
+    assert [len(encoder.encode(item)) for item in items] == [1, 15, 16, 40]
+    rows, too_long = prompt_rows(encoder, items, 100, encoder.positions)
+    assert [(row.item_index, row.max_new_tokens) for row in rows] == [(0, 15), (1, 1)]
+    assert [index for index, output in too_long if output.too_long] == [2, 3]
+    rows, too_long = prompt_rows(encoder, items, 100, None)
+    assert [row.max_new_tokens for row in rows] == [100] * 4
+    assert too_long == []
 
 
-def test_a_missing_folder_is_refused_without_asking_a_hub() -> None:
+def test_missing_folder_is_refused_without_hub_access() -> None:
     with pytest.raises(ConfigError, match="must be a folder; got no such folder"):
         model_folder("meta-llama/Llama-3.2-1B")
 

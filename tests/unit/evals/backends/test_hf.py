@@ -12,7 +12,7 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import FAMILIES, write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
@@ -21,8 +21,8 @@ from tests.unit.evals.conftest import KNOWN, chat
 
 
 @pytest.fixture(scope="module")
-def generator(parrot: Path) -> Generator:
-    return Generator(parrot)
+def backend(parrot: Path) -> HfBackend:
+    return HfBackend(parrot)
 
 
 def plain(text: str, name: str = "row", prefix: str = "") -> Item:
@@ -30,24 +30,24 @@ def plain(text: str, name: str = "row", prefix: str = "") -> Item:
 
 
 def completions(
-    generator: Generator, items: list[Item], max_new_tokens: int, batch_size: int = 64, stop: tuple[str, ...] = ()
+    backend: HfBackend, items: list[Item], max_new_tokens: int, batch_size: int = 64, stop: tuple[str, ...] = ()
 ) -> list[Output]:
-    generator.settings = replace(generator.settings, batch_size=batch_size)
-    found = list(generator.generate(items, max_new_tokens=max_new_tokens, stop=stop))
-    assert sorted(index for index, _ in found) == list(range(len(items)))
-    return [output for _, output in sorted(found, key=lambda pair: pair[0])]
+    backend.settings = replace(backend.settings, batch_size=batch_size)
+    pairs = list(backend.generate(items, max_new_tokens=max_new_tokens, stop=stop))
+    assert sorted(index for index, _ in pairs) == list(range(len(items)))
+    return [output for _, output in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def reference(generator: Generator, item: Item, max_new_tokens: int) -> Output:
+def reference(backend: HfBackend, item: Item, max_new_tokens: int) -> Output:
     """The likeliest token of one plain forward pass after another."""
-    prompt = generator.encoder.encode(item)
+    prompt = backend.encoder.encode(item)
     ids: list[int] = []
     with torch.no_grad():
-        while len(ids) < max_new_tokens and not set(ids) & set(generator.encoder.stop_ids):
-            logits = generator.model(torch.tensor([prompt + ids]), use_cache=False).logits
+        while len(ids) < max_new_tokens and not set(ids) & set(backend.encoder.stop_ids):
+            logits = backend.model(torch.tensor([prompt + ids]), use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
-    text = generator.encoder.tokenizer.decode(ids, skip_special_tokens=True)
-    return Output(text, len(ids), len(prompt), truncated=ids[-1] not in generator.encoder.stop_ids)
+    text = backend.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+    return Output(text, len(ids), len(prompt), truncated=ids[-1] not in backend.encoder.stop_ids)
 
 
 def folder_of(path: Path, family: str) -> Path:
@@ -58,75 +58,75 @@ def folder_of(path: Path, family: str) -> Path:
 
 
 @contextmanager
-def passes(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
+def passes(backend: HfBackend) -> Iterator[list[tuple[int, ...]]]:
     """(rows, columns) of every forward pass."""
     sizes: list[tuple[int, ...]] = []
-    embedding = generator.model.get_input_embeddings()
+    embedding = backend.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, arguments, output: sizes.append(tuple(arguments[0].shape)))
     yield sizes
     hook.remove()
 
 
-def test_generation_is_greedy_whatever_the_folder_asks_for(generator: Generator) -> None:
+def test_generation_is_greedy_despite_generation_config(backend: HfBackend) -> None:
     items = [plain("ka lo mi "), plain("sol be"), plain("alpha")]
-    assert completions(generator, items, 12) == [reference(generator, item, 12) for item in items]
+    assert completions(backend, items, 12) == [reference(backend, item, 12) for item in items]
 
 
 @pytest.mark.parametrize(
     "family",
     [*FAMILIES, "mistral-window", "gemma2", "granite", "cohere", "opt", "mixtral", "recurrent-gemma", "falcon-h1"],
 )
-def test_every_family_writes_what_plain_forward_passes_do(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+def test_completions_equal_plain_forward_passes(tmp_path: Path, family: str) -> None:
+    backend = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     prefix = " ".join(words[:20]) + "\n\n"
     items = [plain(" ".join(words[30 + 9 * n :][: 1 + 2 * n]), f"row {n}", prefix * (n % 2)) for n in range(6)]
-    expected = [reference(generator, item, 9) for item in items]
+    expected = [reference(backend, item, 9) for item in items]
     assert len({output.text for output in expected}) > 2, "the texts differ"
     for batch_size in (1, 4, 64):
-        assert completions(generator, items, 9, batch_size) == expected
+        assert completions(backend, items, 9, batch_size) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "falcon-h1"])
-def test_a_shared_beginning_is_run_once_where_padding_may_follow_it(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+def test_shared_prefix_runs_once_if_padding_may_follow(tmp_path: Path, family: str) -> None:
+    backend = HfBackend(folder_of(tmp_path, family))
     words = seeded_words(3, 200)
     items = [plain(" ".join(words[n : 2 * n + 1]), f"row {n}", " ".join(words[100:130])) for n in range(4)]
-    with passes(generator) as sizes:
-        found = completions(generator, items, 4)
-    assert found == [reference(generator, item, 4) for item in items]
+    with passes(backend) as sizes:
+        outputs = completions(backend, items, 4)
+    assert outputs == [reference(backend, item, 4) for item in items]
     shares = family in ("llama", "gpt2")
     assert [rows for rows, _ in sizes] == ([1] if shares else []) + [4] * 4
 
 
-def test_batches_of_any_size_give_the_same_completions(generator: Generator) -> None:
+def test_batches_of_any_size_give_the_same_completions(backend: HfBackend) -> None:
     items = [plain("ka " * count + "lo", f"row {count}") for count in (1, 30, 7, 2, 30, 12)]
-    whole, pairs, single = (completions(generator, items, 10, batch_size) for batch_size in (6, 2, 1))
+    whole, pairs, single = (completions(backend, items, 10, batch_size) for batch_size in (6, 2, 1))
     assert whole == pairs == single
-    with passes(generator) as sizes:
-        completions(generator, items, 1, 2)
+    with passes(backend) as sizes:
+        completions(backend, items, 1, 2)
     assert [columns for _, columns in sizes] == sorted((columns for _, columns in sizes), reverse=True), "largest first"
 
 
-def test_the_end_of_turn_ends_an_answer_and_is_not_part_of_it(generator: Generator) -> None:
+def test_end_of_turn_ends_an_answer_and_is_excluded(backend: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
-    found = completions(generator, items, 20, 2)
-    assert [output.text for output in found] == [answer for _, answer in KNOWN]
-    assert not any(output.truncated for output in found)
-    end = generator.encoder.tokenizer.convert_tokens_to_ids("<|end|>")
-    assert set(generator.encoder.stop_ids) == {generator.encoder.tokenizer.eos_token_id, end}
+    outputs = completions(backend, items, 20, 2)
+    assert [output.text for output in outputs] == [answer for _, answer in KNOWN]
+    assert not any(output.truncated for output in outputs)
+    end = backend.encoder.tokenizer.convert_tokens_to_ids("<|end|>")
+    assert set(backend.encoder.stop_ids) == {backend.encoder.tokenizer.eos_token_id, end}
 
 
-def test_a_row_that_has_ended_leaves_the_batch(generator: Generator) -> None:
+def test_ended_row_leaves_the_batch(backend: HfBackend) -> None:
     items = [Item("row", tuple(chat(question)), answer) for question, answer in KNOWN]
-    with passes(generator) as sizes:
-        short, long = sorted(output.num_tokens for output in completions(generator, items, 20, 2))
+    with passes(backend) as sizes:
+        short, long = sorted(output.num_tokens for output in completions(backend, items, 20, 2))
     assert short < long
     assert [rows for rows, _ in sizes] == [2] * short + [1] * (long - short)
 
 
-def test_an_answer_that_does_not_end_is_truncated(generator: Generator) -> None:
-    (output,) = completions(generator, [Item("row", tuple(chat(KNOWN[0][0])), "")], 2)
+def test_answer_without_end_is_truncated(backend: HfBackend) -> None:
+    (output,) = completions(backend, [Item("row", tuple(chat(KNOWN[0][0])), "")], 2)
     assert output.truncated
     assert output.num_tokens == 2
 
@@ -134,60 +134,58 @@ def test_an_answer_that_does_not_end_is_truncated(generator: Generator) -> None:
 @pytest.mark.parametrize(
     ("stop", "text"), [((" two",), "one"), (("two", "ne t"), "o"), (("o", "one"), ""), (("three", "😀" * 9), "one two")]
 )
-def test_a_stop_text_ends_a_completion_and_is_not_part_of_it(
-    generator: Generator, stop: tuple[str, ...], text: str
-) -> None:
+def test_stop_text_ends_a_completion_and_is_excluded(backend: HfBackend, stop: tuple[str, ...], text: str) -> None:
     item = Item("row", tuple(chat(KNOWN[0][0])), "")
-    (whole,), (output,) = completions(generator, [item], 20), completions(generator, [item], 20, stop=stop)
+    (whole,), (output,) = completions(backend, [item], 20), completions(backend, [item], 20, stop=stop)
     assert whole.text == "one two"
     assert (output.text, output.truncated) == (text, False)
     assert output.num_tokens == whole.num_tokens if text == whole.text else output.num_tokens < whole.num_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon-h1"])
-def test_a_stop_text_may_take_many_tokens_and_ends_only_its_own_row(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+def test_stop_text_of_many_tokens_ends_only_its_row(tmp_path: Path, family: str) -> None:
+    backend = HfBackend(folder_of(tmp_path, family))
     items = [plain("ka lo mi"), plain("sol be ru"), plain("ter")]
-    free = completions(generator, items, 24)
+    free = completions(backend, items, 24)
     stop = free[0].text[5:11]
-    for output, whole in zip(completions(generator, items, 24, stop=(stop,)), free):
+    for output, whole in zip(completions(backend, items, 24, stop=(stop,)), free):
         assert output.text == whole.text.partition(stop)[0]
         assert output.truncated == (stop not in whole.text)
         assert output.num_tokens < 24 or stop not in whole.text[:-1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_completion_gets_the_room_that_the_positions_leave(tmp_path: Path, family: str) -> None:
+def test_completion_is_limited_to_remaining_positions(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family, positions=16)
-    generator = Generator(folder)
-    generator.encoder.stop_ids = ()
+    backend = HfBackend(folder)
+    backend.encoder.stop_ids = ()
     items = [plain("\x01" * count, f"row {count}") for count in (4, 15, 16, 12, 40)]
-    found = completions(generator, items, 6)
-    assert [output.num_tokens for output in found] == [6, 1, 0, 4, 0]
-    assert [output.too_long for output in found] == [False, False, True, False, True]
-    assert [output.truncated for output in found] == [True, True, False, True, False]
-    assert [output.prompt_tokens for output in found] == [4, 15, 16, 12, 40]
+    outputs = completions(backend, items, 6)
+    assert [output.num_tokens for output in outputs] == [6, 1, 0, 4, 0]
+    assert [output.too_long for output in outputs] == [False, False, True, False, True]
+    assert [output.truncated for output in outputs] == [True, True, False, True, False]
+    assert [output.prompt_tokens for output in outputs] == [4, 15, 16, 12, 40]
     for place in (0, 1, 3):
-        assert found[place] == reference(generator, items[place], found[place].num_tokens)
+        assert outputs[place] == reference(backend, items[place], outputs[place].num_tokens)
 
 
 def test_weights_of_another_folder_are_taken(parrot: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "m", hidden=64)
-    generator = Generator(other, Settings(batch_size=2, device="cpu"))
+    backend = HfBackend(other, Settings(batch_size=2, device="cpu"))
     item = Item("row", tuple(chat(KNOWN[0][0])), "")
-    before = completions(generator, [item], 20)
-    generator.reload(parrot)
-    assert [output.text for output in completions(generator, [item], 20)] == ["one two"]
-    assert generator.folder == parrot
-    generator.reload(other)
-    assert completions(generator, [item], 20) == before
-    generator.close()
-    assert generator.model is None
+    before = completions(backend, [item], 20)
+    backend.reload(parrot)
+    assert [output.text for output in completions(backend, [item], 20)] == ["one two"]
+    assert backend.folder == parrot
+    backend.reload(other)
+    assert completions(backend, [item], 20) == before
+    backend.close()
+    assert backend.model is None
 
 
-def test_a_missing_folder_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
+def test_missing_folder_is_refused_without_hub_access(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a folder; got no such folder"):
-        Generator("meta-llama/Llama-3.2-1B")
+        HfBackend("meta-llama/Llama-3.2-1B")
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
@@ -196,7 +194,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     weights.unlink()
     with pytest.raises(ConfigError, match="safetensors"):
-        Generator(folder)
+        HfBackend(folder)
 
 
 def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ConfigError, match="auto_map"):
-        Generator(folder)
+        HfBackend(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -218,6 +216,6 @@ def test_a_model_with_a_weight_missing_is_refused(parrot: Path, tmp_path: Path) 
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ConfigError, match=r"must hold every weight; got without model\.layers\.1\.mlp\.up_proj\.weight"
+        ConfigError, match=r"must contain every weight; got without model\.layers\.1\.mlp\.up_proj\.weight"
     ):
-        Generator(folder)
+        HfBackend(folder)

@@ -1,4 +1,4 @@
-"""What the backend `vllm` refuses before any engine; tests/vllm runs the engine."""
+"""Checks of the backend `vllm` before an engine starts; tests/vllm runs the engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.vllm import (
-    VLLM,
+    VllmBackend,
+    _decode_alike,
     _require_device,
-    _same_text,
     _shape_of,
     _stored_dtype,
-    _tensors,
     engine_arguments,
-    one_at_a_time,
+    startup_lock,
 )
 from distill_rl.models.hub import read_tokenizer
 from tests.helpers.models import write_tiny_model
@@ -31,28 +30,30 @@ from tests.helpers.tokenizers import tiny_tokenizer
 def test_without_vllm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ConfigError, match=r"backend vllm: needs vllm, which is not installed.*distill_rl\[vllm\]"):
-        VLLM(write_tiny_model(tmp_path))
+        VllmBackend(write_tiny_model(tmp_path))
 
 
-def test_a_folder_without_safetensors_is_refused_before_vllm_sees_it(tmp_path: Path) -> None:
+def test_folder_without_safetensors_is_refused_before_vllm(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="weights must be safetensors"):
-        VLLM(folder)
-
-
-@pytest.mark.parametrize(("asked", "cpu"), [("", True), ("", False), ("cpu", True), ("cuda", False), ("cuda:0", False)])
-def test_devices_of_the_build_are_taken(asked: str, cpu: bool) -> None:
-    _require_device(asked, cpu)
+        VllmBackend(folder)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cpu", "rule"),
+    ("device", "cpu"), [("", True), ("", False), ("cpu", True), ("cuda", False), ("cuda:0", False)]
+)
+def test_devices_of_the_build_are_taken(device: str, cpu: bool) -> None:
+    _require_device(device, cpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "cpu", "rule"),
     [("cpu", False, "a build for GPUs"), ("cuda", True, "a build for CPUs"), ("cuda:1", False, "CUDA_VISIBLE_DEVICES")],
 )
-def test_other_devices_are_refused_with_what_to_do(asked: str, cpu: bool, rule: str) -> None:
+def test_other_devices_are_refused_with_remedy(device: str, cpu: bool, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        _require_device(asked, cpu)
+        _require_device(device, cpu)
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
@@ -65,40 +66,40 @@ def test_the_dtype_of_the_files_is_kept(tmp_path: Path, name: str) -> None:
 
 def test_models_of_one_shape_are_told_from_others(tmp_path: Path) -> None:
     first, second = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    assert _tensors(first) == _tensors(second)
-    assert _tensors(first)["model.norm.weight"] == (32,)
-    assert _tensors(write_tiny_model(tmp_path / "more", layers=3)) != _tensors(first)
+    assert _shape_of(first)[1] == _shape_of(second)[1]
+    assert _shape_of(first)[1]["model.norm.weight"] == (32,)
+    assert _shape_of(write_tiny_model(tmp_path / "more", layers=3))[1] != _shape_of(first)[1]
 
 
-def test_an_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
+def test_engine_is_kept_only_for_a_model_of_its_shape(tmp_path: Path) -> None:
     first, second = (write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1))
     assert _shape_of(first) == _shape_of(second)
     assert _shape_of(first) != _shape_of(write_tiny_model(tmp_path / "more", layers=3))
     config = json.loads((second / "config.json").read_text())
     (second / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert _shape_of(first) != _shape_of(second), "the same tensors, used in another way"
+    assert _shape_of(first) != _shape_of(second), "the same tensors, used differently"
 
 
-def test_and_only_for_one_whose_ids_are_the_same_text(tmp_path: Path) -> None:
+def test_engine_is_kept_only_if_tokenizers_decode_alike(tmp_path: Path) -> None:
     first, second, third = (
         write_tiny_model(tmp_path / str(n), tokenizer=tiny_tokenizer(seed=seed)) for n, seed in enumerate((0, 0, 1))
     )
     used = read_tokenizer(first)
     used(["ka", "lo mi ter"], padding=True, truncation=True, max_length=2)
-    assert _same_text(used, read_tokenizer(second))
-    assert not _same_text(used, read_tokenizer(third))
+    assert _decode_alike(used, read_tokenizer(second))
+    assert not _decode_alike(used, read_tokenizer(third))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_engines_with_equal_shares_of_a_gpu_leave_a_tenth_of_it(tmp_path: Path, count: int) -> None:
-    given = engine_arguments(write_tiny_model(tmp_path), Settings(gpu_share=1 / count), cpu=False)
-    assert count * given["gpu_memory_utilization"] == pytest.approx(0.9)
+def test_engines_with_equal_shares_leave_a_tenth_of_the_gpu(tmp_path: Path, count: int) -> None:
+    arguments = engine_arguments(write_tiny_model(tmp_path), Settings(gpu_share=1 / count), cpu=False)
+    assert count * arguments["gpu_memory_utilization"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (2, "mp")])
-def test_vllm_is_never_left_to_choose_how_to_start_its_processes(tmp_path: Path, gpus: int, executor: str) -> None:
-    given = engine_arguments(write_tiny_model(tmp_path), Settings(tensor_parallel=gpus), cpu=False)
-    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (gpus, executor)
+def test_vllm_executor_backend_is_always_set(tmp_path: Path, gpus: int, executor: str) -> None:
+    arguments = engine_arguments(write_tiny_model(tmp_path), Settings(tensor_parallel=gpus), cpu=False)
+    assert (arguments["tensor_parallel_size"], arguments["distributed_executor_backend"]) == (gpus, executor)
 
 
 def test_engines_on_the_same_gpus_start_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +117,14 @@ def test_engines_on_the_same_gpus_start_one_after_another(tmp_path: Path, monkey
             os.close(file)
         return True
 
-    with one_at_a_time():
+    with startup_lock():
         assert not is_free()
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-        with one_at_a_time():
+        with startup_lock():
             assert not is_free()
-        assert not is_free(), "another GPU's engine gave back its own"
+        assert not is_free(), "releasing the other GPU's lock must not release this one"
     assert is_free()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    with pytest.raises(RuntimeError), one_at_a_time():
+    with pytest.raises(RuntimeError), startup_lock():
         raise RuntimeError
     assert is_free()

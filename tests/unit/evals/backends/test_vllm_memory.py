@@ -1,4 +1,4 @@
-"""What must be free on a GPU before vLLM's engine starts; without vLLM and without a GPU."""
+"""The check of free GPU memory before vLLM's engine starts; needs neither vLLM nor a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distill_rl.evals.backends.vllm_memory import free_memory, require_room
 GIB = 2**30
 
 
-def test_a_share_that_is_free_on_every_gpu_is_granted() -> None:
+def test_share_that_is_free_on_every_gpu_is_accepted() -> None:
     require_room(0.25, [(20 * GIB, 80 * GIB), (79 * GIB, 80 * GIB)])
     with pytest.raises(GpuMemoryError):
         require_room(0.25, [(20 * GIB - 1, 80 * GIB), (79 * GIB, 80 * GIB)])
 
 
-def test_a_gpu_with_less_free_is_named_with_what_is_asked_and_free() -> None:
+def test_gpu_with_too_little_free_memory_is_reported() -> None:
     with pytest.raises(GpuMemoryError) as caught:
         require_room(0.25, [(30 * GIB, 80 * GIB), (19 * GIB, 80 * GIB)])
     assert str(caught.value).startswith(
@@ -25,10 +25,10 @@ def test_a_gpu_with_less_free_is_named_with_what_is_asked_and_free() -> None:
     )
 
 
-def test_free_memory_is_asked_of_torch_in_a_process_of_its_own() -> None:
+def test_free_memory_is_queried_in_a_child_process() -> None:
     if torch.cuda.is_available():
         ((free, total),) = free_memory(1)
         assert 0 < free <= total
         return
-    with pytest.raises(ConfigError, match=r"^backend vllm: 1 GPUs must tell how much of their memory is free; got \w+"):
+    with pytest.raises(ConfigError, match=r"^backend vllm: the free memory of 1 GPUs must be readable; got \w+"):
         free_memory(1)

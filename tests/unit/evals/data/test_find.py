@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.find import GSM8K, MATH, MATH500, MMLU, Names, find
+from distill_rl.evals.data.find import GSM8K, MATH, MATH500, MMLU, DataSetNames, find
 
 
 def touch(folder: Path, *names: str) -> Path:
@@ -16,12 +16,12 @@ def touch(folder: Path, *names: str) -> Path:
     return folder
 
 
-def found(data: Path, names: Names, split: str, root: Path) -> list[str]:
+def relative_files(data: Path, names: DataSetNames, split: str, root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in find(data, names, split)]
 
 
 @pytest.mark.parametrize(
-    ("names", "split", "there", "expected"),
+    ("names", "split", "existing", "expected"),
     [
         (MATH, "test", ["math/test.parquet", "math/math500.parquet"], ["math/test.parquet"]),
         (MATH500, "test", ["math/test.parquet", "math/math500.parquet"], ["math/math500.parquet"]),
@@ -66,39 +66,39 @@ def found(data: Path, names: Names, split: str, root: Path) -> list[str]:
         (MMLU, "test", ["mmlu/test/state.json", "mmlu/test/data-00000-of-00001.arrow"], ["mmlu/test"]),
     ],
 )  # fmt: skip
-def test_data_are_found_in_the_forms_that_people_have(
-    tmp_path: Path, names: Names, split: str, there: list[str], expected: list[str]
+def test_data_are_found_in_all_common_layouts(
+    tmp_path: Path, names: DataSetNames, split: str, existing: list[str], expected: list[str]
 ) -> None:
-    touch(tmp_path, *there)
-    assert found(tmp_path, names, split, tmp_path) == expected
+    touch(tmp_path, *existing)
+    assert relative_files(tmp_path, names, split, tmp_path) == expected
 
 
-def test_the_folder_of_a_suite_and_a_file_of_it_will_do(tmp_path: Path) -> None:
+def test_data_may_be_a_suites_folder_or_file(tmp_path: Path) -> None:
     touch(tmp_path, "mmlu/test.parquet", "mmlu/dev.parquet", "x/my_test.jsonl", "x/my_dev.jsonl", "y/test/1.json")
-    assert found(tmp_path / "mmlu", MMLU, "dev", tmp_path) == ["mmlu/dev.parquet"]
-    assert found(tmp_path / "mmlu" / "test.parquet", MMLU, "test", tmp_path) == ["mmlu/test.parquet"]
-    assert found(tmp_path / "mmlu" / "test.parquet", MMLU, "dev", tmp_path) == ["mmlu/dev.parquet"]
-    assert found(tmp_path / "x" / "my_test.jsonl", MMLU, "dev", tmp_path) == ["x/my_dev.jsonl"]
-    assert found(tmp_path / "y", MATH, "test", tmp_path) == ["y/test/1.json"]
+    assert relative_files(tmp_path / "mmlu", MMLU, "dev", tmp_path) == ["mmlu/dev.parquet"]
+    assert relative_files(tmp_path / "mmlu" / "test.parquet", MMLU, "test", tmp_path) == ["mmlu/test.parquet"]
+    assert relative_files(tmp_path / "mmlu" / "test.parquet", MMLU, "dev", tmp_path) == ["mmlu/dev.parquet"]
+    assert relative_files(tmp_path / "x" / "my_test.jsonl", MMLU, "dev", tmp_path) == ["x/my_dev.jsonl"]
+    assert relative_files(tmp_path / "y", MATH, "test", tmp_path) == ["y/test/1.json"]
 
 
-def test_the_data_of_one_suite_are_not_taken_for_those_of_another(tmp_path: Path) -> None:
+def test_data_of_another_suite_are_not_used(tmp_path: Path) -> None:
     touch(tmp_path, "mmlu/test.parquet", "gsm8k/test.jsonl")
     for data in (tmp_path, tmp_path / "mmlu"):
         with pytest.raises(DataError, match="must hold the split 'test' of math; got nothing of it; looked in"):
             find(data, MATH, "test")
 
 
-def test_the_hub_cache_gives_the_revision_of_main(tmp_path: Path) -> None:
+def test_hub_cache_gives_the_revision_of_main(tmp_path: Path) -> None:
     hub = touch(
         tmp_path, *(f"datasets--cais--mmlu/snapshots/{revision}/all/test-0-of-1.parquet" for revision in ("aa", "bb"))
     )
     (hub / "datasets--cais--mmlu" / "refs").mkdir()
     (hub / "datasets--cais--mmlu" / "refs" / "main").write_text("bb")
-    assert found(hub, MMLU, "test", hub) == ["datasets--cais--mmlu/snapshots/bb/all/test-0-of-1.parquet"]
+    assert relative_files(hub, MMLU, "test", hub) == ["datasets--cais--mmlu/snapshots/bb/all/test-0-of-1.parquet"]
 
 
-def test_what_is_missing_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_missing_data_are_reported_with_searched_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         find(tmp_path / "none", MMLU, "test")
     touch(tmp_path, "mmlu/test.parquet")
@@ -112,10 +112,10 @@ def test_what_is_missing_is_told_with_where_it_was_looked_for(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
-def test_a_neighbour_that_may_not_be_read_is_passed_over(tmp_path: Path) -> None:
+def test_unreadable_neighbour_folder_is_ignored(tmp_path: Path) -> None:
     touch(tmp_path, "private/x", "mmlu/test.parquet")
     (tmp_path / "private").chmod(0)
     try:
-        assert found(tmp_path, MMLU, "test", tmp_path) == ["mmlu/test.parquet"]
+        assert relative_files(tmp_path, MMLU, "test", tmp_path) == ["mmlu/test.parquet"]
     finally:
         (tmp_path / "private").chmod(0o700)

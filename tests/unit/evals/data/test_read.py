@@ -7,14 +7,14 @@ import pytest
 from distill_rl.errors import DataError
 from distill_rl.evals.data.read import (
     MAX_PROBLEMS,
-    Ids,
+    ContentIds,
     Row,
-    checked,
     content_sha256,
-    convert,
+    convert_rows,
     read_rows,
     require_columns,
-    text,
+    require_unicode,
+    required_text,
 )
 from tests.helpers.eval_forms import write
 
@@ -22,7 +22,7 @@ ROWS = [{"Question": "zwei\nZeilen, “so”", "answer": "4"}, {"Question": "∀
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json", "a.csv", "a.arrow", "saved", "A.PARQUET"])
-def test_every_form_gives_the_same_rows_with_keys_in_lower_case(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name.lower(), ROWS).rename(tmp_path / name)
     rows = read_rows(path)
     assert [dict(row.values) for row in rows] == [{"question": r["Question"], "answer": r["answer"]} for r in ROWS]
@@ -30,14 +30,14 @@ def test_every_form_gives_the_same_rows_with_keys_in_lower_case(tmp_path: Path, 
     assert not any(row.problem for row in rows)
 
 
-def test_a_json_file_may_hold_a_list_lines_or_one_object(tmp_path: Path) -> None:
+def test_json_may_hold_a_list_lines_or_one_object(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content, count in (('[{"a": 1}, {"a": 2}]', 2), ('{"a": 1}\n{"a": 2}\n', 2), ('\ufeff{"a":\n1}', 1)):
         path.write_text(content)
         assert [row.values["a"] for row in read_rows(path)] == [1, 2][:count]
 
 
-def test_csv_without_a_header_gets_the_columns_of_the_suite(tmp_path: Path) -> None:
+def test_csv_without_header_gets_the_suites_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('"one, ""two""\nthree",B\n\nfour,A\n')
     header = ("question", "answer")
@@ -49,21 +49,21 @@ def test_csv_without_a_header_gets_the_columns_of_the_suite(tmp_path: Path) -> N
     assert [dict(row.values) for row in read_rows(path, header)] == [{"input": "four", "answer": "A"}]
 
 
-def test_bad_rows_are_named_by_file_and_number_up_to_a_limit(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q"}\n{\n\n[1]\n{"question": "\xff"}\n{"question": 4}\n{"question": "\\ud800"}\n')
     with pytest.raises(DataError) as caught:
-        convert(read_rows(path), lambda row: text(row, ["question"]))
+        convert_rows(read_rows(path), lambda row: required_text(row, ["question"]))
     assert list(caught.value.problems) == [
         f"{path}, row 2: must be one JSON object per line",
         f"{path}, row 4: must be one JSON object per line",
         f"{path}, row 5: must be UTF-8",
-        f"{path}, row 6: `question` must be a text that is not empty; got 4; mend the row, or remove it",
+        f"{path}, row 6: `question` must be non-empty text; got 4; correct the row, or remove it",
         f"{path}, row 7: `question` must be Unicode text, without lone surrogates",
     ]
     path.write_text("x\n" * 1000)
     with pytest.raises(DataError) as caught:
-        convert(read_rows(path), lambda row: row)
+        convert_rows(read_rows(path), lambda row: row)
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
 
 
@@ -88,20 +88,20 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, conten
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_a_missing_file_and_a_folder_without_data_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read; got No such file"):
         read_rows(tmp_path / "a.jsonl")
     with pytest.raises(DataError):
         read_rows(tmp_path)
 
 
-def test_a_csv_record_of_another_width_is_a_bad_row(tmp_path: Path) -> None:
+def test_csv_record_of_another_width_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("question,answer\nonly one\na,b\n")
     assert [row.problem for row in read_rows(path)] == ["must have 2 cells (question, answer), has 1", ""]
 
 
-def test_missing_and_foreign_columns_are_told_with_those_that_are_there(tmp_path: Path) -> None:
+def test_missing_and_foreign_columns_are_reported(tmp_path: Path) -> None:
     rows = [Row(tmp_path / "a.csv", 1, {"question": "q", "gold": "4", "choices": []})]
     require_columns(rows, {"question": ("problem", "question")})
     with pytest.raises(DataError) as caught:
@@ -109,12 +109,12 @@ def test_missing_and_foreign_columns_are_told_with_those_that_are_there(tmp_path
     assert list(caught.value.problems) == [
         f"{tmp_path}/a.csv: must have a column with the answer (`answer` or `target`); "
         "got the columns question, gold, choices",
-        f"{tmp_path}/a.csv: must have no column with choices, as the data of another suite do; "
+        f"{tmp_path}/a.csv: must have no column with choices, which belongs to the data of another suite; "
         "got the columns question, gold, choices",
     ]
 
 
-def test_the_content_hash_knows_neither_order_nor_white_space_but_everything_else() -> None:
+def test_content_hash_ignores_only_order_and_white_space() -> None:
     rows = [("a b", "c"), ("d", "e")]
     known = content_sha256(rows)
     assert known == content_sha256([("d", " e\n"), ("a\n  b", "c")])
@@ -122,7 +122,7 @@ def test_the_content_hash_knows_neither_order_nor_white_space_but_everything_els
     assert known not in {content_sha256(other) for other in others}
 
 
-def test_the_exact_content_hash_knows_white_space_too_but_no_order() -> None:
+def test_exact_content_hash_ignores_only_order() -> None:
     rows = [("a b", "c"), ("d", "e")]
     known = content_sha256(rows, exact=True)
     assert known == content_sha256(reversed(rows), exact=True)
@@ -130,13 +130,13 @@ def test_the_exact_content_hash_knows_white_space_too_but_no_order() -> None:
     assert known not in {content_sha256(other, exact=True) for other in others}
 
 
-def test_ids_are_those_of_the_content_and_count_what_is_there_twice() -> None:
-    one, other = Ids(), Ids()
+def test_ids_follow_content_and_count_repetitions() -> None:
+    one, other = ContentIds(), ContentIds()
     assert [one("a", "b"), one("c"), one("a", "b")] == [name := other("a", "b"), other("c"), f"{name}-2"]
     assert len(name) == 12
 
 
-def test_checked_text_can_be_encoded() -> None:
-    assert checked("∀", "x") == "∀"
+def test_text_must_be_encodable() -> None:
+    assert require_unicode("∀", "x") == "∀"
     with pytest.raises(ValueError, match="`x` must be Unicode"):
-        checked("\udc00", "x")
+        require_unicode("\udc00", "x")

@@ -1,4 +1,4 @@
-"""A suite whose judge does what the completion says: a word of `DEEDS`, and what follows it as its argument."""
+"""A suite whose judge executes the completion: a command of `DEEDS`, with the rest as its argument."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _input(text: str) -> str:
 
 
 def _garbage(text: str) -> str:
-    """Writes into every stream there is: no library does."""
+    """Writes into every open stream, which no library does."""
     for descriptor in range(3, 64):
         try:
             os.write(descriptor, text.encode() + b"\n")
@@ -130,7 +130,7 @@ DEEDS = {name.removeprefix("_"): deed for name, deed in list(globals().items()) 
 
 class Hostile:
     name = "hostile"
-    title = "does what it is told"
+    title = "executes the completion"
     num_fewshot = 0
     max_fewshot = 0
     chat = False

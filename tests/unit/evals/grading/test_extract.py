@@ -109,7 +109,7 @@ def test_the_last_letter(text: str, letter: str | None) -> None:
     assert last_letter(text) == letter
 
 
-def test_other_letters_may_be_asked_for() -> None:
+def test_other_letters_can_be_requested() -> None:
     assert last_letter("Answer: J", letters="ABCDEFGHIJ") == "J"
     assert last_letter("Answer: C", letters="AB") is None
 
@@ -206,8 +206,8 @@ def test_plain_text(text: str, rest: str) -> None:
         "0" * 50 + "{,}", "{,}", ",\\!", "\x1b", "\x1b[", "\x1b]", "\x90", "\x9b", "\x1b[1;", "\x1b]0;x", "\u200b",
     ],
 )  # fmt: skip
-def test_much_of_anything_is_read_in_linear_time(piece: str) -> None:
-    """Quadratic time would be many minutes."""
+def test_extraction_takes_linear_time(piece: str) -> None:
+    """Quadratic time would take many minutes."""
     text = piece * (MUCH // len(piece)) + "1234 answer "
     for function in (last_boxed, final_answer, last_letter, last_number, plain):
         function(text)

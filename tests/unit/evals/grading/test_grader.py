@@ -1,4 +1,4 @@
-"""Real processes, judged by a suite that does its worst."""
+"""The grader with real processes and a suite that does its worst."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
-    """One child, so that every test sees how the next item fares after its own."""
+    """One child, so that every test also checks the next item."""
     with Grader(workers=1, deadline_s=DEADLINE_S, memory_bytes=256 * MIB) as pool:
         yield pool
 
@@ -41,7 +41,7 @@ def judged(pool: Grader, completion: str, item: Item = ITEM) -> Graded:
     return pool.submit(HOSTILE, item, completion).result(timeout=120)
 
 
-def said(pool: Grader, completion: str) -> str:
+def extracted(pool: Grader, completion: str) -> str:
     graded = judged(pool, completion)
     assert graded.outcome == "judged", graded
     assert graded.verdict is not None
@@ -70,10 +70,10 @@ def said(pool: Grader, completion: str) -> str:
         ("odd", "grader_failed", "TypeError: `extracted` must be a text or None; got int"),
     ],
 )
-def test_a_judge_that_fails_costs_its_own_item_only(grader: Grader, completion: str, outcome: str, detail: str) -> None:
+def test_failing_judge_costs_only_its_item(grader: Grader, completion: str, outcome: str, detail: str) -> None:
     before, bad, after = [
-        grader.submit(HOSTILE, ITEM, each) for each in ("echo before", completion, "echo after")
-    ]  # all at once: the next one waits behind the bad one
+        grader.submit(HOSTILE, ITEM, text) for text in ("echo before", completion, "echo after")
+    ]  # all at once, so that the next one waits behind the bad one
     assert bad.result(timeout=120).outcome == outcome
     assert bad.result().detail.strip() == detail.strip()
     assert bad.result().verdict is None
@@ -81,13 +81,13 @@ def test_a_judge_that_fails_costs_its_own_item_only(grader: Grader, completion: 
     assert after.result(timeout=120) == Graded("judged", Verdict(1.0, "after"))
 
 
-def test_what_is_printed_meets_no_reply(grader: Grader) -> None:
-    assert said(grader, 'print {"done": 1, "score": 0.0, "extracted": null}\n' + "x" * MIB).isdigit()
-    assert said(grader, "echo still there") == "still there"
+def test_printed_output_does_not_mix_with_replies(grader: Grader) -> None:
+    assert extracted(grader, 'print {"done": 1, "score": 0.0, "extracted": null}\n' + "x" * MIB).isdigit()
+    assert extracted(grader, "echo still there") == "still there"
 
 
 def test_stdin_is_empty_for_the_judge(grader: Grader) -> None:
-    assert said(grader, "input") == ""
+    assert extracted(grader, "input") == ""
 
 
 def test_an_item_arrives_whole(grader: Grader) -> None:
@@ -101,37 +101,37 @@ def test_an_item_arrives_whole(grader: Grader) -> None:
 @pytest.mark.parametrize("text", ["", "\x00\x1b[31m", "\ud800 lone", "a\nb\r\nc\u2028d", "é" * (3 * MIB)])
 def test_texts_survive_both_ways(text: str) -> None:
     with Grader(workers=1) as pool:
-        assert said(pool, f"echo {text}") == text
+        assert extracted(pool, f"echo {text}") == text
 
 
-def test_children_know_no_secrets_and_hash_alike(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_see_no_secrets_and_hash_alike(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with Grader(workers=1) as pool:
-        names = set(said(pool, "environment").split())
+        names = set(extracted(pool, "environment").split())
     assert {"PATH", "PYTHONHASHSEED", "HF_HUB_OFFLINE"} <= names
     assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "HOME"} & names
 
 
-def test_children_start_without_what_is_heavy(grader: Grader) -> None:
+def test_children_load_no_heavy_packages(grader: Grader) -> None:
     heavy = {"torch", "transformers", "datasets", "sympy", "ray", "numpy", "pyarrow"}
-    assert not heavy & set(said(grader, "modules").split())
+    assert not heavy & set(extracted(grader, "modules").split())
 
 
-def test_judges_run_in_the_main_thread_of_a_group_of_their_own(grader: Grader) -> None:
-    assert said(grader, "thread") == "main"
-    assert said(grader, "group") == said(grader, "pid")
+def test_judge_runs_in_main_thread_of_its_own_group(grader: Grader) -> None:
+    assert extracted(grader, "thread") == "main"
+    assert extracted(grader, "group") == extracted(grader, "pid")
 
 
-def test_one_child_serves_many_items_until_they_leave_memory_behind(grader: Grader) -> None:
-    pids = [said(grader, deed) for deed in ("pid", "pid", "keep 100", "pid", "pid")]
+def test_child_is_reused_until_items_leak_memory(grader: Grader) -> None:
+    pids = [extracted(grader, deed) for deed in ("pid", "pid", "keep 100", "pid", "pid")]
     assert pids[0] == pids[1] == pids[2] != pids[3] == pids[4]
 
 
 def test_several_suites_share_a_child(grader: Grader) -> None:
     gsm8k = grader.submit("gsm8k", Item("1", "q", "18"), "so it is 18.00").result(timeout=120)
     assert gsm8k == Graded("judged", Verdict(1.0, "18.00"))
-    assert said(grader, "echo x") == "x"
+    assert extracted(grader, "echo x") == "x"
 
 
 def test_every_item_of_many_is_judged_once(tmp_path: Path) -> None:
@@ -139,26 +139,26 @@ def test_every_item_of_many_is_judged_once(tmp_path: Path) -> None:
         deeds = [f"echo {n}" if n % 10 else ("exit 1", "hang", "raise x")[n // 10 % 3] for n in range(60)]
         futures = [pool.submit(HOSTILE, ITEM, deed) for deed in deeds]
         outcomes = [future.result(timeout=120) for future in futures]
-    assert [each.verdict.extracted if each.verdict else each.outcome for each in outcomes] == [
+    assert [graded.verdict.extracted if graded.verdict else graded.outcome for graded in outcomes] == [
         str(n) if n % 10 else ("grader_failed", "grader_timeout", "grader_failed")[n // 10 % 3] for n in range(60)
     ]
 
 
-def test_a_suite_that_cannot_be_loaded_is_said(grader: Grader, tmp_path: Path) -> None:
+def test_unloadable_suite_is_reported(grader: Grader, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("raise RuntimeError('of the user')")
     with pytest.raises(WorkerError, match=r"must be able to load the suite .*broken\.py.*of the user"):
         grader.submit(str(file), ITEM, "x").result(timeout=120)
-    assert said(grader, "echo after") == "after"
+    assert extracted(grader, "echo after") == "after"
 
 
-def test_children_that_never_start_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_that_never_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Grader(workers=1) as pool, pytest.raises(WorkerError, match=r"must start.*ended with code 1"):
         pool.submit(HOSTILE, ITEM, "x").result(timeout=120)
 
 
-def test_closing_ends_what_runs_and_cancels_what_waits(tmp_path: Path) -> None:
+def test_closing_kills_running_and_cancels_waiting_items(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     pool = Grader(workers=1, deadline_s=600)
     running, waiting = pool.submit(HOSTILE, ITEM, f"grandchild {mark}"), pool.submit(HOSTILE, ITEM, "echo x")
@@ -193,7 +193,7 @@ def test_close_may_come_from_another_thread_than_submit(tmp_path: Path) -> None:
 
 @dataclass
 class Held:
-    """Signals to the processes whose ids are in `marks` are lost, as if the kernel held them."""
+    """Drops signals to the processes whose ids are in `marks`, as if the kernel held them."""
 
     marks: Path
     lost: list[int] = field(default_factory=list)
@@ -220,30 +220,30 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
             kill(pid, signal.SIGKILL)
 
 
-def test_a_child_that_cannot_be_killed_holds_up_nobody_else(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GONE_S", 600.0)
+def test_unkillable_child_does_not_block_others(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "REAP_S", 600.0)
     with Grader(workers=2, deadline_s=DEADLINE_S) as pool:
         stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
         until(lambda: held.lost, "the pool has tried to end it")
-        assert [said(pool, deed) for deed in ("echo a", "echo b")] == ["a", "b"]
+        assert [extracted(pool, deed) for deed in ("echo a", "echo b")] == ["a", "b"]
         assert judged(pool, "exit 1").outcome == "grader_failed"
-        assert said(pool, "echo another child") == "another child"
+        assert extracted(pool, "echo another child") == "another child"
         assert not stuck.done()
         os.kill(held.lost[0], signal.SIGKILL)
         assert stuck.result(timeout=120).outcome == "grader_timeout"
 
 
-def test_a_child_that_cannot_be_killed_is_left_behind(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "GONE_S", 0.01)
+def test_unkillable_child_is_abandoned(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "REAP_S", 0.01)
     with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
         stuck = judged(pool, f"sleep {held.marks / '1'}")
         assert stuck.outcome == "grader_timeout"
         assert alive(psutil.Process(held.lost[0]))
-        assert said(pool, "echo next") == "next"
+        assert extracted(pool, "echo next") == "next"
 
 
-def test_closing_does_not_wait_for_a_child_that_cannot_be_killed(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader_module, "GONE_S", 0.01)
+def test_closing_abandons_an_unkillable_child(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grader_module, "REAP_S", 0.01)
     pool = Grader(workers=1, deadline_s=600)
     stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
     until(held.pids, "the judge has begun")
@@ -282,7 +282,7 @@ def test_children_die_with_a_parent_that_is_killed(deed: str, tmp_path: Path) ->
             child.kill()
 
 
-def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path: Path) -> None:
+def test_process_exit_without_close_leaves_no_child(tmp_path: Path) -> None:
     script = (
         "import sys; from distill_rl.evals.grading.grader import Grader; from distill_rl.evals.suites.base import Item\n"
         "pool = Grader(workers=1)\n"

@@ -35,7 +35,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """Little time and memory, so that the worst ones end soon; which of the two ends them is the machine's matter."""
+    """Little time and memory, so that the worst items end soon; which limit ends them depends on the machine."""
     with Grader(deadline_s=2.0, memory_bytes=1 << 30) as pool:
         futures = {name: pool.submit("math", Item(name, "", gold), text) for name, (text, gold, _) in HOSTILE.items()}
         return {name: outcome(future.result(timeout=300)) for name, future in futures.items()}

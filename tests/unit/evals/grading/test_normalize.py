@@ -60,5 +60,5 @@ def test_one_spelling(answer: str, normal: str) -> None:
         ("$5$ and $6$", "$5$ and $6$"), ("$5", "$5"), ("$", "$"), ("$$", "$$"), ("", ""),
     ],
 )  # fmt: skip
-def test_delimiters_around_the_whole_go(text: str, bare: str) -> None:
+def test_delimiters_around_the_whole_are_removed(text: str, bare: str) -> None:
     assert without_delimiters(text) == bare

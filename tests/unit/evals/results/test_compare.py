@@ -15,24 +15,29 @@ GOOD, BAD = [1.0] * 60 + [0.0] * 40, [0.0] * 20 + [1.0] * 30 + [0.0] * 50
 
 
 def row(evaluation: Evaluation, model: str, suite: str = "quiz") -> Score:
-    (found,) = [score for score in evaluation.scores if (score.model, score.suite) == (model, suite)]
-    return found
+    (match,) = [score for score in evaluation.scores if (score.model, score.suite) == (model, suite)]
+    return match
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Two models, the one named later scored earlier."""
+    """Two models; the one that sorts last was scored first."""
     for when, (name, scores) in enumerate({"z_first": GOOD, "a_second": BAD}.items()):
         folder = write_result(tmp_path / "out" / name, numbered(scores), tasks=["even", "odd"], macro=0.5)
         os.utime(folder / "quiz.json", (when, when))
     return tmp_path / "out"
 
 
-def test_the_difference_is_the_mean_over_items_with_its_bootstrap_interval(out: Path) -> None:
-    found = compare(find([out]))
-    assert (found.baseline, found.models, found.notes, found.problems) == ("z_first", ["z_first", "a_second"], (), ())
-    assert row(found, "z_first").whole.difference is None
-    difference = row(found, "a_second").whole.difference
+def test_difference_is_item_mean_with_bootstrap_interval(out: Path) -> None:
+    evaluation = compare(find([out]))
+    assert (evaluation.baseline, evaluation.models, evaluation.notes, evaluation.problems) == (
+        "z_first",
+        ["z_first", "a_second"],
+        (),
+        (),
+    )
+    assert row(evaluation, "z_first").whole.difference is None
+    difference = row(evaluation, "a_second").whole.difference
     assert difference is not None
     assert difference.value == pytest.approx(-0.3)
     assert (difference.better, difference.worse, difference.num_items) == (0, 30, 100)
@@ -40,7 +45,7 @@ def test_the_difference_is_the_mean_over_items_with_its_bootstrap_interval(out: 
     assert difference.clear
 
 
-def test_every_task_has_a_difference_of_its_own_items(out: Path) -> None:
+def test_task_differences_use_the_tasks_items(out: Path) -> None:
     tasks = row(compare(find([out])), "a_second").tasks
     assert list(tasks) == ["even", "odd"]
     assert [part.difference.num_items for part in tasks.values() if part.difference] == [50, 50]
@@ -60,8 +65,8 @@ def test_items_are_paired_by_id_not_by_line(tmp_path: Path) -> None:
 
 
 def test_the_baseline_can_be_named(out: Path) -> None:
-    found = compare(find([out]), "a_second")
-    difference = row(found, "z_first").whole.difference
+    evaluation = compare(find([out]), "a_second")
+    difference = row(evaluation, "z_first").whole.difference
     assert difference is not None
     assert difference.value == pytest.approx(0.3)
     with pytest.raises(ConfigError, match="--baseline: must be a model among z_first, a_second; got nobody"):
@@ -69,27 +74,27 @@ def test_the_baseline_can_be_named(out: Path) -> None:
 
 
 def test_one_model_has_scores_and_no_difference(out: Path) -> None:
-    found = compare(find([out / "z_first"]))
-    assert found.baseline is None
-    assert row(found, "z_first").whole.difference is None
+    evaluation = compare(find([out / "z_first"]))
+    assert evaluation.baseline is None
+    assert row(evaluation, "z_first").whole.difference is None
 
 
-def test_items_that_one_model_lacks_are_left_out_and_told(tmp_path: Path) -> None:
+def test_items_missing_from_a_model_are_excluded_with_note(tmp_path: Path) -> None:
     write_result(tmp_path / "a", numbered(GOOD))
     write_result(tmp_path / "b", numbered(GOOD[:80]) | {"other": 0.0})
-    found = compare(find([tmp_path]))
-    difference = row(found, "b").whole.difference
+    evaluation = compare(find([tmp_path]))
+    difference = row(evaluation, "b").whole.difference
     assert difference is not None
     assert (difference.num_items, difference.value) == (80, 0)
-    assert found.notes == ("quiz: 81 items of b and 100 of a have 80 in common; the difference is over these 80",)
+    assert evaluation.notes == ("quiz: 81 items of b and 100 of a have 80 in common; the difference is over these 80",)
 
 
 def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
     write_result(tmp_path / "a", {"x": 1.0})
     write_result(tmp_path / "b", {"y": 1.0})
-    found = compare(find([tmp_path]))
-    assert row(found, "b").whole.difference is None
-    assert "have 0 in common; there is no difference to tell" in found.notes[0]
+    evaluation = compare(find([tmp_path]))
+    assert row(evaluation, "b").whole.difference is None
+    assert "have 0 in common; there is no difference to show" in evaluation.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +107,13 @@ def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
         ("backend", "vllm", "backend differs: hf (a), vllm (b)"),
     ],
 )
-def test_what_makes_scores_hard_to_compare_is_said(tmp_path: Path, field: str, value: object, words: str) -> None:
+def test_differing_settings_are_noted(tmp_path: Path, field: str, value: object, words: str) -> None:
     write_result(tmp_path / "a", numbered(GOOD))
     write_result(tmp_path / "b", numbered(GOOD), **{field: value})
     assert compare(find([tmp_path])).notes == (f"quiz: {words}",)
 
 
-def test_another_seed_matters_only_where_items_were_drawn(tmp_path: Path) -> None:
+def test_seed_matters_only_with_a_limit(tmp_path: Path) -> None:
     for limit, notes in ((None, 0), (100, 1)):
         write_result(tmp_path / "a", numbered(GOOD), limit=limit)
         write_result(tmp_path / "b", numbered(GOOD), limit=limit, seed=7)
@@ -129,21 +134,21 @@ def test_many_models_are_counted_in_a_note(tmp_path: Path) -> None:
     assert compare(find([tmp_path])).notes == ("quiz: num_fewshot differs: 5 (m0), 0 (m1, m2, m3 and 2 others)",)
 
 
-def test_a_suite_that_the_baseline_lacks_is_said(out: Path) -> None:
+def test_suite_missing_from_the_baseline_is_noted(out: Path) -> None:
     write_result(out / "a_second", numbered(GOOD), "other")
     assert compare(find([out])).notes == ("other: z_first has no result, so there is nothing to compare with",)
 
 
 def test_without_items_there_is_a_score_and_a_note(out: Path) -> None:
     (out / "a_second" / "quiz.items.jsonl").unlink()
-    found = compare(find([out]))
-    assert row(found, "a_second").whole.difference is None
-    assert found.notes == ("quiz: no file of a_second's items, so no difference can be told",)
+    evaluation = compare(find([out]))
+    assert row(evaluation, "a_second").whole.difference is None
+    assert evaluation.notes == ("quiz: a_second has no items file, so there is no difference to show",)
 
 
-def test_an_evaluation_that_has_not_finished_is_said(out: Path) -> None:
+def test_unfinished_evaluation_is_noted(out: Path) -> None:
     (out / "a_second" / ".math.partial.jsonl").touch()
-    assert find([out]).notes == ("math: the evaluation of a_second has not finished; run it again to go on",)
+    assert find([out]).notes == ("math: the evaluation of a_second has not finished; run it again to continue",)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +173,12 @@ def test_a_problem_cannot_write_to_a_terminal(tmp_path: Path) -> None:
         write_result(tmp_path / name, numbered(GOOD))
     (tmp_path / "b\x1b[2J" / "quiz.items.jsonl").write_text('{"id": "\\u001b", "score": 1}\n' * 2)
     (tmp_path / "b\x1b[2J" / "other.json").write_text("{")
-    found = compare(find([tmp_path]))
-    assert len(found.problems) == 2
-    assert not [problem for problem in found.problems if "\x1b" in problem]
+    evaluation = compare(find([tmp_path]))
+    assert len(evaluation.problems) == 2
+    assert not [problem for problem in evaluation.problems if "\x1b" in problem]
 
 
-def test_many_damaged_lines_are_not_all_listed(out: Path) -> None:
+def test_damaged_lines_are_reported_up_to_a_limit(out: Path) -> None:
     items = out / "a_second" / "quiz.items.jsonl"
     items.write_text("x\n" * 1000)
     with pytest.raises(DataError) as error:
@@ -184,20 +189,20 @@ def test_many_damaged_lines_are_not_all_listed(out: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"score": "high"}', '{"suite": "quiz"}', '{"score": -1}'])
 def test_damaged_results_are_problems(out: Path, content: str) -> None:
     (out / "a_second" / "quiz.json").write_text(content)
-    found = find([out])
-    assert found.models == ["z_first"]
-    assert len(found.problems) == 1
-    assert str(out / "a_second" / "quiz.json") in found.problems[0]
+    evaluation = find([out])
+    assert evaluation.models == ["z_first"]
+    assert len(evaluation.problems) == 1
+    assert str(out / "a_second" / "quiz.json") in evaluation.problems[0]
 
 
-def test_json_that_is_no_result_is_passed_over(out: Path) -> None:
+def test_json_without_a_result_is_ignored(out: Path) -> None:
     (out / "a_second" / "config.json").write_text('{"model_type": "gpt2"}')
     (out / "a_second" / "list.json").write_text("[1]")
     assert find([out]).problems == ()
     assert len(find([out]).scores) == 2
 
 
-def test_paths_without_results_are_all_named(tmp_path: Path) -> None:
+def test_all_paths_without_results_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -212,7 +217,7 @@ def test_paths_without_results_are_all_named(tmp_path: Path) -> None:
         assert f"got {ending};" in problem
 
 
-def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_models_with_one_name_are_labelled_by_folder(tmp_path: Path) -> None:
     for run in ("kd", "ce"):
         (tmp_path / run / "evals").mkdir(parents=True)
         write_result(tmp_path / run / "evals" / "student", numbered(GOOD))
@@ -222,7 +227,7 @@ def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> N
     assert find(paths).models == ["kd/student", "teacher", "ce/student", "out"]
 
 
-def test_models_stand_in_the_order_of_the_paths_then_teacher_student_and_steps(tmp_path: Path) -> None:
+def test_models_are_ordered_by_path_then_role_and_step(tmp_path: Path) -> None:
     for name in ("step-100", "ce_only", "step-20", "student_after", "own", "teacher", "step-3", "student_before"):
         write_result(tmp_path / "evals" / name, numbered(GOOD))
     write_result(tmp_path / "other", numbered(GOOD))
@@ -234,32 +239,32 @@ def test_a_run_is_compared_with_itself_and_with_others(tmp_path: Path) -> None:
     write_result(tmp_path / "kd" / "evals" / "teacher", numbered(GOOD))
     write_result(tmp_path / "kd" / "evals" / "student", numbered(BAD))
     write_result(tmp_path / "ce" / "evals" / "student", numbered(BAD))
-    found = of_run(tmp_path / "kd", [tmp_path / "ce"])
-    assert found.models == ["teacher", "student", "ce: student"]
-    values = [score.whole.difference and round(score.whole.difference.value, 6) for score in found.scores]
+    evaluation = of_run(tmp_path / "kd", [tmp_path / "ce"])
+    assert evaluation.models == ["teacher", "student", "ce: student"]
+    values = [score.whole.difference and round(score.whole.difference.value, 6) for score in evaluation.scores]
     assert values == [None, -0.3, -0.3]
 
 
-def test_a_damaged_result_of_a_run_is_a_remark(tmp_path: Path) -> None:
+def test_damaged_result_of_a_run_is_a_problem_not_an_error(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write_result(tmp_path / "evals" / name, numbered(GOOD))
     (tmp_path / "evals" / "b" / "quiz.json").write_text("{")
     (tmp_path / "evals" / "c" / "quiz.items.jsonl").write_text("{")
-    found = of_run(tmp_path)
-    assert found.models == ["a", "c"]
-    assert len(found.problems) == 2
+    evaluation = of_run(tmp_path)
+    assert evaluation.models == ["a", "c"]
+    assert len(evaluation.problems) == 2
 
 
-def test_names_cannot_write_to_a_terminal_or_turn_text_around(tmp_path: Path) -> None:
+def test_names_cannot_control_a_terminal_or_reverse_text(tmp_path: Path) -> None:
     write_result(tmp_path / "a\x1b[2J", numbered([1.0, 0.0]), "s\u202e", tasks=["t\n1"], title="\x07")
     (score,) = find([tmp_path]).scores
     assert (score.model, score.suite, list(score.tasks)) == (r"a\x1b[2J", r"s\u202e", [r"t\n1"])
     assert score.title == r"\x07"
 
 
-def test_a_suite_of_the_size_of_mmlu_is_compared_from_disk(tmp_path: Path) -> None:
+def test_suite_of_mmlus_size_is_compared_from_disk(tmp_path: Path) -> None:
     scores = [float(index % 3 > 0) for index in range(14_042)]
     for name in ("a", "b"):
         write_result(tmp_path / name, numbered(scores), tasks=[f"t{index}" for index in range(57)])
-    found = compare(find([tmp_path]))
-    assert all(part.difference and part.difference.value == 0 for part in found.scores[1].tasks.values())
+    evaluation = compare(find([tmp_path]))
+    assert all(part.difference and part.difference.value == 0 for part in evaluation.scores[1].tasks.values())

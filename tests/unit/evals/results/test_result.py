@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.grading.grader import Graded
-from distill_rl.evals.results.result import OUTCOMES, chosen, completed, summarise, worked_tokens
+from distill_rl.evals.results.result import OUTCOMES, choice_row, completion_row, processed_tokens, summarise
 from distill_rl.evals.suites.base import Item, Verdict
 
 LETTERS = Item("i", "question", "B", "task", choices=(" A", " B", " C", " D"))
@@ -35,7 +35,7 @@ def judged(score: float, extracted: str | None) -> Graded:
     ],
 )
 def test_a_completion_has_one_outcome(output: Output, graded: Graded | None, outcome: str, score: float) -> None:
-    row = completed(FREE, output, graded)
+    row = completion_row(FREE, output, graded)
     assert (row["outcome"], row["score"], row["completion"], row["answer"]) == (outcome, score, output.text, "42")
     assert row["prompt"] == [{"role": "user", "content": "question"}]
 
@@ -51,18 +51,18 @@ def test_a_completion_has_one_outcome(output: Output, graded: Graded | None, out
     ],
 )
 def test_the_likeliest_choice_counts(logprobs: tuple[float, ...], outcome: str, letter: str | None) -> None:
-    row = chosen(LETTERS, Output(num_tokens=4, logprobs=logprobs))
+    row = choice_row(LETTERS, Output(num_tokens=4, logprobs=logprobs))
     assert (row["outcome"], row["extracted"], row["score"]) == (outcome, letter, float(outcome == "right"))
     assert row["choice_logprobs"] == [value if math.isfinite(value) else None for value in logprobs]
 
 
-def test_choices_that_do_not_fit_are_counted_as_such() -> None:
-    assert chosen(LETTERS, Output(too_long=True))["outcome"] == "too_long"
+def test_too_long_choices_are_counted_as_too_long() -> None:
+    assert choice_row(LETTERS, Output(too_long=True))["outcome"] == "too_long"
 
 
-def test_a_result_counts_every_outcome_and_every_task() -> None:
+def test_result_counts_every_outcome_and_task() -> None:
     rows = [
-        completed(Item(str(n), "q", "a", task), Output(truncated=outcome == "truncated"), None)
+        completion_row(Item(str(n), "q", "a", task), Output(truncated=outcome == "truncated"), None)
         | {"outcome": outcome, "score": score}
         for n, (task, outcome, score) in enumerate(
             [("x", "right", 1.0), ("x", "wrong", 0.0), ("x", "truncated", 0.0), ("y", "right", 1.0), ("", "wrong", 0.5)]
@@ -76,6 +76,6 @@ def test_a_result_counts_every_outcome_and_every_task() -> None:
     assert sum(result["outcomes"].values()) == result["num_items"]
 
 
-def test_speed_is_of_tokens_written_or_of_those_that_were_read_for_letters() -> None:
+def test_speed_counts_generated_tokens_or_prompts_of_choices() -> None:
     output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4)
-    assert worked_tokens([completed(FREE, output, None), chosen(LETTERS, output)]) == 4 + 700
+    assert processed_tokens([completion_row(FREE, output, None), choice_row(LETTERS, output)]) == 4 + 700

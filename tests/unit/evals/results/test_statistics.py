@@ -16,7 +16,7 @@ from distill_rl.evals.results.statistics import paired_bootstrap, wilson
         (0.1, 50, 0.0435, 0.2136),
     ],
 )
-def test_wilson_intervals_are_those_of_the_published_formula(score: float, count: int, low: float, high: float) -> None:
+def test_wilson_intervals_match_the_published_formula(score: float, count: int, low: float, high: float) -> None:
     assert wilson(score, count) == pytest.approx((low, high), abs=1e-4)
 
 
@@ -44,13 +44,13 @@ def test_drawing_counts_is_drawing_items(differences: list[float]) -> None:
     assert paired_bootstrap(differences) == pytest.approx(naive(differences, 10_000), abs=room)
 
 
-def test_the_interval_has_the_width_of_the_normal_approximation() -> None:
+def test_interval_width_matches_normal_approximation() -> None:
     differences = [1.0] * 600 + [-1.0] * 400 + [0.0] * 1000
     half = 1.96 * float(np.std(differences)) / len(differences) ** 0.5
     assert paired_bootstrap(differences) == pytest.approx((0.1 - half, 0.1 + half), abs=0.05 * half)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_interval_coverage_is_95_percent() -> None:
     generator = np.random.default_rng(0)
     held = 0
     for _ in range(400):
@@ -59,16 +59,16 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 0.92 <= held / 400 <= 0.98, "95 %, with three standard errors of 400 trials"
 
 
-def test_two_items_that_disagree_leave_everything_open() -> None:
+def test_two_opposite_items_give_the_widest_interval() -> None:
     assert paired_bootstrap([1.0, -1.0]) == (-1.0, 1.0)
 
 
-def test_items_that_all_differ_alike_have_no_spread() -> None:
+def test_equal_differences_give_an_empty_interval() -> None:
     assert paired_bootstrap([0.0] * 9) == (0.0, 0.0)
     assert paired_bootstrap([1.0]) == (1.0, 1.0)
 
 
-def test_the_seed_decides_and_pieces_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interval_depends_on_seed_not_on_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = list(np.random.default_rng(5).normal(size=100))
     whole = paired_bootstrap(differences, seed=1)
     assert paired_bootstrap(differences, seed=1) == whole

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.results.store import Store, occupied
+from distill_rl.evals.results.store import Store, locked
 
 KEY = {"suite": "own", "model_sha256": "ab", "limit": None}
 
@@ -27,7 +27,7 @@ def stopped(folder: Path, *rows: str) -> None:
     store.append([row(name) for name in rows])
 
 
-def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:
+def test_rows_are_on_disk_once_added(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
     store.append([row("a"), row("b")])
     header, *rows = (tmp_path / ".own.partial.jsonl").read_text().splitlines()
@@ -36,7 +36,7 @@ def test_rows_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:
     assert not (tmp_path / "own.json").exists()
 
 
-def test_a_finished_suite_leaves_its_items_in_order_and_no_partial_file(tmp_path: Path) -> None:
+def test_finished_suite_leaves_ordered_items_and_no_partial(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
     store.append([row("b"), row("a")])
     result = store.finish(["a", "b"], {"score": 1.0, "num_items": 2})
@@ -45,7 +45,7 @@ def test_a_finished_suite_leaves_its_items_in_order_and_no_partial_file(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.items.jsonl", "own.json"]
 
 
-def test_a_later_run_finds_what_an_earlier_one_finished(tmp_path: Path) -> None:
+def test_later_run_reads_a_finished_result(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
     store.append([row("a")])
     result = store.finish(["a"], {"score": 1.0, "num_items": 1})
@@ -55,7 +55,7 @@ def test_a_later_run_finds_what_an_earlier_one_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": "c", "sc', b'{"id": "c", "score": 1.0}', b"\x00\xff"])
-def test_a_run_goes_on_after_the_last_whole_line(tmp_path: Path, torn: bytes) -> None:
+def test_run_continues_after_the_last_complete_line(tmp_path: Path, torn: bytes) -> None:
     stopped(tmp_path, "a", "b")
     with (tmp_path / ".own.partial.jsonl").open("ab") as file:
         file.write(torn)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_after_the_last_whole_line(tmp_path: Path, torn: bytes) ->
     assert names(tmp_path / "own.items.jsonl") == ["a", "b", "c", "d"]
 
 
-def test_a_run_that_was_killed_between_its_two_last_files_finishes(tmp_path: Path) -> None:
+def test_run_killed_between_its_last_two_files_finishes(tmp_path: Path) -> None:
     stopped(tmp_path, "a")
     (tmp_path / "own.items.jsonl").write_text(json.dumps(row("a")) + "\n")
     store = Store(tmp_path, "own", KEY)
@@ -77,7 +77,7 @@ def test_a_run_that_was_killed_between_its_two_last_files_finishes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lost", ["all", "a row"])
-def test_a_result_whose_items_are_gone_is_not_finished(tmp_path: Path, lost: str) -> None:
+def test_result_without_its_items_is_not_finished(tmp_path: Path, lost: str) -> None:
     store = Store(tmp_path, "own", KEY)
     store.append([row("a"), row("b")])
     store.finish(["a", "b"], {"num_items": 2})
@@ -90,17 +90,17 @@ def test_a_result_whose_items_are_gone_is_not_finished(tmp_path: Path, lost: str
     assert (again.rows, again.result) == ({}, None)
 
 
-def test_rows_of_two_kinds_of_devices_are_not_mixed(tmp_path: Path) -> None:
+def test_rows_of_two_device_kinds_are_not_mixed(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
-    store.began_on("cpu")
+    store.set_device("cpu")
     store.append([row("a")])
-    Store(tmp_path, "own", KEY).began_on("cpu")
-    with pytest.raises(ConfigError, match=r"begun on another kind of device, .*; got cpu; now cuda; .* --dtype"):
-        Store(tmp_path, "own", KEY).began_on("cuda")
+    Store(tmp_path, "own", KEY).set_device("cpu")
+    with pytest.raises(ConfigError, match=r"started on another kind of device, .*; got cpu; now cuda; .* --dtype"):
+        Store(tmp_path, "own", KEY).set_device("cuda")
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_results_of_another_key_are_refused_and_named(tmp_path: Path, finished: bool) -> None:
+def test_results_of_another_key_are_refused(tmp_path: Path, finished: bool) -> None:
     stopped(tmp_path, "a")
     if finished:
         Store(tmp_path, "own", KEY).finish(["a"], {"num_items": 1})
@@ -110,7 +110,7 @@ def test_results_of_another_key_are_refused_and_named(tmp_path: Path, finished: 
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_results_of_another_key_are_replaced_where_that_is_asked_for(tmp_path: Path, finished: bool) -> None:
+def test_results_of_another_key_are_replaced_on_request(tmp_path: Path, finished: bool) -> None:
     stopped(tmp_path, "a")
     if finished:
         Store(tmp_path, "own", KEY).finish(["a"], {"num_items": 1})
@@ -120,7 +120,7 @@ def test_results_of_another_key_are_replaced_where_that_is_asked_for(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_clean_throws_away_what_is_there(tmp_path: Path) -> None:
+def test_clean_deletes_existing_results(tmp_path: Path) -> None:
     stopped(tmp_path, "a")
     store = Store(tmp_path, "own", KEY | {"limit": 3}, clean=True)
     assert (store.rows, store.result) == ({}, None)
@@ -134,24 +134,24 @@ def test_without_a_folder_rows_are_kept_in_memory(tmp_path: Path) -> None:
     assert list(store.rows) == ["a"]
 
 
-def test_text_that_is_no_unicode_and_odd_line_breaks_are_kept_in_one_line(tmp_path: Path) -> None:
+def test_invalid_unicode_and_line_breaks_stay_on_one_line(tmp_path: Path) -> None:
     store = Store(tmp_path, "own", KEY)
     store.append([row("a") | {"completion": "x\ud800y"}, row("b") | {"completion": "\u2028\x85\r\n"}])
     rows = Store(tmp_path, "own", KEY).rows.values()
-    assert [each["completion"] for each in rows] == ["x?y", "\u2028\x85\r\n"]
+    assert [stored["completion"] for stored in rows] == ["x?y", "\u2028\x85\r\n"]
 
 
 def test_a_folder_is_used_by_one_evaluation_at_a_time(tmp_path: Path) -> None:
-    with occupied([tmp_path]), pytest.raises(ConfigError, match="in use by another evaluation"), occupied([tmp_path]):
+    with locked([tmp_path]), pytest.raises(ConfigError, match="in use by another evaluation"), locked([tmp_path]):
         pass
-    with occupied([tmp_path]):
+    with locked([tmp_path]):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="must be a folder that can be written"),
-        occupied([tmp_path / "file" / "out"]),
+        locked([tmp_path / "file" / "out"]),
     ):
         pass

@@ -17,7 +17,7 @@ def write(folder: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def test_plain_and_chat_rows_become_items_named_by_file_and_row(tmp_path: Path) -> None:
+def test_rows_become_items_named_by_file_and_row(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "2 + 2?"}]
     path = write(
         tmp_path,
@@ -38,7 +38,7 @@ def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
     assert ExactMatch().load(tmp_path, 0) == ExactMatch().load(path, 0)
 
 
-def test_the_content_hash_is_that_of_questions_and_answers(tmp_path: Path) -> None:
+def test_content_hash_covers_questions_and_answers(tmp_path: Path) -> None:
     one, two = '{"prompt": "p", "answer": "a"}', '{"answer": "b", "prompt": "q"}'
     known = ExactMatch().load(write(tmp_path, one, two), 0).content_sha256
     assert ExactMatch().load(write(tmp_path, two, one), 0).content_sha256 == known
@@ -53,22 +53,22 @@ def test_the_content_hash_is_that_of_questions_and_answers(tmp_path: Path) -> No
         ("[1]", "one JSON object per line"),
         ("[" * 100_000, "one JSON object per line"),
         (b'{"prompt": "\xff", "answer": "a"}', "UTF-8"),
-        ('{"prompt": "p"}', "`answer` must be a text"),
-        ('{"prompt": "p", "answer": 4}', "`answer` must be a text"),
-        ('{"prompt": "p", "answer": " "}', "`answer` must be a text"),
+        ('{"prompt": "p"}', "`answer` must be non-empty text"),
+        ('{"prompt": "p", "answer": 4}', "`answer` must be non-empty text"),
+        ('{"prompt": "p", "answer": " "}', "`answer` must be non-empty text"),
         ('{"prompt": "\\ud800", "answer": "a"}', "`prompt` must be Unicode"),
         ('{"answer": "a"}', "either `prompt` or `messages`"),
         ('{"prompt": "p", "messages": [], "answer": "a"}', "either `prompt` or `messages`"),
-        ('{"prompt": "", "answer": "a"}', "`prompt` must be a text"),
-        ('{"prompt": ["p"], "answer": "a"}', "`prompt` must be a text"),
+        ('{"prompt": "", "answer": "a"}', "`prompt` must be non-empty text"),
+        ('{"prompt": ["p"], "answer": "a"}', "`prompt` must be non-empty text"),
         ('{"prompt": "p", "answer": "a", "task": 1}', "`task` must be a text"),
         ('{"messages": "hi", "answer": "a"}', "list of {role, content}"),
         ('{"messages": [{"role": "user"}], "answer": "a"}', "list of {role, content}"),
-        ('{"messages": [], "answer": "a"}', "end with the user's turn"),
-        ('{"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}', "end with the user's turn"),
+        ('{"messages": [], "answer": "a"}', "end with a user turn"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}', "end with a user turn"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str | bytes, rule: str) -> None:
+def test_bad_row_is_reported_with_file_and_number(tmp_path: Path, line: str | bytes, rule: str) -> None:
     path = write(tmp_path, '{"prompt": "p", "answer": "a"}', line)
     with pytest.raises(DataError) as caught:
         ExactMatch().load(path, 0)
@@ -77,7 +77,7 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path: Path, line: str |
     assert rule in problem
 
 
-def test_all_bad_rows_are_told_at_once_up_to_a_limit(tmp_path: Path) -> None:
+def test_all_bad_rows_are_reported_up_to_a_limit(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         ExactMatch().load(write(tmp_path, "1", '{"prompt": "p", "answer": "a"}', "3"), 0)
     assert [problem.split(":")[0].rpartition(" ")[2] for problem in caught.value.problems] == ["1", "3"]
@@ -92,7 +92,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> Non
         ExactMatch().load(write(tmp_path, *lines), 0)
 
 
-def test_a_missing_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
+def test_missing_file_is_refused_with_remedy(tmp_path: Path) -> None:
     for data in (tmp_path / "nothing.jsonl", tmp_path):
         with pytest.raises(DataError, match=r"\.jsonl: cannot be read; got no such file; give a \.jsonl"):
             ExactMatch().load(data, 0)

@@ -47,7 +47,7 @@ def test_every_form_gives_the_same_questions(tmp_path: Path, form: Callable[[Pat
     assert [item.answer for item in questions.items] == ["7", "2000", "-2.5"]
 
 
-def test_the_eight_shot_prompt_is_the_golden_one_byte_for_byte(tmp_path: Path) -> None:
+def test_eight_shot_prompt_equals_golden_file(tmp_path: Path) -> None:
     items = load(one_file("gsm8k/test.jsonl")(tmp_path, ROWS)).items
     assert isinstance(items[0].prompt, str)
     assert (items[0].prefix + items[0].prompt).encode() == (GOLDEN / "gsm8k.txt").read_bytes()
@@ -83,7 +83,7 @@ def test_the_answer_may_be_the_number_itself(tmp_path: Path, answer: object, gol
 
 
 @pytest.mark.parametrize("answer", ["no number", "", "#### ", "18 apples", "18 #### x", None, True, [1]])
-def test_a_row_without_a_number_is_refused_with_its_place(tmp_path: Path, answer: object) -> None:
+def test_row_without_a_number_is_refused(tmp_path: Path, answer: object) -> None:
     path = write(tmp_path / "test.jsonl", [ROWS[0], {"question": "q", "answer": answer}])
     with pytest.raises(DataError) as caught:
         load(path)
@@ -97,7 +97,7 @@ def test_a_row_without_a_number_is_refused_with_its_place(tmp_path: Path, answer
         ({"question": "q", "choices": [], "answer": 1}, "must have no column with choices"),
     ],
 )
-def test_columns_of_other_data_are_told(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
+def test_columns_of_other_data_are_reported(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         load(write(tmp_path / "test.jsonl", [row]))
 
@@ -124,4 +124,4 @@ def test_the_real_data_are_the_published_ones(tmp_path: Path) -> None:
     lines = (REAL / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "test.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("#### ", "#### 1")]))
     (warning,) = load(tmp_path).warnings
-    assert warning.startswith("GSM8K test: the content is not the published one (sha256 ")
+    assert warning.startswith("GSM8K test: the content differs from the published data (sha256 ")

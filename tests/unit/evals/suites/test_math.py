@@ -84,14 +84,14 @@ def test_every_form_gives_the_same_questions(tmp_path: Path, form: Callable[[Pat
 @pytest.mark.parametrize(
     "form", [one_file(name) for name in ("math/math500.parquet", "MATH-500/test.jsonl", "math500.csv", "math500/test")]
 )
-def test_math500_lies_in_a_folder_of_its_own_or_with_math(tmp_path: Path, form: Callable[[Path, Rows], Path]) -> None:
+def test_math500_is_found_in_its_own_folder_or_beside_math(tmp_path: Path, form: Callable[[Path, Rows], Path]) -> None:
     write(tmp_path / "math" / "test.parquet", ROWS)
     questions = load(form(tmp_path, [ROWS[0] | {"subject": "Counting & Probability", "type": None}]), "math500")
     assert questions.items == load(tmp_path, "math").items[:1]
     assert questions.warnings == ("MATH-500: 1 rows, the published data have 500",)
 
 
-def test_the_four_shot_prompt_is_the_golden_one_byte_for_byte(tmp_path: Path) -> None:
+def test_four_shot_prompt_equals_golden_file(tmp_path: Path) -> None:
     items = load(one_file("math/test.parquet")(tmp_path, ROWS), "minerva_math").items
     assert isinstance(items[0].prompt, str)
     assert (items[0].prefix + items[0].prompt).encode() == (GOLDEN / "minerva_math.txt").read_bytes()
@@ -118,14 +118,14 @@ def test_the_chat_asks_for_reasoning_and_a_box(tmp_path: Path) -> None:
     [
         ({"problem": "p", "solution": "no box"}, "needs an `answer`, or a `solution` with the answer in \\boxed{}"),
         ({"problem": "p", "solution": "\\boxed{1"}, "needs an `answer`, or a `solution`"),
-        ({"problem": "p", "answer": " "}, "`answer` must be a text that is not empty"),
-        ({"problem": "p", "answer": [1]}, "`answer` must be a text that is not empty"),
+        ({"problem": "p", "answer": " "}, "`answer` must be non-empty text"),
+        ({"problem": "p", "answer": [1]}, "`answer` must be non-empty text"),
         ({"problem": "p", "answer": "so\n#### 18"}, "`####` is how GSM8K writes its answers"),
-        ({"problem": "", "answer": "1"}, "`problem` must be a text that is not empty"),
+        ({"problem": "", "answer": "1"}, "`problem` must be non-empty text"),
         ({"problem": "p", "answer": "\ud800"}, "`answer` must be Unicode text"),
     ],
 )
-def test_a_bad_row_is_named_with_its_place_and_rule(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
+def test_bad_row_is_reported_with_place_and_rule(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
     path = write(tmp_path / "test.jsonl", [ROWS[0], row])
     with pytest.raises(DataError) as caught:
         load(path)
@@ -134,7 +134,7 @@ def test_a_bad_row_is_named_with_its_place_and_rule(tmp_path: Path, row: dict[st
     assert rule in problem
 
 
-def test_a_number_will_do_as_an_answer_and_a_type_need_not_be_there(tmp_path: Path) -> None:
+def test_numeric_answers_and_missing_types_are_accepted(tmp_path: Path) -> None:
     (item,) = load(write(tmp_path / "test.jsonl", [{"question": "1 + 1", "answer": 2}])).items
     assert (item.answer, item.task) == ("2", "")
 
@@ -146,7 +146,7 @@ def test_a_number_will_do_as_an_answer_and_a_type_need_not_be_there(tmp_path: Pa
         ({"question": "p", "choices": [], "answer": 1}, "must have no column with choices"),
     ],
 )
-def test_columns_of_other_data_are_told(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
+def test_columns_of_other_data_are_reported(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         load(write(tmp_path / "test.jsonl", [row]))
 
@@ -164,7 +164,7 @@ def test_columns_of_other_data_are_told(tmp_path: Path, row: dict[str, Any], rul
         ("minerva_math", "It is $\\boxed{\\frac{1}{4}}$.", Verdict(0.0, None)),
     ],
 )
-def test_the_answer_is_judged_where_the_prompt_asks_for_it(name: str, completion: str, verdict: Verdict) -> None:
+def test_answer_is_judged_where_the_prompt_requests_it(name: str, completion: str, verdict: Verdict) -> None:
     assert find(name).judge(Item("i", "p", "\\frac{1}{4}"), completion) == verdict
 
 

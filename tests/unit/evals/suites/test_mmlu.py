@@ -100,21 +100,19 @@ def hub_all(folder: Path) -> Path:
 )
 def test_every_form_gives_the_same_questions(tmp_path: Path, form: Callable[[Path], Path]) -> None:
     expected = load(files(".parquet")(tmp_path / "expected"))
-    found = load(form(tmp_path / "found"))
+    loaded = load(form(tmp_path / "found"))
     key = {item.id: item for item in expected.items}
-    assert len(key) == len(TEST) == len(found.items)
-    assert {item.id: item for item in found.items} == key
-    assert found.content_sha256 == expected.content_sha256
-    assert found.warnings == expected.warnings == (
+    assert len(key) == len(TEST) == len(loaded.items)
+    assert {item.id: item for item in loaded.items} == key
+    assert loaded.content_sha256 == expected.content_sha256
+    assert loaded.warnings == expected.warnings == (
         "MMLU test: 6 rows, the published data have 14042",
         "MMLU dev: 10 rows, the published data have 285",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("subject", "index", "answer"), [("formal_logic", 2, "C"), ("high_school_statistics", 0, "B")])
-def test_five_shot_prompts_are_the_golden_ones_byte_for_byte(
-    tmp_path: Path, subject: str, index: int, answer: str
-) -> None:
+def test_five_shot_prompts_equal_golden_files(tmp_path: Path, subject: str, index: int, answer: str) -> None:
     items = [item for item in load(files(".parquet")(tmp_path)).items if item.task == subject]
     golden = (GOLDEN / f"mmlu_{subject}.txt").read_bytes()
     assert isinstance(items[index].prompt, str)
@@ -131,7 +129,7 @@ def test_fewer_examples_are_the_first_ones(tmp_path: Path, num_fewshot: int) -> 
     assert (item.prefix + item.prompt).split("\n\n") == [header, *examples[:num_fewshot], examples[-1]]
 
 
-def test_without_examples_the_split_dev_is_not_needed(tmp_path: Path) -> None:
+def test_dev_split_is_not_needed_without_examples(tmp_path: Path) -> None:
     write(tmp_path / "mmlu" / "test.jsonl", TEST)
     questions = load(tmp_path, "mmlu_0shot")
     assert questions.files == (tmp_path / "mmlu" / "test.jsonl",)
@@ -140,12 +138,12 @@ def test_without_examples_the_split_dev_is_not_needed(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_file_is_enough_where_dev_lies_beside_it(tmp_path: Path) -> None:
+def test_dev_file_is_found_beside_the_test_file(tmp_path: Path) -> None:
     data = files(".jsonl")(tmp_path)
     assert load(data / "mmlu" / "test.jsonl") == load(data)
 
 
-def test_the_content_hash_is_that_of_what_is_asked_and_shown(tmp_path: Path) -> None:
+def test_content_hash_covers_questions_and_shown_examples(tmp_path: Path) -> None:
     data = files(".jsonl")(tmp_path)
     known = load(data).content_sha256
     write(data / "mmlu" / "test.jsonl", TEST[::-1])
@@ -161,14 +159,12 @@ def test_the_content_hash_is_that_of_what_is_asked_and_shown(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("num_fewshot", "rule"),
     [
-        (6, r"num_fewshot of mmlu: must be at most 5, the examples of formal_logic in .*dev\.jsonl \(2 subjects have less"),
+        (6, r"num_fewshot of mmlu: must be at most 5, the examples of formal_logic in .*dev\.jsonl \(2 subjects have fewer"),
         (5, r"num_fewshot of mmlu: must be at most 4, the examples of high_school_statistics in .*; got 5"),
         (-1, r"num_fewshot of mmlu: must be 0 or more; got -1"),
     ],
 )  # fmt: skip
-def test_more_examples_than_a_subject_has_are_refused_with_their_number(
-    tmp_path: Path, num_fewshot: int, rule: str
-) -> None:
+def test_more_examples_than_the_subject_has_are_refused(tmp_path: Path, num_fewshot: int, rule: str) -> None:
     write(tmp_path / "mmlu" / "test.jsonl", TEST)
     write(tmp_path / "mmlu" / "dev.jsonl", DEV if num_fewshot != 5 else DEV[:-1])
     with pytest.raises(DataError, match=rule):
@@ -193,11 +189,11 @@ def test_a_subject_without_examples_is_named(tmp_path: Path) -> None:
         ({"choices": ["a", "b", "c"]}, "`choices` must be a list of four texts"),
         ({"choices": "['a' 'b' 'c' 'd']"}, "`choices` must be a list of four texts"),
         ({"choices": ["a", "b", "c", None]}, "all four choices must be texts"),
-        ({"question": " "}, "`question` must be a text"),
+        ({"question": " "}, "`question` must be non-empty text"),
         ({"subject": ""}, "needs a `subject`"),
     ],
 )
-def test_a_bad_row_is_named_with_its_place_and_rule(tmp_path: Path, change: dict[str, Any], rule: str) -> None:
+def test_bad_row_is_reported_with_place_and_rule(tmp_path: Path, change: dict[str, Any], rule: str) -> None:
     path = write(tmp_path / "test.jsonl", [TEST[0], TEST[1] | change])
     with pytest.raises(DataError) as caught:
         load(path, "mmlu_0shot")
@@ -212,20 +208,20 @@ def test_answers_are_letters_or_numbers(tmp_path: Path, answer: object, letter: 
     assert load(tmp_path, "mmlu_0shot").items[0].answer == letter
 
 
-def test_a_missing_answer_column_is_told_with_those_that_are_there(tmp_path: Path) -> None:
+def test_missing_answer_column_is_reported(tmp_path: Path) -> None:
     write(tmp_path / "mmlu" / "test.parquet", [{"question": "q", "choices": list("wxyz"), "subject": "s", "gold": 1}])
     with pytest.raises(DataError, match=r"column with the answer .*; got the columns question, choices, subject, gold"):
         load(tmp_path, "mmlu_0shot")
 
 
-def test_questions_that_are_there_twice_have_names_of_their_own(tmp_path: Path) -> None:
+def test_repeated_questions_get_different_ids(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", [TEST[0], TEST[0]])
     one, two = load(tmp_path, "mmlu_0shot").items
     assert two.id == f"{one.id}-2"
     assert one.id.startswith("formal_logic/")
 
 
-def test_the_chat_asks_for_reasoning_and_a_last_line(tmp_path: Path) -> None:
+def test_chat_prompt_requests_reasoning_and_a_last_line(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", TEST)
     questions = load(tmp_path, "mmlu_cot")
     assert questions.items[1].prompt == (

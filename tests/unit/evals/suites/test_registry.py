@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.suites.base import Item, Questions, with_fewshot
+from distill_rl.evals.suites.base import Item, Questions, resolve_num_fewshot
 from distill_rl.evals.suites.registry import MAX_PROBLEMS, SUITES, find, find_all, load, source_sha256
 
 OWN = """
@@ -37,13 +37,13 @@ SUITE = Own()
 """
 
 
-def own(folder: Path, name: str = "own", content: str = OWN) -> str:
+def write_suite(folder: Path, name: str = "own", content: str = OWN) -> str:
     path = folder / "my_suite.py"
     path.write_text(content.format(name=name) if content is OWN else content)
     return str(path)
 
 
-def test_all_suites_that_there_are_to_be_are_there_under_their_names() -> None:
+def test_all_documented_suites_are_registered() -> None:
     names = "math math500 minerva_math mmlu mmlu_0shot mmlu_cot gsm8k gsm8k_0shot exact_match"
     assert set(SUITES) == set(names.split())
     for name, suite in SUITES.items():
@@ -54,7 +54,8 @@ def test_all_suites_that_there_are_to_be_are_there_under_their_names() -> None:
 
 
 def test_a_suite_that_takes_no_examples_gets_none() -> None:
-    assert [with_fewshot(find(name), 3) for name in ("mmlu", "mmlu_0shot", "minerva_math", "math")] == [3, 0, 3, 0]
+    for name, expected in (("mmlu", 3), ("mmlu_0shot", 0), ("minerva_math", 3), ("math", 0)):
+        assert resolve_num_fewshot(find(name), 3) == expected
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
@@ -63,13 +64,13 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
     assert str(caught.value) == f"suites: must be among {', '.join(SUITES)}, or the path of a .py file; got humaneval"
 
 
-def test_a_file_of_ones_own_is_a_suite_run_once_until_it_changes(tmp_path: Path) -> None:
-    path = own(tmp_path)
+def test_suite_file_is_executed_once_until_it_changes(tmp_path: Path) -> None:
+    path = write_suite(tmp_path)
     suite = find(path)
     assert suite.name == "own"
     assert suite.judge(Item("i", "p", "a"), "x").extracted == "x"
     assert find(path) is suite
-    own(tmp_path, "newer_name")
+    write_suite(tmp_path, "newer_name")
     assert find(path).name == "newer_name"
 
 
@@ -81,21 +82,21 @@ def test_a_file_of_ones_own_is_a_suite_run_once_until_it_changes(tmp_path: Path)
         ("raise SystemExit(3)", r"must run; got SystemExit: 3"),
         ("x = 1", r"must end with `SUITE = MySuite\(\)`"),
         ("class SUITE: pass", r"must end with `SUITE = MySuite\(\)`"),
-        ("SUITE = object()", r"must have all that a suite has; got no name, title, num_fewshot"),
+        ("SUITE = object()", r"must have all attributes of a suite; got no name, title, num_fewshot"),
         (OWN.format(name="../x"), r"`name` must be letters.*got '\.\./x'"),
         (OWN.format(name="mmlu"), r"`name` must be letters.*got 'mmlu'"),
     ],
 )
-def test_a_file_that_is_no_suite_is_refused_in_one_line(tmp_path: Path, content: str, rule: str) -> None:
+def test_file_without_a_suite_is_refused_in_one_line(tmp_path: Path, content: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        find(own(tmp_path, content=content))
+        find(write_suite(tmp_path, content=content))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("attribute", "value", "rule"),
     [
-        ("name", "3", "letters, digits, _, - and ., and not that of a suite that is here already; got 3 (int)"),
+        ("name", "3", "letters, digits, _, - and ., and not the name of a built-in suite; got 3 (int)"),
         ("title", "None", "a text; got None (NoneType)"),
         ("num_fewshot", "None", "a whole number, 0 or more; got None (NoneType)"),
         ("num_fewshot", "-1", "a whole number, 0 or more; got -1 (int)"),
@@ -103,45 +104,45 @@ def test_a_file_that_is_no_suite_is_refused_in_one_line(tmp_path: Path, content:
         ("chat", "1", "True or False; got 1 (int)"),
         ("max_new_tokens", "0", "a whole number, 1 or more, or None; got 0 (int)"),
         ("max_new_tokens", "8.0", "a whole number, 1 or more, or None; got 8.0 (float)"),
-        ("stop", "'x'", "a tuple of texts that are not empty; got 'x' (str)"),
-        ("stop", "('x', 1)", "a tuple of texts that are not empty; got ('x', 1) (tuple)"),
-        ("stop", "('',)", "a tuple of texts that are not empty; got ('',) (tuple)"),
+        ("stop", "'x'", "a tuple of non-empty texts; got 'x' (str)"),
+        ("stop", "('x', 1)", "a tuple of non-empty texts; got ('x', 1) (tuple)"),
+        ("stop", "('',)", "a tuple of non-empty texts; got ('',) (tuple)"),
         ("load", "None", "a function; got None (NoneType)"),
         ("judge", "'x'", "a function; got 'x' (str)"),
     ],
 )
 def test_an_attribute_of_another_type_is_refused(tmp_path: Path, attribute: str, value: str, rule: str) -> None:
-    path = own(tmp_path, content=OWN.format(name="own") + f"SUITE.{attribute} = {value}\n")
+    path = write_suite(tmp_path, content=OWN.format(name="own") + f"SUITE.{attribute} = {value}\n")
     with pytest.raises(ConfigError) as caught:
         find(path)
     assert str(caught.value) == f"suite {path}: `{attribute}` must be {rule}"
 
 
-def test_all_attributes_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+def test_all_wrong_attributes_are_reported_at_once(tmp_path: Path) -> None:
     more = "SUITE.stop = 'x'\nSUITE.chat = 0\nSUITE.load = 1\ndel Own.title, SUITE.title\n"
     with pytest.raises(ConfigError) as caught:
-        find(own(tmp_path, content=OWN.format(name="own") + more))
+        find(write_suite(tmp_path, content=OWN.format(name="own") + more))
     missing, *wrong = caught.value.problems
     assert missing.endswith("got no title")
     assert [problem.split("`")[1] for problem in wrong] == ["chat", "stop", "load"]
 
 
-def test_a_property_that_fails_is_told(tmp_path: Path) -> None:
+def test_failing_property_is_reported(tmp_path: Path) -> None:
     more = "Own.title = property(lambda self: 1 / 0)\n"
     with pytest.raises(ConfigError, match="must be readable; got ZeroDivisionError: division by zero; see line"):
-        find(own(tmp_path, content=OWN.format(name="own") + more))
+        find(write_suite(tmp_path, content=OWN.format(name="own") + more))
 
 
 def loaded(folder: Path, returned: str) -> Questions:
-    """What a suite loads whose `load` returns, or raises, so."""
-    path = own(folder, content=OWN.format(name="own").replace('return Questions((), (data,), "")', returned))
+    """The questions of a suite whose `load` ends with this statement."""
+    path = write_suite(folder, content=OWN.format(name="own").replace('return Questions((), (data,), "")', returned))
     return load(path, find(path), folder, 0)
 
 
 ITEMS = "return Questions(({}), (data,), '')"
 
 
-def test_what_a_file_of_ones_own_loads_is_given_as_it_is(tmp_path: Path) -> None:
+def test_questions_of_a_suite_file_are_unchanged(tmp_path: Path) -> None:
     chat = "({'role': 'user', 'content': 'c'},)"
     questions = loaded(tmp_path, ITEMS.format(f"Item('i', 'p', 'a'), Item('j', {chat}, 'b', 't', 'x')"))
     assert questions == Questions(
@@ -165,7 +166,7 @@ def test_a_suite_of_this_package_loads_itself(tmp_path: Path) -> None:
         ("import json; json.loads('{')", "JSONDecodeError: "),
     ],
 )
-def test_a_load_that_fails_is_one_line_with_its_place(tmp_path: Path, raised: str, shown: str) -> None:
+def test_failing_load_is_one_line_with_its_line_number(tmp_path: Path, raised: str, shown: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, raised)
     (problem,) = caught.value.problems
@@ -174,7 +175,7 @@ def test_a_load_that_fails_is_one_line_with_its_place(tmp_path: Path, raised: st
     assert (tmp_path / "my_suite.py").read_text().splitlines()[17].strip() == raised
 
 
-def test_an_error_that_is_meant_for_the_user_stays_as_it_is(tmp_path: Path) -> None:
+def test_user_errors_of_a_suite_pass_unchanged(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^capitals: must be there$"):
         loaded(tmp_path, "raise DataError('capitals', 'must be there')")
 
@@ -199,14 +200,14 @@ def test_an_error_that_is_meant_for_the_user_stays_as_it_is(tmp_path: Path) -> N
         (ITEMS.format("Item('i', 'p', 'a', choices='AB'),"), ", item 1: `choices` must be a tuple of texts; got 'AB'"),
     ],
 )
-def test_what_is_loaded_with_another_type_is_refused(tmp_path: Path, returned: str, problem: str) -> None:
+def test_questions_of_another_type_are_refused(tmp_path: Path, returned: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, returned)
     assert len(caught.value.problems) == 1
     assert str(caught.value).startswith(f"suite {tmp_path}/my_suite.py{problem}")
 
 
-def test_all_that_is_wrong_with_what_is_loaded_is_told_up_to_a_limit(tmp_path: Path) -> None:
+def test_invalid_questions_are_reported_up_to_a_limit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, "return Questions([], data, 0)")
     assert [problem.split("`")[1] for problem in caught.value.problems] == ["items", "files", "content_sha256"]
@@ -227,25 +228,25 @@ def test_a_suite_either_gives_choices_or_none(tmp_path: Path) -> None:
     )
 
 
-def test_the_source_of_a_file_of_ones_own_has_a_hash(tmp_path: Path) -> None:
-    path = own(tmp_path)
+def test_suite_files_are_hashed(tmp_path: Path) -> None:
+    path = write_suite(tmp_path)
     known = source_sha256(path)
     assert known == hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    own(tmp_path, "newer_name")
+    write_suite(tmp_path, "newer_name")
     assert source_sha256(path) not in (None, known)
     assert source_sha256("mmlu") is None
     with pytest.raises(ConfigError, match="must be a Python file; got No such file"):
         source_sha256(str(tmp_path / "none.py"))
 
 
-def test_several_names_give_each_suite_once_in_their_order(tmp_path: Path) -> None:
-    path = own(tmp_path)
+def test_repeated_names_give_each_suite_once_in_order(tmp_path: Path) -> None:
+    path = write_suite(tmp_path)
     assert [suite.name for suite in find_all(["mmlu", path, "gsm8k", "mmlu"]).values()] == ["mmlu", "own", "gsm8k"]
 
 
-def test_all_that_is_wrong_with_several_names_is_told_at_once(tmp_path: Path) -> None:
+def test_problems_of_several_names_are_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    one, two = own(tmp_path), own(tmp_path / "sub")
+    one, two = write_suite(tmp_path), write_suite(tmp_path / "sub")
     with pytest.raises(ConfigError) as caught:
         find_all(["mmlu", "nothing", one, str(tmp_path / "none.py"), "else", two])
     unknown, missing, same = caught.value.problems
@@ -256,7 +257,7 @@ def test_all_that_is_wrong_with_several_names_is_told_at_once(tmp_path: Path) ->
         find_all([])
 
 
-def test_the_suites_are_imported_without_what_is_heavy() -> None:
+def test_importing_suites_loads_no_heavy_packages() -> None:
     heavy = ("torch", "transformers", "datasets", "sympy", "pyarrow", "math_verify", "ray")
     code = (
         f"import sys; import distill_rl.evals.suites.registry; print([name for name in {heavy} if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""One model after another in the engine that a executor keeps: each in its own way, whichever was loaded before."""
+"""Models loaded one after another into the engine that an executor keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
@@ -41,13 +41,13 @@ def executor() -> Iterator[LocalExecutor]:
 
 
 def outputs(executor: LocalExecutor, task: Task) -> list[Output]:
-    found = dict(pair for part in executor.run(task, CHATS) for pair in part)
-    return [found[index] for index in range(len(CHATS))]
+    by_index = dict(pair for part in executor.run(task, CHATS) for pair in part)
+    return [by_index[index] for index in range(len(CHATS))]
 
 
 def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
-    """Prompts, stop texts, ends of text and scores."""
-    hf = Generator(folder, FP32)
+    """Compares prompts, stop texts, stop tokens and scores with `hf`."""
+    hf = HfBackend(folder, FP32)
     written = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT))]
     stop = (max((output.text for output in written), key=len)[2:4],)
     for stops in ((), stop):
@@ -62,7 +62,7 @@ def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "rotation"])
-def test_models_of_one_shape_that_differ_in_something_else(
+def test_models_of_one_shape_that_differ_otherwise(
     executor: LocalExecutor, first: Path, tmp_path: Path, change: str
 ) -> None:
     other = shutil.copytree(first, tmp_path / "other")

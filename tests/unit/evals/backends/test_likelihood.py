@@ -1,4 +1,4 @@
-"""Log-likelihoods of choices: batched, padded and with the beginning run once, against one plain forward per choice."""
+"""Log-likelihoods of choices, batched, padded and with a shared prefix, against one plain forward pass per choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from distill_rl.errors import DataError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.hf import Generator
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import FAMILIES, write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
@@ -37,84 +37,84 @@ def folder_of(path: Path, family: str) -> Path:
 
 
 def questions(choices: tuple[str, ...] = LETTERS, count: int = 7) -> list[Item]:
-    """Questions of many lengths on two subjects, whose beginnings are worth sharing."""
+    """Questions of many lengths on two subjects, whose prefixes are long enough to be shared."""
     words = seeded_words(5, 400)
     items = []
-    for number in range(count):
-        subject = ("ka lo", "mi ter")[number % 2]
-        prefix = f"About {subject}: " + " ".join(words[40 * (number % 2) :][:20]) + "\n\n"
-        question = " ".join(words[100 + 11 * number :][: 1 + 3 * (number % 4)]) + "\nAnswer:"
-        items.append(Item(f"row {number}", question, choices[0].strip(), subject, prefix, choices))
+    for i in range(count):
+        subject = ("ka lo", "mi ter")[i % 2]
+        prefix = f"About {subject}: " + " ".join(words[40 * (i % 2) :][:20]) + "\n\n"
+        question = " ".join(words[100 + 11 * i :][: 1 + 3 * (i % 4)]) + "\nAnswer:"
+        items.append(Item(f"row {i}", question, choices[0].strip(), subject, prefix, choices))
     return items
 
 
-def reference(generator: Generator, item: Item) -> tuple[float, ...]:
+def reference(backend: HfBackend, item: Item) -> tuple[float, ...]:
     """One forward pass per choice, of the whole text, without padding or cache."""
-    encoder = generator.encoder
+    encoder = backend.encoder
     prompt = encoder.encode(replace(item, choices=()))
     sums = []
     for choice in item.choices:
         ids = encoder.tokenizer(item.prefix + str(item.prompt) + choice)["input_ids"]
-        assert ids[: len(prompt)] == prompt, "these choices are tokens of their own"
+        assert ids[: len(prompt)] == prompt, "the choices do not merge with the prompt"
         with torch.no_grad():
-            logprobs = generator.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            logprobs = backend.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         sums.append(sum(float(logprobs[place - 1, ids[place]]) for place in range(len(prompt), len(ids))))
     return tuple(sums)
 
 
-def chosen(generator: Generator, items: list[Item], batch_size: int) -> list[Output]:
-    generator.settings = replace(generator.settings, batch_size=batch_size)
-    found = list(generator.choose(items))
-    assert sorted(index for index, _ in found) == list(range(len(items)))
-    return [output for _, output in sorted(found, key=lambda pair: pair[0])]
+def chosen(backend: HfBackend, items: list[Item], batch_size: int) -> list[Output]:
+    backend.settings = replace(backend.settings, batch_size=batch_size)
+    pairs = list(backend.choose(items))
+    assert sorted(index for index, _ in pairs) == list(range(len(items)))
+    return [output for _, output in sorted(pairs, key=lambda pair: pair[0])]
 
 
 @contextmanager
-def counted(generator: Generator) -> Iterator[list[tuple[int, ...]]]:
+def counted(backend: HfBackend) -> Iterator[list[tuple[int, ...]]]:
     """(rows, columns) of every forward pass."""
     sizes: list[tuple[int, ...]] = []
-    embedding = generator.model.get_input_embeddings()
+    embedding = backend.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, arguments, output: sizes.append(tuple(arguments[0].shape)))
     yield sizes
     hook.remove()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ZOO])
-def test_every_family_gives_the_log_likelihoods_of_plain_forward_passes(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+def test_log_likelihoods_equal_plain_forward_passes(tmp_path: Path, family: str) -> None:
+    backend = HfBackend(folder_of(tmp_path, family))
     items = [*questions(), *questions(WORDS, 3)]
-    expected = [reference(generator, item) for item in items]
+    expected = [reference(backend, item) for item in items]
     for batch_size in (1, 4, 64):
-        for output, sums in zip(chosen(generator, items, batch_size), expected):
+        for output, sums in zip(chosen(backend, items, batch_size), expected):
             assert output.logprobs == pytest.approx(sums, abs=1e-4)
             assert output.logprobs.index(max(output.logprobs)) == sums.index(max(sums))
-        lengths = [len(generator.encoder.encode(replace(item, choices=()))) for item in items]
-        assert [output.prompt_tokens for output in chosen(generator, items, batch_size)] == lengths
+        lengths = [len(backend.encoder.encode(replace(item, choices=()))) for item in items]
+        assert [output.prompt_tokens for output in chosen(backend, items, batch_size)] == lengths
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", *NEVER_SHARE])
-def test_a_shared_beginning_is_run_once_where_the_cache_allows_it(tmp_path: Path, family: str) -> None:
-    generator = Generator(folder_of(tmp_path, family))
+def test_shared_prefix_runs_once_if_the_cache_allows(tmp_path: Path, family: str) -> None:
+    backend = HfBackend(folder_of(tmp_path, family))
     items = questions(count=16)
     alone = [replace(item, prompt=item.prefix + str(item.prompt), prefix="") for item in items]
-    with counted(generator) as shared_sizes:
-        shared = chosen(generator, items, 4)
-    with counted(generator) as alone_sizes:
-        separate = chosen(generator, alone, 4)
+    with counted(backend) as shared_sizes:
+        shared = chosen(backend, items, 4)
+    with counted(backend) as alone_sizes:
+        separate = chosen(backend, alone, 4)
     for left, right in zip(shared, separate):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-4)
     if family in NEVER_SHARE:
         assert shared_sizes == alone_sizes
     else:
-        assert [rows for rows, _ in shared_sizes] == [1, 4, 4, 1, 4, 4], "each beginning alone, then its questions"
+        assert [rows for rows, _ in shared_sizes] == [1, 4, 4, 1, 4, 4], "each prefix alone, then its questions"
         assert sum(map(prod, shared_sizes)) < sum(map(prod, alone_sizes)) / 2
 
 
-def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
+def test_phi3_with_two_ropes_does_not_share(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "phi3")
-    generator = Generator(folder)
-    assert generator.abilities.share_aligned
-    half = generator.model.config.hidden_size // generator.model.config.num_attention_heads // 2
+    backend = HfBackend(folder)
+    assert backend.cache_support.share_aligned
+    half = backend.model.config.hidden_size // backend.model.config.num_attention_heads // 2
     scaling = {
         "partial_rotary_factor": 1.0,
         "rope_type": "longrope",
@@ -122,59 +122,59 @@ def test_a_phi3_of_two_ropes_does_not_share(tmp_path: Path) -> None:
         "short_factor": [1.0] * half,
         "long_factor": [4.0] * half,
     }
-    config = generator.model.config
+    config = backend.model.config
     config.rope_parameters = {**scaling, "original_max_position_embeddings": 64}
     config.original_max_position_embeddings = 64
-    generator.model.save_pretrained(folder)
-    assert not Generator(folder).abilities.share_aligned
+    backend.model.save_pretrained(folder)
+    assert not HfBackend(folder).cache_support.share_aligned
 
 
-def test_choices_of_one_token_take_one_row_and_only_its_last_logits(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"))
+def test_one_token_choices_need_one_row_and_its_last_logits(tmp_path: Path) -> None:
+    backend = HfBackend(folder_of(tmp_path, "llama"))
     item = replace(questions(("A", "B", "C", "D"))[0], prefix="")
     heads: list[torch.Size] = []
-    hook = generator.model.lm_head.register_forward_hook(lambda _, arguments, output: heads.append(output.shape))
-    with counted(generator) as sizes:
-        (output,) = chosen(generator, [item], 8)
+    hook = backend.model.lm_head.register_forward_hook(lambda _, arguments, output: heads.append(output.shape))
+    with counted(backend) as sizes:
+        (output,) = chosen(backend, [item], 8)
     hook.remove()
-    length = len(generator.encoder.encode(item))
+    length = len(backend.encoder.encode(item))
     assert sizes == [(1, length)]
     assert heads == [(1, 1, 320)]
     assert (output.prompt_tokens, output.num_tokens, output.text) == (length, 4, "")
 
 
 def test_choices_may_follow_a_chat(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"))
+    backend = HfBackend(folder_of(tmp_path, "llama"))
     item = Item("row", tuple(chat("ka")), "x", choices=("yes", "no"))
-    ((_, output),) = generator.choose([item])
-    ids = generator.encoder.encode(item)
+    ((_, output),) = backend.choose([item])
+    ids = backend.encoder.encode(item)
     for choice, logprob in zip(item.choices, output.logprobs):
-        more = generator.encoder.tokenizer(choice)["input_ids"]
+        more = backend.encoder.tokenizer(choice)["input_ids"]
         with torch.no_grad():
-            logprobs = generator.model(torch.tensor([ids + more])).logits[0].log_softmax(-1)
+            logprobs = backend.model(torch.tensor([ids + more])).logits[0].log_softmax(-1)
         expected = sum(float(logprobs[len(ids) - 1 + place, token]) for place, token in enumerate(more))
         assert logprob == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_does_not_fit_is_told_apart_and_the_rest_is_run(tmp_path: Path) -> None:
-    generator = Generator(write_tiny_model(tmp_path, "gpt2", positions=32))
+def test_too_long_items_are_reported_and_the_rest_run(tmp_path: Path) -> None:
+    backend = HfBackend(write_tiny_model(tmp_path, "gpt2", positions=32))
     fits, exact, over = (
         Item(f"row {count}", "\x01" * count, "A", choices=("\x02", "\x03\x04")) for count in (4, 30, 31)
     )
-    outputs = chosen(generator, [over, fits, exact], 8)
+    outputs = chosen(backend, [over, fits, exact], 8)
     assert [output.too_long for output in outputs] == [True, False, False]
     assert outputs[0] == Output(prompt_tokens=31, too_long=True)
     assert all(len(output.logprobs) == 2 for output in outputs[1:])
 
 
 def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
-    generator = Generator(write_tiny_model(tmp_path))
+    backend = HfBackend(write_tiny_model(tmp_path))
     with pytest.raises(DataError, match="row: every choice must add at least one token to the prompt; got ''"):
-        list(generator.choose([Item("row", "ka", "x", choices=("x", ""))]))
+        list(backend.choose([Item("row", "ka", "x", choices=("x", ""))]))
 
 
-def test_bf16_is_used_when_asked_for_and_no_letter_depends_on_the_batch(tmp_path: Path) -> None:
-    generator = Generator(folder_of(tmp_path, "llama"), Settings(dtype="bf16", threads=torch.get_num_threads()))
-    assert generator.model.dtype == torch.bfloat16
-    for output, item in zip(chosen(generator, questions(), 4), questions()):
-        assert output.logprobs == pytest.approx(reference(generator, item), abs=0.25)
+def test_bf16_log_likelihoods_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    backend = HfBackend(folder_of(tmp_path, "llama"), Settings(dtype="bf16", threads=torch.get_num_threads()))
+    assert backend.model.dtype == torch.bfloat16
+    for output, item in zip(chosen(backend, questions(), 4), questions()):
+        assert output.logprobs == pytest.approx(reference(backend, item), abs=0.25)
