@@ -11,7 +11,7 @@ from distill_rl.config.load import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
 from distill_rl.errors import ConfigError
-from distill_rl.observe.log import printable
+from distill_rl.observe.log import printable, status
 from distill_rl.preflight import gather
 from distill_rl.transport.choose import expected
 
@@ -22,7 +22,8 @@ def check(path: str, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: all problems found, after the configuration has been printed.
     """
-    checked = gather(path, overrides, clean=True, download=False)
+    with status(f"checking  {path}"):
+        checked = gather(path, overrides, clean=True, download=False)
     if checked.config is not None:
         print(to_yaml(checked.config), end="")
         if not problems(checked.config):  # sizes of invalid settings are meaningless

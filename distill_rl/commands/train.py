@@ -10,7 +10,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.observe.log import log_file, say, setup_console
+from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import gather, run_directory
 from distill_rl.system.files import write_atomic
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
@@ -29,7 +29,8 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
     setup_console()
-    checked = gather(path, overrides, clean=clean)
+    with status(f"checking  {path}"):
+        checked = gather(path, overrides, clean=clean)
     problems = [*checked.problems, *checked.unreachable]
     if checked.config is None or problems:
         raise ConfigError.many(problems)
@@ -53,6 +54,7 @@ def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
 
 
 def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
+    say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
     from distill_rl.observe.report.report import write_report
     from distill_rl.preflight.job import prepare

@@ -52,6 +52,19 @@ def say(text: str) -> None:
 
 
 @contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show a line on the terminal while the block runs, and then erase it. Nothing is written if stderr is a file."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(printable(text), end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
+
+
+@contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Append every message of level info and above to `path` while the block runs.
 

@@ -221,6 +221,7 @@ def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     for group in actors.groups:
         if group.actors:
             group.identify(timeout_s)
+    say("loading   the models")
     started = actors.aligners.submit("start")
     for teacher, group in actors.teachers:
         started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)

@@ -76,7 +76,7 @@ def live_until(moment: Moment, arguments: list, run: Path, log: Path) -> int:
         family |= leftovers(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
-    _, alive = psutil.wait_procs(list(family.values()), timeout=60)
+    _, alive = psutil.wait_procs(list(family.values()), timeout=20)
     assert not alive, [process.cmdline() for process in alive]
     resumed = re.search(r"^resuming  from .*/(step-\d+)$", log.read_text(), re.MULTILINE)
     assert resumed is None or resumed[1] in whole, "only a committed checkpoint may be resumed"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.command import environment, survivors
+from tests.helpers.command import environment, survivors, until
 
 pytestmark = pytest.mark.ray
 
@@ -30,8 +30,10 @@ with ray_session(RayConfig(), num_cpus=5):
         "secret_seen": ray.get(ray.remote(lambda: "MY_API_KEY" in os.environ).remote()),
         "cpus": ray.cluster_resources()["CPU"],
     }
-print(json.dumps(facts), flush=True)
-if sys.argv[1:] == ["die"]:
+    print(json.dumps(facts), flush=True)
+    if sys.argv[1:] == ["die inside"]:
+        os.kill(os.getpid(), 9)
+if sys.argv[1:] == ["die after"]:
     os.kill(os.getpid(), 9)
 """
 
@@ -64,7 +66,14 @@ def test_a_session_is_authenticated_and_leaves_nothing_behind():
 
 
 def test_the_next_session_removes_what_a_killed_one_left():
-    killed = session("die")
+    killed = session("die after")
     assert folders(killed["pid"])
     session()
     assert not folders(killed["pid"])
+
+
+def test_kill_9_of_the_driver_ends_ray_and_removes_its_files():
+    killed = session("die inside")
+    assert killed["started"]
+    assert not survivors([psutil.Process(pid) for pid in killed["started"] if psutil.pid_exists(pid)])
+    until(lambda: not folders(killed["pid"]), "the directory of Ray removed", deadline_s=10)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,10 +26,12 @@ import ray
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.facts import visible_gpus
+from distill_rl.observe.log import say
 from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.placement import Node
+from distill_rl.workers.cluster.reaper import reaper
 
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
@@ -77,11 +79,16 @@ def ray_session(
         ConfigError: there is no cluster at the address, or too little room in /dev/shm.
         WorkerError: Ray did not start.
     """
+    # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
+    # their actor is replaced, with hundreds of lines of traceback.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if settings.address is not None:
+        say(f"joining   Ray at {settings.address}")
         with _joined_ray(settings.address):
             started()
             yield
     else:
+        say("starting  Ray on this machine")
         with _local_ray(settings, num_cpus, _object_store_bytes(target_bytes), started):
             yield
 
@@ -98,6 +105,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         access.require_token()
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
+    after_kill = ExitStack()
     try:
         with signals_blocked(), _allowed_environment():
             try:
@@ -119,6 +127,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
+        after_kill.enter_context(reaper(_private_directory(), [process.pid for process in roots]))
         yield
     finally:
         family = _with_descendants(roots)
@@ -126,6 +135,7 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             ray.shutdown()
         _end(family)
         shutil.rmtree(directory, ignore_errors=True)
+        after_kill.close()
 
 
 @contextmanager
