@@ -1,37 +1,51 @@
 #!/usr/bin/env bash
-# Runs the default test suite, or one of the test groups that need more than two cores and PyPI packages.
+# Runs the default test suite, or one of the test groups that need more time, other packages or other software.
 #
 #   bash launch/test.sh                       the default suite, which runs anywhere; the last line is pytest's
 #   bash launch/test.sh -k packing -x         arguments are passed to pytest,
 #   bash launch/test.sh tests/unit            and so are paths
 #   bash launch/test.sh oldest                the default suite with the oldest supported packages, in .venv-oldest
+#   bash launch/test.sh examples              the quickstart across tokenizers, and every file of configs/features
+#   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh gpu                   tests that need a CUDA device
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
-#   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
+#   bash launch/test.sh all                   the default suite and all groups, one after the other, and a table of them
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
+groups="default oldest examples faults gpu vllm slurm service monitoring"
 
-if [[ ${1:-} == oldest ]]; then
+group=default
+if [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
+    group=$1
     shift
-    source "$DISTILL_RL_ROOT/launch/setup-oldest.sh"
-    PYTHON=$PYTHON_OLDEST # for the default suite below
-elif [[ ${1:-} == gpu ]]; then
-    shift
-    exec "$PYTHON" -m pytest tests/gpu "$@"
-elif [[ ${1:-} == vllm ]]; then
-    shift
+fi
+case $group in
+default | oldest)
+    if [[ $group == oldest ]]; then
+        source "$DISTILL_RL_ROOT/launch/setup-oldest.sh"
+        PYTHON=$PYTHON_OLDEST
+    fi
+    if [[ $# -gt 0 && $1 != --junitxml=* ]]; then
+        exec "$PYTHON" -m pytest "$@"
+    fi
+    # Runs `testpaths` of pyproject.toml in two processes, file by file (tests/conftest.py). The suite starts many processes,
+    # which must share compiled bytecode.
+    unset PYTHONDONTWRITEBYTECODE
+    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"
+    ;;
+examples | faults | gpu)
+    exec "$PYTHON" -m pytest "tests/$group" "$@"
+    ;;
+vllm)
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
     exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py "$@"
-elif [[ ${1:-} == faults ]]; then
-    shift
-    exec "$PYTHON" -m pytest tests/faults "$@"
-elif [[ ${1:-} == slurm ]]; then
-    shift
+    ;;
+slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.
     if ! PATH="$PATH:/usr/sbin" command -v munged slurmctld slurmd sbatch >/dev/null && [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null; then
         echo "test: installing slurm-wlm and munge" >&2
@@ -39,20 +53,17 @@ elif [[ ${1:-} == slurm ]]; then
             echo "test: apt-get could not install slurm-wlm and munge" >&2
     fi
     exec "$PYTHON" -m pytest tests/slurm "$@"
-elif [[ ${1:-} == service || ${1:-} == monitoring ]]; then
-    group=$1
-    shift
+    ;;
+service | monitoring)
     source "$DISTILL_RL_ROOT/launch/setup-ops.sh"
     [[ $group == service ]] || source "$DISTILL_RL_ROOT/launch/setup-prometheus.sh"
     exec "$PYTHON_OPS" -m pytest "tests/$group" "$@"
-elif [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
-    echo "test: error: unknown test group $1; the test groups are: oldest, gpu, vllm, faults, slurm, service, monitoring. Without one, the default suite runs" >&2
+    ;;
+all)
+    exec "$PYTHON" launch/test_all.py "$@" $groups
+    ;;
+*)
+    echo "test: error: unknown test group $group; the test groups are: ${groups// /, }, all. Without one, the default suite runs" >&2
     exit 2
-fi
-if [[ $# -eq 0 ]]; then
-    # Runs `testpaths` of pyproject.toml in two processes, file by file (tests/conftest.py). The suite starts many processes,
-    # which must share compiled bytecode.
-    unset PYTHONDONTWRITEBYTECODE
-    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder
-fi
-exec "$PYTHON" -m pytest "$@"
+    ;;
+esac

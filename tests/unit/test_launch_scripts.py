@@ -221,6 +221,7 @@ def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
         (("pyproject.toml", "-q"), "pyproject.toml -q"),
         (("-q", "pyproject.toml::test_x"), "-q pyproject.toml::test_x"),
         (("gpu", "-q"), "tests/gpu -q"),
+        (("default", "--junitxml=a.xml"), "-n 2 --dist loadscope --no-loadscope-reorder --junitxml=a.xml"),
     ],
 )
 def test_test_script_passes_arguments_to_pytest(clone: Path, arguments: tuple[str, ...], pytest_arguments: str) -> None:
@@ -231,7 +232,7 @@ def test_test_script_passes_arguments_to_pytest(clone: Path, arguments: tuple[st
 def test_unknown_test_group_is_reported(clone: Path) -> None:
     done = launch(clone, "test.sh", "nonsense")
     assert done.returncode == 2
-    assert "unknown test group nonsense; the test groups are: oldest, gpu, vllm," in done.stderr
+    assert "unknown test group nonsense; the test groups are: default, oldest, examples," in done.stderr
     assert calls(clone) == []
 
 

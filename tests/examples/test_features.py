@@ -1,0 +1,45 @@
+"""Every file of configs/features that two cores can run, for three steps, in a folder with the quickstart's material."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distill_rl.quickstart.material import make_material
+from distill_rl.quickstart.recipe import RECIPES
+from tests.helpers.command import distill_rl, series
+from tests.helpers.corpus import write_corpus
+
+pytestmark = pytest.mark.cli
+
+FILES = sorted((Path(__file__).parents[2] / "configs" / "features").glob("*.yaml"))
+STEPS = 3
+ELSEWHERE = {"trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed"}
+OVERRIDES = {"plain-text": ("data.path=corpus.jsonl",)}
+"""The path in the file is a placeholder."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with the quickstart's models, the teachers trained for a few steps only, and data."""
+    folder = tmp_path_factory.mktemp("features")
+    for recipe in RECIPES.values():
+        make_material(folder / ".cache" / "quickstart", 0, replace(recipe, teacher_steps=20))
+    write_corpus(folder / "corpus.jsonl", rows=400)
+    return folder
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.stem not in ELSEWHERE], ids=lambda file: file.stem)
+def test_a_feature_trains_and_exports(file, folder, cluster):
+    settings = (f"train.steps={STEPS}", "schedule.warmup_steps=1", "evaluate.suites=[]")
+    ended = distill_rl("train", "-c", file, *settings, *OVERRIDES.get(file.stem, ()), cwd=folder, cluster=cluster)
+    assert ended.code == 0, ended.err
+    run = folder / "runs" / file.stem
+    assert [step for step, _ in series(run, "train/loss")] == list(range(1, STEPS + 1))
+    assert (run / "export" / "model.safetensors").exists()
+
+
+def test_files_that_run_elsewhere_exist():
+    assert ELSEWHERE.keys() <= {file.stem for file in FILES}

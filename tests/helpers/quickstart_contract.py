@@ -1,0 +1,135 @@
+"""What a finished quickstart keeps to. A test class makes the fixture `finished`, a `Quickstart`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill_rl.quickstart.recipe import RECIPES
+from tests.helpers.command import Cluster, Ended, environment, series
+
+SEED = 2
+DEADLINE_S = 1200
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    name: str
+    steps: int
+    ended: Ended
+    runs: Path
+    material: Path
+
+    @property
+    def run(self) -> Path:
+        return self.runs / self.name
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--cross",) if self.crosses else ()
+
+    @property
+    def crosses(self) -> bool:
+        return self.name == "quickstart-cross"
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.run / "summary.json").read_text())
+
+    def again(self, *arguments: str) -> Ended:
+        return quickstart(
+            "--runs", self.runs, "--material", self.material, "--seed", str(SEED), *self.flags, *arguments
+        )
+
+
+def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
+    settings = cluster.settings if cluster else ()
+    command = [sys.executable, "-m", "distill_rl.quickstart", *map(os.fspath, arguments), *settings]
+    variables = environment() | dict(cluster.variables if cluster else {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def finish(name: str, root: Path, steps: int, cluster: Cluster | None = None) -> Quickstart:
+    """Runs a quickstart to its end. Without a cluster its runs start Ray, as a user's do."""
+    runs, material = root / "runs", root / "material"
+    flags = ["--cross"] if name == "quickstart-cross" else []
+    settings = ["--runs", runs, "--material", material, "--seed", str(SEED), *flags, f"train.steps={steps}"]
+    ended = quickstart(*settings, cluster=cluster)
+    assert ended.code == 0, ended.out + ended.err
+    return Quickstart(name, steps, ended, runs, material)
+
+
+class QuickstartContract:
+    def test_distillation_beats_the_ce_only_control(self, finished):
+        summary = finished.summary
+        assert summary["teacher"] > 0.95
+        assert summary["student_before"] < 0.05
+        # The control is far behind: about 0.65 against 0.95 (0.9 across tokenizers), beyond the noise of 600 questions.
+        assert summary["intervals"]["student_after"][0] > summary["intervals"]["ce_only"][1]
+        assert (summary["seed"], summary["num_questions"]) == (SEED, 600)
+        assert summary["tokens_per_second"] > 0
+        assert summary["seconds"] > 0
+
+    def test_the_table_shows_the_summary_and_the_caveat(self, finished):
+        for model in ("teacher", "student_before", "student_after", "ce_only"):
+            assert f"{finished.summary[model]:.3f}" in finished.ended.out
+        assert "Without wrong answers the two would tie" in " ".join(finished.ended.out.split())
+
+    def test_run_and_control_see_the_same_data_in_order(self, finished):
+        control = finished.runs / f"{finished.name}-ce"
+        for metric in ("train/tokens", "align/tokens"):
+            assert series(finished.run, metric) == series(control, metric)
+            assert len(series(control, metric)) == finished.steps
+        assert not series(control, "train/kl_loss")
+
+    def test_the_export_answers_a_held_out_question(self, finished):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(finished.run / "export")
+        tokenizer = AutoTokenizer.from_pretrained(finished.run / "export")
+        rows = list(
+            map(
+                json.loads,
+                (finished.run / "evals" / "student_after" / "exact_match.items.jsonl").read_text().splitlines(),
+            )
+        )
+        row = next(row for row in rows if row["score"] == 1)
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(ids, skip_special_tokens=True).strip() == row["answer"]
+        trained_on = (finished.material / f"{RECIPES[finished.name].folder}-{SEED}" / "train.jsonl").read_text()
+        assert json.dumps(row["prompt"][0]["content"]) not in trained_on
+
+    def test_the_report_charts_kd_and_ce(self, finished):
+        page = (finished.run / "report.html").read_text()
+        assert "Distillation loss (KD)" in page
+        assert "Cross-entropy with the data (CE)" in page
+        assert ("Alignment across tokenizers" in page) == finished.crosses
+
+    def test_the_report_is_self_contained_and_compares_four_models(self, finished):
+        page = (finished.run / "report.html").read_text()
+        assert all(name in page for name in ("teacher", "student_before", "student_after", "ce_only"))
+        assert "http://" not in page.replace("http://www.w3.org/", "")
+        assert "https://" not in page
+
+    def test_a_second_quickstart_without_clean_is_refused(self, finished):
+        before = (finished.run / "summary.json").stat().st_mtime_ns
+        ended = finished.again()
+        assert ended.code == 2
+        assert [line for line in ended.err.splitlines() if "in use" in line and "--clean" in line]
+        assert (finished.run / "summary.json").stat().st_mtime_ns == before
+
+    def test_bad_input_of_a_run_keeps_its_exit_code(self, finished, tmp_path):
+        ended = quickstart(
+            "--runs", tmp_path, "--material", finished.material, "--seed", str(SEED), *finished.flags, "train.stepz=5"
+        )
+        assert ended.code == 2
+        assert "train.stepz" in ended.err
+        assert "Traceback" not in ended.err
