@@ -1,5 +1,5 @@
-"""The Ray cluster that all runs of this folder join."""
+"""The Ray cluster that the runs of this folder join, and their tiny models and corpus."""
 
-from tests.cli.conftest import cluster
+from tests.cli.conftest import cluster, material
 
-__all__ = ["cluster"]
+__all__ = ["cluster", "material"]

@@ -57,7 +57,8 @@ def test_a_run_joins_a_cluster_and_leaves_it_running_and_empty(address, joined):
 
 
 def test_two_nodes_use_the_object_store_and_match_one_node(address, joined, material, tmp_path):
-    assert distill_rl("train", "-c", material.config(tmp_path), "train.steps=4").code == 0
+    settings = ("train.steps=4", "aligner.workers=0")
+    assert distill_rl("train", "-c", material.config(tmp_path), *settings).code == 0
     one, two = tmp_path / "runs" / "tiny", joined / "runs" / "tiny"
 
     log = (two / "logs" / "latest" / "driver.log").read_text()
