@@ -1,0 +1,43 @@
+"""Whole runs across tokenizers: the DP on another backend, and two copies of one tokenizer."""
+
+import pytest
+import torch
+
+from tests.cli.test_cross_tokenizer import train
+from tests.helpers.command import records, series
+
+pytestmark = pytest.mark.cli
+
+
+def test_dp_runs_on_the_chosen_backend_with_equal_rows(material, cluster, tmp_path, monkeypatch):
+    """The CUDA backend runs on Numba's simulator, which needs no device."""
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    common = (
+        "aligner.method=dp", "data.max_length=16", "data.validation.fraction=0",
+        "train.global_batch_size=2", "train.steps=1", "schedule.steps=1", "schedule.warmup_steps=0",
+    )  # fmt: skip
+    actor = ("aligner.dp.backend=cuda", "aligner.num_gpus=0.1")
+    runs = {
+        "cuda": train(material, tmp_path / "cuda", *actor, *common),
+        "numpy": train(
+            material, tmp_path / "numpy", "aligner.dp.backend=numpy", "aligner.workers=0", *common, cluster=cluster
+        ),
+    }
+    first = {backend: records(run)[0] for backend, run in runs.items()}
+    for backend, record in first.items():
+        assert record[f"align/method/dp/{backend}"] == 2
+    assert first["cuda"]["train/kl_loss"] == first["numpy"]["train/kl_loss"]
+    assert first["cuda"]["align/chunks"] == first["numpy"]["align/chunks"] > 0
+
+
+def test_two_copies_of_one_tokenizer_match_the_plain_loss(material, cluster, tmp_path):
+    common = ("data.packing=false", "loss.temperature=1", "train.steps=4", "schedule.steps=4", "aligner.workers=0")
+    cross, same = (
+        train(material, tmp_path / loss, f"teachers.0.loss={loss}", *common, teacher="teacher", cluster=cluster)
+        for loss in ("hybrid", "same")
+    )
+    assert records(cross)[0]["align/one_to_one"] == 1.0
+    assert records(cross)[0]["align/coverage"] == 1.0
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
+        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (cross, same))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
