@@ -150,7 +150,7 @@ def test_the_fused_loss_accumulates_logits_in_fp32(dtype: torch.dtype) -> None:
         assert relative(leaf.grad, double.grad) <= bound
 
 
-def test_every_reduction_of_the_fused_loss_has_the_same_gradient_as_the_plain_one() -> None:
+def test_every_reduction_of_the_fused_loss_matches_the_plain_gradient() -> None:
     data = batch(7, 41)
     for target in (DenseLogits(data.teacher), TeacherHidden(data.teacher_hidden, data.teacher_head, 12.0, 1.5)):
         for reduction in ("mean", "sum", "none"):

@@ -42,7 +42,7 @@ def test_kd_stays_below_two_and_a_half_bytes_per_logit(divergence: str, kind: st
     assert 2 <= per_logit <= LIMIT
 
 
-def test_logprobs_stay_below_two_and_a_half_bytes_per_logit_and_inplace_below_one_half() -> None:
+def test_logprobs_memory_per_logit_is_bounded() -> None:
     student, targets = logits(0), torch.arange(ROWS)
 
     def peak(inplace: bool) -> float:
@@ -61,7 +61,7 @@ def test_logprobs_stay_below_two_and_a_half_bytes_per_logit_and_inplace_below_on
 
 
 @pytest.mark.parametrize("kind", ["topk", "hidden"])
-def test_the_fused_loss_needs_no_memory_that_grows_with_rows_times_vocabulary(kind: str) -> None:
+def test_fused_loss_memory_does_not_grow_with_rows_times_vocabulary(kind: str) -> None:
     hidden_size, chunk = 16, 8
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCABULARY, hidden_size, generator=draw).to(torch.bfloat16)

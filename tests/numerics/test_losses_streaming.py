@@ -147,7 +147,7 @@ def test_the_default_leaves_the_logits_alone_and_allows_a_second_backward() -> N
     assert torch.equal(leaf.grad, 2 * first)
 
 
-def test_inplace_backward_gives_the_same_gradient_in_the_logits_own_storage_and_only_once() -> None:
+def test_inplace_backward_reuses_the_logits_storage_once() -> None:
     student, teacher = logits(0, torch.bfloat16, 7, 60), logits(1, torch.bfloat16, 7, 60)
     leaf = student.clone().requires_grad_()
     upstream = leaf * 1
@@ -159,7 +159,7 @@ def test_inplace_backward_gives_the_same_gradient_in_the_logits_own_storage_and_
         loss.backward()
 
 
-def test_inplace_backward_is_caught_where_something_upstream_still_needs_the_logits() -> None:
+def test_inplace_backward_is_refused_if_the_logits_are_needed_upstream() -> None:
     leaf = logits(0, torch.float32, 4, 30).requires_grad_()
     upstream = leaf.exp()
     loss = kd_loss(upstream, DenseLogits(logits(1, torch.float32, 4, 30)), inplace_backward=True).loss

@@ -61,7 +61,7 @@ def with_gradient(function: Any, student: Tensor, target: Any, **keywords: Any) 
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize("validate", [None, False], ids=["left out", "swept"])
+@pytest.mark.parametrize("validate", [None, False], ids=["left out", "streamed"])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("value", SPOILT.values(), ids=SPOILT)
@@ -125,7 +125,7 @@ def test_a_target_that_is_overwritten_before_backward_is_noticed(entry: str, tar
 
 
 @pytest.mark.parametrize("method", ["gold", "uld"])
-def test_a_target_across_tokenizers_that_is_overwritten_before_backward_is_noticed(method: str) -> None:
+def test_overwriting_a_cross_tokenizer_target_before_backward_raises(method: str) -> None:
     data = documents(((1, 1), (2, 3), (1, 2)) * 2, 60, 70)
     student, target = data.student.requires_grad_(), data.target("dense")
     output = chunk_kd_loss(student, target, data.chunks, data.bridge, method=method, labels=data.labels)

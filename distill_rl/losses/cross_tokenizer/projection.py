@@ -212,12 +212,12 @@ def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]
 
 
 class LearnableProjection(nn.Module):
-    """W with weights that are learnt: each row the softmax of parameters on the row's fixed support.
+    """W with weights that are learned: each row the softmax of parameters on the row's fixed support.
 
     Rows stay stochastic whatever the optimiser does, and start as they were. The parameters are replicated over all ranks;
     after backward each rank has its own share of their gradient: of its data-parallel part of the batch, and of the rows
     of W that belong to its part of the student's vocabulary. The sum over *all* ranks of the student, data- and
-    tensor-parallel alike, is the gradient: one all-reduce a step, by whoever steps the optimiser.
+    tensor-parallel alike, is the gradient: one all-reduce a step, taken by the code that steps the optimiser.
     """
 
     def __init__(self, projection: VocabularyProjection):

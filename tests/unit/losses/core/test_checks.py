@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kd_loss(LOGITS, top(), num_items_in_batch=torch.ones(3)),
         r"num_items_in_batch: must be one number; got torch.float32 \[3\]",
     ),
-    "weights to be learnt": (
+    "learnable weights": (
         lambda: kd_loss(LOGITS, top(), token_weights=torch.ones(3, requires_grad=True)),
         "token_weights: are constants and get no gradient; got a tensor that requires one, detach it",
     ),

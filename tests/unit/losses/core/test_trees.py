@@ -28,7 +28,7 @@ def test_an_output_of_chunks_keeps_its_fields_in_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])
-def test_stand_ins_without_values_give_the_shapes_of_the_loss_and_its_gradient(kind: str) -> None:
+def test_meta_tensors_give_the_shapes_of_loss_and_gradient(kind: str) -> None:
     with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         student, teacher = (torch.empty(6, 40, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
         labels = torch.zeros(6, dtype=torch.int64)

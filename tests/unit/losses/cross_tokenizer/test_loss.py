@@ -237,7 +237,7 @@ def test_bad_input_is_refused_with_argument_rule_and_value(
 
 
 @pytest.mark.parametrize("method", ["uld", "alm"])
-def test_an_empty_common_vocabulary_is_no_obstacle_to_methods_that_need_none(method: str) -> None:
+def test_methods_without_a_common_vocabulary_accept_an_empty_one(method: str) -> None:
     data = documents()
     bridge = replace(data.bridge, student_common=NONE, teacher_common=NONE, _made={})
     output = chunk_kd_loss(data.student, data.target("dense"), data.chunks, bridge, method=method, labels=data.labels)
@@ -261,7 +261,7 @@ def test_a_product_with_some_columns_is_that_of_the_dense_matrix() -> None:
     torch.testing.assert_close(back, projected @ dense[20:45, columns].T + remainder[:, None] * rest[20:45])
 
 
-def test_relaxed_matches_go_to_the_heaviest_then_to_the_lowest_id_and_stay_one_to_one() -> None:
+def test_relaxed_matches_prefer_weight_then_id_and_stay_one_to_one() -> None:
     #                   0: exact 2   1: 0.7→4, 0.3→2   2: 0.9→4, 0.1→0   3: 0.9→4, 0.1→1   4: 0.5→0, 0.5→3   5: 0.6→2, 0.4→0
     indptr, indices = [0, 1, 3, 5, 7, 9, 11], [2, 4, 2, 4, 0, 4, 1, 0, 3, 2, 0]
     values = [1.0, 0.7, 0.3, 0.9, 0.1, 0.9, 0.1, 0.5, 0.5, 0.6, 0.4]
@@ -273,7 +273,7 @@ def test_relaxed_matches_go_to_the_heaviest_then_to_the_lowest_id_and_stay_one_t
     assert bridge.matches(relaxed=False)[0].tolist() == [0]
 
 
-def test_a_learnable_projection_starts_as_it_was_and_its_gradient_is_the_oracles() -> None:
+def test_learnable_projection_starts_unchanged_with_the_oracle_gradient() -> None:
     data = documents()
     projection = LearnableProjection(data.bridge)
     torch.testing.assert_close(projection().values, data.bridge.values, rtol=1e-6, atol=1e-7)

@@ -83,7 +83,7 @@ def test_steps_towards_a_sure_teacher_end_in_a_student_that_stops(method: str) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_student_that_stops_by_another_token_learns_the_one_that_is_written(method: str) -> None:
+def test_a_student_learns_the_stop_token_that_its_template_writes(method: str) -> None:
     draw = torch.Generator().manual_seed(2)
     student, teacher = (torch.randn(VOCABULARY, generator=draw) for _ in range(2))
     student[EOS], teacher[EOS] = 7, 12
