@@ -10,10 +10,18 @@ source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
-names=$(cd distill_rl/bench && ls -- *.py | sed -e 's/\.py$//' -e '/^_/d' -e '/^record$/d' | paste -sd ' ')
-if [[ -z $name || " $names " != *" $name "* ]]; then
-    echo "bench: error: unknown benchmark '$name'; the benchmarks are: $names" >&2
+names="" module=""
+for file in $(cd distill_rl/bench && grep -l '^if __name__ == "__main__"' -- *.py gpu/*.py); do
+    benchmark=$(basename -- "$file" .py)
+    names+=" $benchmark"
+    if [[ $benchmark == "$name" ]]; then
+        path=${file%.py}
+        module=distill_rl.bench.${path//\//.}
+    fi
+done
+if [[ -z $module ]]; then
+    echo "bench: error: unknown benchmark '$name'; the benchmarks are:$names" >&2
     exit 2
 fi
 shift
-exec "$PYTHON" -m "distill_rl.bench.$name" "$@"
+exec "$PYTHON" -m "$module" "$@"
