@@ -24,6 +24,8 @@ from tests.helpers.command import distill_rl, records, until
 pytest.importorskip("wandb", reason="W&B is not installed: bash launch/test.sh monitoring")
 pytest.importorskip("mlflow", reason="MLflow is not installed: bash launch/test.sh monitoring")
 
+FEATURE = Path(__file__).parents[2] / "configs" / "features" / "trackers.yaml"
+
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,15 +173,20 @@ def test_unreachable_trackers_do_not_affect_a_run(
     port: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R22: a whole run from the command line has the same numbers as without trackers."""
+    """R22: a whole run of configs/features/trackers.yaml has the same numbers as without trackers."""
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
     before = set(psutil.pids())
     runs = []
-    for folder, trackers in (("without", ()), ("with", ("observe.wandb=true", "observe.mlflow=true"))):
-        result = distill_rl("train", "-c", material.config(tmp_path / folder), *trackers)
+    common = (
+        "observe.every=1", "evaluate.suites=[]", "data.loss_on=all", "data.validation.path=null", "run.name=tiny",
+    )  # fmt: skip
+    for folder, trackers in (("without", ("observe.wandb=false", "observe.mlflow=false")), ("with", ())):
+        config = material.config(tmp_path / folder)
+        config.write_text(f"extends: {FEATURE}\n{config.read_text()}")
+        result = distill_rl("train", "-c", config, *common, *trackers)
         assert result.code == 0, result.err
         runs.append(tmp_path / folder / "runs" / "tiny")
     plain, tracked = ([record.get("train/loss") for record in records(run)] for run in runs)
