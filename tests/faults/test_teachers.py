@@ -36,6 +36,7 @@ def test_a_teacher_killed_idle_or_busy_is_replaced_without_a_trace(disturb, undi
         run.kill_busy("big/dp0-tp0.1")
         assert run.end() == 0, run.text
         assert "restarting big/dp0-tp0 (2 of" in run.text
+        assert "Traceback" not in run.text
     assert_same_student(run.run, expected)
     last = [record for record in records(run.run) if "train/loss" in record][-1]
     assert last["faults/teacher_restarts"] == 2
