@@ -40,7 +40,7 @@ PAGES = {path.name: snippets(path.read_text("utf-8")) for path in sorted(DOCS.gl
 
 
 @pytest.mark.parametrize("name", [name for name, found in PAGES.items() if found])
-def test_the_snippets_of_a_page_run_in_order_and_print_what_the_page_says(
+def test_snippets_run_in_order_and_print_what_the_page_shows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -55,12 +55,12 @@ def test_the_snippets_of_a_page_run_in_order_and_print_what_the_page_says(
             assert printed.getvalue().rstrip() == snippet.printed.rstrip(), f"{name}:{snippet.line}"
 
 
-def test_the_pages_that_teach_a_library_have_snippets_and_show_what_they_print() -> None:
+def test_library_pages_have_snippets_with_their_output() -> None:
     assert {name for name, found in PAGES.items() if found} >= MUST_RUN
     for name in MUST_RUN:
         assert any(snippet.printed for snippet in PAGES[name]), name
 
 
-def test_a_snippet_and_its_output_are_told_from_the_other_blocks() -> None:
+def test_snippets_are_distinguished_from_other_blocks() -> None:
     page = "# T\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n```text\nx\n```\n\n```python\na = 2\n```\nwords\n```text\n2\n```\n"
     assert snippets(page) == [Snippet(4, "print(1)\n", "1\n"), Snippet(16, "a = 2\n", None)]
