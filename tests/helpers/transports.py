@@ -134,8 +134,8 @@ class Side:
         seen, self._means = [float(value) for value in self._means], []
         return seen
 
-    def pour(self, number: int, address: str, slots: int, size: int) -> Slot:
-        """Publishes as fast as a reader in `drink` lets it, until the reader is gone; what it wrote last."""
+    def pour(self, number: int, address: str, slots: int, size: int) -> None:
+        """Publishes as fast as a reader in `drink` permits, until the reader is gone."""
         with Listener(address) as listener:
             Path(f"{address}-listens").touch()  # the socket's file is there before anybody listens
             with listener.accept() as reader:
@@ -147,7 +147,7 @@ class Side:
                         if turn >= slots - 1:
                             reader.recv()
                     except (EOFError, OSError):
-                        return slot
+                        return
         raise AssertionError("unreachable")
 
     def drink(self, number: int, address: str) -> tuple[int, list[int]]:
@@ -318,7 +318,7 @@ class Peer:
         self.side, self.number, self._device = side, number, device
 
     def __getattr__(self, method: str) -> Any:
-        if method in ("offer", "open", "accept", "release"):
+        if method in ("offer", "open", "accept"):
             return lambda *arguments: self.side.tell("call", self.number, method, *arguments)
         return lambda *arguments: self.side.tell(method, self.number, *arguments)
 
