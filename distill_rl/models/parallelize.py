@@ -2,9 +2,16 @@
 
     activation checkpointing → tensor parallelism → tie again → compile → FSDP2
 
-Each step relies on the ones before: checkpointing wraps plain layers; splitting replaces parameters and thereby
-unties them; FSDP2 shards what tensor parallelism left to this rank. All parameters of a model end as DTensors on
-one mesh (`World.parameter_mesh`), so that clipping, the optimizer and checkpoints know one kind of parameter.
+Each step relies on the previous ones:
+
+1. Activation checkpointing is a flag of transformers' own layers, so it comes before anything replaces them.
+2. Tensor parallelism splits each module as the family's plan says and replaces its parameters with DTensors.
+3. Replaced parameters are no longer tied, so input and output embeddings are tied again.
+4. Each decoder layer is compiled on its own, including its collectives of tensor parallelism, but not those of FSDP2.
+5. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer.
+
+In the end all parameters are DTensors on one mesh (`World.parameter_mesh`), so clipping, the optimizer and checkpoints
+handle one kind of parameter.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Replicated(ParallelStyle):
-    """Every rank holds the module and sees the same whole input; tensors go in and come out plain."""
+    """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -60,7 +67,7 @@ class Replicated(ParallelStyle):
 
 
 class TransposedLinear(ParallelStyle):
-    """GPT-2's linear layer, whose weight is [in, out]; tensors go in and come out plain."""
+    """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -96,10 +103,10 @@ def parallelize(
     compute_dtype: torch.dtype,
     compile: bool = False,
 ) -> PreTrainedModel:
-    """Shard `model` (usually on the meta device) in place over the mesh of a `World` and return it.
+    """Shards `model` (usually on the meta device) in place over the mesh of a `World`, and returns it.
 
     With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
-    gradients are summed in fp32 over the data-parallel ranks, never averaged: the loss divides by the global count.
+    gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -119,9 +126,9 @@ def parallelize(
 
 
 def tie_again(model: PreTrainedModel) -> None:
-    """Make input and output embeddings one parameter where the config says so.
+    """Makes input and output embeddings one parameter again, if the config ties them.
 
-    Whatever replaces parameters one by one (`parallelize_module`, `to_empty`) leaves two behind.
+    Functions that replace parameters one by one (`parallelize_module`, `to_empty`) leave two of them.
     """
     for target, source in model.all_tied_weights_keys.items():
         owner, _, name = target.rpartition(".")
@@ -133,7 +140,7 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     if problems:
         raise ConfigError.many(problems)
     _apply_plan(model, tp_mesh, family.outer_plan)
-    # The local part of a DTensor is a view, on which FSDP2 cannot hang its backward hook safely.
+    # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())
     for layer in decoder_layers(model):
         _apply_plan(layer, tp_mesh, family.layer_plan)
@@ -166,7 +173,7 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
         EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
         HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         REPLICATED: lambda: Replicated(),
-        # Its input [R, S, heads, head size] is split over heads, so its weight's gradient is summed over the ranks.
+        # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
         PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()

@@ -1,4 +1,4 @@
-"""Saving beside the training: one rank's thread that writes what was copied."""
+"""Saving in the background: a thread of one rank writes what was copied."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from distill_rl.system.files import write_json
 
 
 class Writer:
-    """Writes snapshots of the student while it trains on, one at a time.
+    """Writes snapshots of the student while training continues, one at a time.
 
-    All ranks call each method together. The threads talk over a group of their own: two threads on one group can
-    meet in different orders on different ranks.
+    All ranks call each method together. The threads communicate over a process group of their own, because two threads on
+    one group can meet in different orders on different ranks.
 
     Args:
         timeout_s: seconds that a rank's thread waits for the others.
@@ -34,13 +34,13 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
-        """Copies the snapshot and returns; it is in `directory` when `marker` is there.
+        """Copies the snapshot and returns. It is in `directory` when `marker` exists.
 
-        The marker is JSON, written whole by the first rank when all ranks are done: `error`, one line or null, and
+        The first rank writes the marker atomically when all ranks are done. It is JSON: `error`, one line or null, and
         `files`, the names in `directory`.
 
         Raises:
-            CheckpointError: of the save before this one.
+            CheckpointError: the previous save failed.
         """
         self.wait()
         if self._group is None:
@@ -52,10 +52,10 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the save that was started last.
+        """Waits for the save in progress, if there is one.
 
         Raises:
-            CheckpointError: it failed; said once.
+            CheckpointError: it failed. Raised once.
         """
         if self._thread is not None:
             self._thread.join()
@@ -67,16 +67,15 @@ class Writer:
     def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
         files: list[str] = []
         try:
-            if self._world.device.type == "cuda":  # of this thread; DCP would open a context on the first GPU
+            if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
                 torch.cuda.set_device(self._world.device)
             files = save(directory, snapshot, self._world, self._group)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # a thread has nobody to raise to: `wait` does
-            self._error = CheckpointError(
-                f"checkpoint {directory}", "must be writable", f"{type(error).__name__}: {error}"
-            )
-        if self._world.rank == 0 and marker.parent.is_dir():  # else nobody waits any more
-            said = None if self._error is None else str(self._error)
-            with suppress(OSError):  # a full disk: `wait` tells of it
-                write_json(marker, {"error": said, "files": files})
+        except Exception as error:  # `wait` raises it in the caller's thread
+            reason = f"{type(error).__name__}: {error}"
+            self._error = CheckpointError(f"checkpoint {directory}", "must be writable", reason)
+        if self._world.rank == 0 and marker.parent.is_dir():  # otherwise nobody waits any more
+            message = None if self._error is None else str(self._error)
+            with suppress(OSError):  # if the disk is full, `wait` raises the error
+                write_json(marker, {"error": message, "files": files})

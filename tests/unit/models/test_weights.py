@@ -141,12 +141,12 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path, world: World) -> N
 
 def test_a_pickle_is_not_opened_and_the_remedy_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin, a pickle.*save_pretrained"):
+    with pytest.raises(ConfigError, match=r"only pickled ones.*save_pretrained"):
         WeightFiles(tmp_path)
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must hold model\.safetensors.*no weights"):
+    with pytest.raises(ConfigError, match=r"must hold model\.safetensors"):
         WeightFiles(tmp_path)
 
 
@@ -154,22 +154,28 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1000)}, file)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: must be a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"cut off: .* bytes; got .*model\.safetensors"):
         WeightFiles(tmp_path)
 
 
 def test_an_index_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"index\.json: must map tensors to files"):
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gone.safetensors", "../outside/model.safetensors"])
-def test_an_index_reaches_neither_missing_files_nor_out_of_the_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone.safetensors", r"a file that the index names is missing; got .*gone\.safetensors"),
+        ("../outside/model.safetensors", "every file in the index must be in the folder"),
+    ],
+)
+def test_index_must_name_files_in_the_folder(tmp_path: Path, name: str, message: str) -> None:
     folder = tmp_path / "model"
-    for each in (folder, tmp_path / "outside"):
-        each.mkdir()
+    folder.mkdir()
+    (tmp_path / "outside").mkdir()
     save_file({"x": torch.ones(3)}, tmp_path / "outside" / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ConfigError, match="every file in the index must be in the folder"):
+    with pytest.raises(ConfigError, match=message):
         WeightFiles(folder)

@@ -56,7 +56,7 @@ def saved(engine, tmp_path_factory):
         rows = token_rows([[document] for document in random_documents(4, seed=step)], 24)
         engine.train_step(rank_batch(rows, index=step), no_targets)
         draft = store.begin(SavedState(TrainState(step)))
-        engine.save(draft.student, {})
+        engine.save(draft.student)
         store.commit(draft)
         weights.append(whole_parameters(engine.model))
     return root, weights[0]

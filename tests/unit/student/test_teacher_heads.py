@@ -11,8 +11,7 @@ from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import HiddenStates, kd_loss
 from distill_rl.models import families
-from distill_rl.models.load import load_model
-from distill_rl.models.output_layer import read_output_layer
+from distill_rl.models.load import load_model, read_output_layer
 from distill_rl.student.teacher_heads import TeacherHead, open_heads
 from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.tokenizers import tiny_tokenizer
