@@ -145,27 +145,20 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ConfigError(
             f"model {name}", "needs permission of its owners", remedy="accept its terms, then `hf auth login`"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ConfigError(
             f"model {name}{at}", "must be a folder, or a name on the Hugging Face hub", "neither"
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, OSError) as error:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no answer from the hub"
         raise HubUnreachable(
             f"model {name}",

@@ -45,7 +45,7 @@ def load_model(
     world: World,
     *,
     role: Literal["student", "teacher"],
-    dtype: str | torch.dtype,
+    dtype: str,
     attention: str = "auto",
     activation_checkpointing: bool = False,
     compile: bool = False,
@@ -61,6 +61,7 @@ def load_model(
 
     Args:
         path: folder with config.json and safetensors, or a name on the hub.
+        dtype: fp32, bf16 or fp16.
         attention: the setting `attention`, or transformers' name of an attention implementation.
         packing: whether rows may hold several documents. A family that is not tested with that is then probed.
 
@@ -69,7 +70,7 @@ def load_model(
             family that does not support what is requested.
     """
     student = role == "student"
-    compute_dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    compute_dtype = DTYPES[dtype]
     folder = resolve(path, revision, weights=True)
     config = read_config(folder)
     family = families.family_of(config)
@@ -77,7 +78,7 @@ def load_model(
     chosen = choose(
         attention,
         config,
-        dtype="fp32" if compute_dtype is torch.float32 else str(compute_dtype).removeprefix("torch."),
+        dtype=dtype,
         packing=packing,
         training=student,
         no_kernel=varlen.no_kernel(world.device),

@@ -32,19 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.families import (
-    COLUMN,
-    EMBEDDING,
-    GATHERED,
-    HEAD,
-    PER_HEAD,
-    REPLICATED,
-    ROW,
-    SLICED,
-    Family,
-    decoder_layers,
-    tensor_parallel_problems,
-)
+from distill_rl.models import families
+from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
 from distill_rl.models.fsdp import shard
 from distill_rl.parallel.mesh import TP, data_mesh
 
@@ -71,12 +60,12 @@ class TransposedLinear(ParallelStyle):
 
     def __init__(self, kind: str):
         super().__init__()
-        by_output = kind in (COLUMN, GATHERED)
+        by_output = kind in (families.COLUMN, families.GATHERED)
         self.weight: Placement = Shard(1) if by_output else Shard(0)
         self.bias: Placement = Shard(0) if by_output else Replicate()
-        self.arrives: Placement = Shard(-1) if kind == ROW else Replicate()
+        self.arrives: Placement = Shard(-1) if kind == families.ROW else Replicate()
         self.enters: Placement = Replicate() if by_output else Shard(-1)
-        self.leaves: Placement = Shard(-1) if kind == COLUMN else Replicate()
+        self.leaves: Placement = Shard(-1) if kind == families.COLUMN else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, place in (("weight", self.weight), ("bias", self.bias)):
@@ -166,14 +155,14 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
     if isinstance(module, Conv1D):
         return TransposedLinear(kind)
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        COLUMN: lambda: ColwiseParallel(),
-        ROW: lambda: RowwiseParallel(),
-        GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-        SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
-        EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
-        HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        REPLICATED: lambda: Replicated(),
+        families.COLUMN: lambda: ColwiseParallel(),
+        families.ROW: lambda: RowwiseParallel(),
+        families.GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
+        families.SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
+        families.EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
+        families.HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        families.REPLICATED: lambda: Replicated(),
         # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
-        PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        families.PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()

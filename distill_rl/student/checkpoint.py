@@ -1,4 +1,4 @@
-"""The student's bytes: parameters, AdamW's state and random state, written and read by every rank together.
+"""The student's checkpoint: parameters, AdamW's state and random state, written and read by every rank together.
 
 A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where directories
 are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints`, which commits, prunes and
@@ -8,10 +8,12 @@ checks the manifest. DCP's `.metadata` is a pickle, so only a directory that pas
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distill_rl.errors import CheckpointError
+from distill_rl.parallel.mesh import World, open_group_beside
 from distill_rl.student.staging import Staging
 from distill_rl.system.files import write_json
-
-if TYPE_CHECKING:
-    from distill_rl.parallel.mesh import World
 
 STATE_FILE = "student.json"
 FORMAT = 1
@@ -131,6 +131,70 @@ def load(
     if same_layout:
         _restore_random_state(random_state)
     return state, same_layout
+
+
+class Writer:
+    """Writes snapshots of the student while training continues, one at a time.
+
+    All ranks call each method together. The threads communicate over a process group of their own, because two threads on
+    one group can meet in different orders on different ranks.
+
+    Args:
+        timeout_s: seconds that a rank's thread waits for the others.
+    """
+
+    def __init__(self, world: World, timeout_s: float):
+        self._world, self._timeout_s = world, timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
+        """Copies the snapshot and returns. It is in `directory` when `marker` exists.
+
+        The first rank writes the marker atomically when all ranks are done. It is JSON: `error`, one line or null, and
+        `files`, the names in `directory`.
+
+        Raises:
+            CheckpointError: the previous save failed.
+        """
+        self.wait()
+        if self._group is None:
+            self._group = open_group_beside(self._world, self._timeout_s)
+        if self._staging is None and self._world.device.type == "cuda":
+            self._staging = Staging(self._world.device)
+        arguments = (snapshot.copied(self._staging), Path(directory), Path(marker))
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the save in progress, if there is one.
+
+        Raises:
+            CheckpointError: it failed. Raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
+        files: list[str] = []
+        try:
+            if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
+                torch.cuda.set_device(self._world.device)
+            files = save(directory, snapshot, self._world, self._group)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # `wait` raises it in the caller's thread
+            self._error = CheckpointError(f"checkpoint {directory}", "must be writable", _one_line(error))
+        if self._world.rank == 0 and marker.parent.is_dir():  # otherwise nobody waits any more
+            message = None if self._error is None else str(self._error)
+            with suppress(OSError):  # if the disk is full, `wait` raises the error
+                write_json(marker, {"error": message, "files": files})
 
 
 def read_state(directory: str | Path) -> StudentState:

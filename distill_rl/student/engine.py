@@ -49,7 +49,6 @@ from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.teacher_heads import open_heads
-from distill_rl.student.writer import Writer
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TokenRows
 
@@ -118,7 +117,7 @@ class StudentEngine:
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
         self.guard = StepGuard(config.faults)
-        self._writer = Writer(world, config.ray.step_timeout_s)
+        self._writer = checkpoint.Writer(world, config.ray.step_timeout_s)
         self._begin_step()
         self._seed()
 
@@ -216,7 +215,7 @@ class StudentEngine:
 
         Args:
             marker: None: everything is written on return. A path: everything is copied on return and written in the
-                background; the file appears when that is done (`Writer`).
+                background; the file appears when that is done (`checkpoint.Writer`).
 
         Raises:
             CheckpointError: on all ranks, if any of them cannot write, now or in the previous save.

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
-from distill_rl.errors import ConfigError
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
@@ -99,9 +98,6 @@ class Objective(nn.Module):
         cross_tokenizer: per teacher its cross-tokenizer loss and the projection between the vocabularies (a learnable one
             is a parameter of this module), None for a teacher with the student's tokenizer. Empty if all are.
         heads: per teacher its output layer if it sends hidden states, else None. Empty if no teacher does.
-
-    Raises:
-        ConfigError: no term has a positive weight, or a weight is negative.
     """
 
     def __init__(
@@ -123,7 +119,6 @@ class Objective(nn.Module):
                 if loss is not None and isinstance(loss[1], nn.Module)
             }
         )
-        _check_weights(config, [teacher.weight for teacher in self.teachers])
 
     @property
     def learned(self) -> dict[str, LearnableProjection]:
@@ -295,21 +290,6 @@ def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
     missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
     padded = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
     return DenseLogits(padded[:, shard.offset : shard.offset + shard.size], target.label_logprob)
-
-
-def _check_weights(config: LossConfig, weights: Sequence[float]) -> None:
-    if min([config.kd_weight, config.ce_weight, *weights]) < 0:
-        raise ConfigError(
-            "loss weights",
-            "none may be negative",
-            f"kd {config.kd_weight}, ce {config.ce_weight}, teachers {list(weights)}",
-        )
-    if (weights and sum(weights) == 0) or (not weights and config.ce_weight == 0):
-        raise ConfigError(
-            "loss.kd_weight, loss.ce_weight, teachers[].weight",
-            "some term must have a positive weight",
-            f"kd {config.kd_weight}, ce {config.ce_weight}, {len(weights)} teachers",
-        )
 
 
 class LossSums:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -59,21 +59,16 @@ class Staging:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-        turn = 0
+        turn, size = 0, self._halves[0].memory.numel()
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for name, tensor in tensors.items():
-                for source, target in self._pieces(_local(tensor), _local(copies[name])):
+                for source, target in zip(_bytes(tensor).split(size), _bytes(copies[name]).split(size)):
                     self._empty(self._halves[turn])
                     self._fill(self._halves[turn], source, target)
                     turn = 1 - turn
             for half in (self._halves[turn], self._halves[1 - turn]):
                 self._empty(half)
         return copies
-
-    def _pieces(self, source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of both tensors, at most half a buffer at a time."""
-        size = self._halves[0].memory.numel()
-        yield from zip(_bytes(source).split(size), _bytes(target).split(size))
 
     def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
         half.memory[: source.numel()].copy_(source, non_blocking=True)
@@ -91,9 +86,7 @@ class Staging:
         half.target, half.done = None, None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The local part of a tensor as bytes."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1).view(torch.uint8)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -52,7 +50,7 @@ def gpu_uuid(index: int) -> str:
 
 def expandable_segments(environment: Mapping[str, str]) -> str:
     """The environment variable that turns expandable segments on; empty if none does."""
-    for variable in _ALLOCATOR_SETTINGS:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         settings = environment.get(variable, "").replace(" ", "").lower().split(",")
         if "expandable_segments:true" in settings:
             return variable

@@ -54,7 +54,10 @@ def test_a_read_returns_the_slice_that_was_asked_for(tmp_path: Path) -> None:
     files = WeightFiles(tmp_path)
     assert torch.equal(files.read("x", (slice(1, 3), slice(2, 5))), whole[1:3, 2:5])
     assert files.read("scalar", ()) == 7.0
-    assert (files.shape("x"), files.dtype("x")) == ((4, 6), torch.bfloat16)
+    assert files.dtype("x") == torch.bfloat16
+    files.require_shape("x", whole)
+    with pytest.raises(ConfigError, match=r"shape must be \[6, 4\] by config\.json; got \[4, 6\]"):
+        files.require_shape("x", whole.T)
 
 
 def test_weights_in_parts_are_found_through_their_index(tmp_path: Path, world: World) -> None:

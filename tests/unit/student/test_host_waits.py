@@ -36,7 +36,7 @@ CHUNKS = {
 """the positions of either side that belong to a chunk, and those with a label: their number is the shape of what follows"""
 ONE_TO_ONE = {("nonzero", "losses/cross_tokenizer/chunks.py:one_to_one"): 1}
 """chunks of one token on either side"""
-SWEEP = {("nonzero", "losses/cross_tokenizer/task.py:sweep"): 1}
+LABELLED_ROWS = {("nonzero", "losses/cross_tokenizer/task.py:labelled_rows"): 1}
 """an order of chunks in which longer ones come last"""
 ENDS = {("tolist", "losses/cross_tokenizer/task.py:ends"): 1}
 """where groups of chunks end"""
@@ -48,11 +48,11 @@ MICRO_BATCH = {
     "/logits": {},
     "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
     "alm/topk": CHUNKS | STOPS,
-    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
-    "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS,
-    "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
+    "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS,
+    "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
-    "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
+    "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {
         ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,
         ("_unique2", "losses/cross_tokenizer/xtoken.py:xtoken"): 1,

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
-from distill_rl.errors import ConfigError
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, VocabularyProjection
 from distill_rl.observe.metrics import merge, values
 from distill_rl.student.objective import Blend, LossSums, Objective, flat_chunks
@@ -124,21 +123,6 @@ def test_hidden_states_are_completed_by_the_head_of_their_teacher_and_refused_wi
     assert wanted.loss > 0
     with pytest.raises(ValueError, match="hidden states: need the output layer of their teacher"):
         Objective(LossConfig(), teachers_of(1.0))(logits, labels, [given], 8)
-
-
-@pytest.mark.parametrize(
-    ("loss", "weights"),
-    [
-        (LossConfig(kd_weight=-1.0, ce_weight=1.0), (1.0,)),
-        (LossConfig(), (1.0, -0.5)),
-        (LossConfig(), (0.0,)),
-        (LossConfig(kd_weight=0.0), (1.0,)),
-        (LossConfig(), ()),
-    ],
-)
-def test_weights_that_leave_nothing_to_minimise_are_refused(loss: LossConfig, weights: tuple[float, ...]):
-    with pytest.raises(ConfigError):
-        Objective(loss, teachers_of(*weights))
 
 
 def test_sums_become_means_that_merge_to_the_mean_of_the_whole_batch():

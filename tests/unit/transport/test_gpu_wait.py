@@ -73,7 +73,9 @@ def test_a_writer_that_dies_ends_the_wait(writer: Writer) -> None:
 
 def test_a_gpu_that_hangs_ends_the_wait_at_the_deadline(writer: Writer) -> None:
     event = Event(reached=None)
-    with pytest.raises(TransportError, match=r"slot 3 is read within 0\.02 s; .*raise ray\.step_timeout_s.*whether the GPU hangs"):
+    with pytest.raises(
+        TransportError, match=r"slot 3 is read within 0\.02 s; .*raise ray\.step_timeout_s.*whether the GPU hangs"
+    ):
         wait_for(event, writer.descriptor, deadline_s=0.02, what="slot 3 is read")
     assert event.looks >= 2
     assert writer.process.poll() is None
