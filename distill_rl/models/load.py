@@ -16,11 +16,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.attention import varlen
@@ -40,50 +41,38 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_model(
-    path: str | Path,
-    world: World,
-    *,
-    role: Literal["student", "teacher"],
-    dtype: str,
-    attention: str = "auto",
-    activation_checkpointing: bool = False,
-    compile: bool = False,
-    revision: str | None = None,
-    packing: bool = True,
-) -> PreTrainedModel:
+def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing: bool) -> PreTrainedModel:
     """Loads a model into this rank's shards. Collective over the world.
 
-    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in `dtype` and is in training
-    mode. A teacher has weights in `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas), and
+    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in its `dtype` and is in training
+    mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas), and
     is frozen and in evaluation mode. Call a student through `families.logits`, a teacher through `families.body` and
     `families.head`.
 
     Args:
-        path: folder with config.json and safetensors, or a name on the hub.
-        dtype: fp32, bf16 or fp16.
-        attention: the setting `attention`, or transformers' name of an attention implementation.
+        settings: of the model.
         packing: whether rows may hold several documents. A family that is not tested with that is then probed.
 
     Raises:
         ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of a
             family that does not support what is requested.
     """
-    student = role == "student"
-    compute_dtype = DTYPES[dtype]
-    folder = resolve(path, revision, weights=True)
+    path, student = settings.model, isinstance(settings, StudentConfig)
+    compute_dtype = DTYPES[settings.dtype]
+    folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder)
     family = families.family_of(config)
     files = WeightFiles(folder)
     chosen = choose(
-        attention,
+        settings.attention,
         config,
-        dtype=dtype,
+        dtype=settings.dtype,
         packing=packing,
         training=student,
         no_kernel=varlen.no_kernel(world.device),
     )
     if world.rank == 0:
+        role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=chosen.implementation)
     parallelize(
@@ -91,9 +80,9 @@ def load_model(
         world.mesh,
         family=family,
         fsdp=student,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=isinstance(settings, StudentConfig) and settings.activation_checkpointing,
         compute_dtype=compute_dtype,
-        compile=compile,
+        compile=isinstance(settings, StudentConfig) and settings.compile,
     )
     model.to_empty(device=world.device)
     tie_again(model)

@@ -25,23 +25,15 @@ def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool) -> None:
         ConfigError: documents in one row see each other (checked with `packing`), or the logits cannot be computed from
             hidden states (checked with `chunked_head`).
     """
-    training = model.training
+    training, family = model.training, f"model type {model.config.model_type}"
     model.eval()
     try:
         if packing and packing_leaks(model):
-            raise ConfigError(
-                f"model type {model.config.model_type}",
-                "documents packed into one row must not see each other",
-                "they do",
-                "set data.packing: false",
-            )
+            rule = "documents packed into one row must not see each other"
+            raise ConfigError(family, rule, "they do", "set data.packing: false")
         if chunked_head and not head_is_known(model):
-            raise ConfigError(
-                f"model type {model.config.model_type}",
-                "logits must follow from hidden states and the output embedding",
-                "they differ from the model's own",
-                "use a teacher of another family",
-            )
+            rule = "logits must follow from hidden states and the output embedding"
+            raise ConfigError(family, rule, "they differ from the model's own", "use a teacher of another family")
     finally:
         model.train(training)
 

@@ -90,17 +90,7 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(
-            student.model,
-            world,
-            role="student",
-            dtype=student.dtype,
-            attention=student.attention,
-            activation_checkpointing=student.activation_checkpointing,
-            compile=student.compile,
-            revision=student.revision,
-            packing=config.data.packing,
-        )
+        self.model = load_model(student, world, packing=config.data.packing)
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)

@@ -49,15 +49,7 @@ class TeacherEngine:
         self.world = world
         self.micro_batch_size = teacher_rows(config, teacher)
         self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
-        self.model = load_model(
-            teacher.model,
-            world,
-            role="teacher",
-            dtype=teacher.dtype,
-            attention=teacher.attention,
-            revision=teacher.revision,
-            packing=config.data.packing,
-        )
+        self.model = load_model(teacher, world, packing=config.data.packing)
         self.head = TargetHead(
             partial(families.head, self.model),
             temperature=config.loss.temperature,

@@ -70,8 +70,7 @@ class Handle:
 
     transport: str
     node_id: str
-    device: str
-    """`"cpu"` or the UUID of a GPU."""
+    """Where it was written."""
     slot: Slot
     layout: Layout
     tensors: tuple[TensorSpec, ...]
@@ -92,6 +91,7 @@ class Offer:
     """Name of the writer. A later offer with the same source replaces the earlier ring."""
     node_id: str
     device: str
+    """`"cpu"` or the UUID of a GPU."""
     reader: int
     payload: Any = field(repr=False, default=None)
 

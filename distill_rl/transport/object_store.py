@@ -54,7 +54,7 @@ class ObjectStoreTransport:
             raise TransportError(f"slot {slot.index}", f"the generation must be even and above {last}", slot.generation)
         reference = ray.put([_to_numpy(tensor) for tensor in tensors.values()])
         self._kept[slot.index] = (slot.generation, reference)
-        return Handle(self.name, self._node_id, "cpu", slot, layout, describe(tensors), reference)
+        return Handle(self.name, self._node_id, slot, layout, describe(tensors), reference)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:

@@ -271,7 +271,7 @@ class RingTransport(ABC, Generic[W, R]):
         with written.writer.writing(slot, specs, layout):
             self._copy(written, slot.index, written.views(slot.index, specs), tensors)
         payload = (self._source, written.nonce)
-        return Handle(self.name, self._node_id, self._device_name, slot, layout, specs, payload)
+        return Handle(self.name, self._node_id, slot, layout, specs, payload)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:

@@ -60,7 +60,7 @@ class Segment:
             sweep()
             return cls._create(size, backing)
         except OSError as error:
-            rule = "it must be possible to create shared memory for the slots of one teacher rank"
+            rule = "the slots of one teacher rank need shared memory, which could not be created"
             raise TransportError("transport", rule, error.strerror, "use transport=object_store") from error
 
     @classmethod

@@ -15,13 +15,14 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import families, load
 from distill_rl.models.export import export_model
 from distill_rl.models.hub import read_config, read_tokenizer
-from distill_rl.models.load import load_model, skeleton
+from distill_rl.models.load import skeleton
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.weights import WeightFiles, read_weights
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import gather_to_first, local_slices
 from distill_rl.parallel.vocabulary import mask_padded_columns
 from tests.helpers import ranks
+from tests.helpers.load import load_model
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.zoo import write_model
 

@@ -47,7 +47,7 @@ class Killed:
         for process in made:
             process.kill()
 
-    def test_a_writer_that_dies_in_mid_write_leaves_a_slot_that_cannot_be_read(self, processes, stage_of):
+    def test_writer_killed_while_writing_leaves_unreadable_slot(self, processes, stage_of):
         writer, reader = stage_of(processes).pair(Ring(2, 1 << 20))
         other = writer.publish(Slot(1, 2), {"x": torch.arange(4)}, LAYOUT)
         content = {name: torch.zeros(1 << 16, dtype=torch.uint8) for name in "xy"}
@@ -71,7 +71,7 @@ class Killed:
                 reader.read(other)
 
     @pytest.mark.parametrize("victim", ["writer", "reader"])
-    def test_a_kill_at_any_point_tears_nothing_hangs_nobody_and_leaves_nothing(self, tmp_path, victim, stage_of):
+    def test_kill_at_any_point_neither_tears_nor_hangs(self, tmp_path, victim, stage_of):
         sweep()
         before = shared_memory()
         draw = random.Random(0)
@@ -134,7 +134,7 @@ class Queued:
     def student(self, actors):
         return actors(Student, self.name, self.device)
 
-    def test_a_failed_argument_in_mid_queue_spoils_its_own_batch_only(self, ray_cluster, teacher, student):
+    def test_failed_queued_argument_affects_only_its_batch(self, ray_cluster, teacher, student):
         ray, ring = ray_cluster, Ring(3, 4096)
         writer = teacher(ring)
         connect(ray, writer, student)
@@ -154,9 +154,7 @@ class Queued:
         results += [outcome(ray, call) for call in calls[-ring.num_slots :]]
         assert results == [[number] * 4 if number not in (1, 4) else f"batch {number} is bad" for number in range(9)]
 
-    def test_a_replaced_teacher_runs_none_of_the_calls_that_waited_for_the_first(
-        self, ray_cluster, actors, teacher, student
-    ):
+    def test_replaced_teacher_runs_no_queued_calls(self, ray_cluster, actors, teacher, student):
         ray, ring = ray_cluster, Ring(3, 4096)
         first, gate = teacher(ring), actors(Gate, max_concurrency=4)
         connect(ray, first, student)

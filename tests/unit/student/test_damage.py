@@ -62,14 +62,14 @@ def saved(engine, tmp_path_factory):
     return root, weights[0]
 
 
-def test_these_are_all_files(saved):
+def test_checkpoint_holds_exactly_these_files(saved):
     folder = saved[0] / "step-2"
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_loaded(engine, saved, tmp_path, name, harm):
+def test_damaged_file_is_named_and_previous_checkpoint_loads(engine, saved, tmp_path, name, harm):
     root = tmp_path / "checkpoints"
     shutil.copytree(saved[0], root)
     HARMS[harm](root / "step-2" / name)

@@ -123,7 +123,7 @@ def counted(engine: StudentEngine, batch: RankBatch, source: object, size: int) 
 
 
 @pytest.mark.parametrize("case", MICRO_BATCH)
-def test_a_step_waits_for_the_device_only_where_it_is_documented(world, folders, case: str):
+def test_step_waits_only_where_documented(world, folders, case: str):
     engine, batch, source = step(world, folders, case)
     # As on a GPU, where the step counts lie on the device: the foreach kernel reads them from the host's memory.
     engine.optimizer = build_optimizer(engine.trained, engine.config.optimizer, fused=True)
@@ -135,7 +135,7 @@ def test_a_step_waits_for_the_device_only_where_it_is_documented(world, folders,
 
 
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
-def test_a_teacher_waits_only_for_what_transformers_asks(world, folders, export: str):
+def test_teacher_waits_only_inside_transformers(world, folders, export: str):
     config = engine_config(folders["student"], [folders["teacher"]])
     config.teachers[0].export = export
     config.train.micro_batch_size = 2
@@ -147,7 +147,7 @@ def test_a_teacher_waits_only_for_what_transformers_asks(world, folders, export:
     assert waits.counts == Counter({place: 4 * times for place, times in PACKING.items()})
 
 
-def test_what_waits_is_counted():
+def test_host_waits_are_counted():
     values = torch.arange(6.0)
     with HostWaits() as waits:
         if values[1]:

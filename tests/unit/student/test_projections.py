@@ -17,7 +17,7 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_projection_that_knows_no_stop_tokens_is_said(
+def test_projection_without_stop_tokens_warns(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     path = tmp_path / "projection.safetensors"

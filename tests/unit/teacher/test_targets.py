@@ -35,7 +35,7 @@ def targets(case, chunk: int, temperature: float = 1.0, seen: list[int] | None =
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_targets_are_exact_log_probs_of_the_whole_vocabulary_without_its_padding(case, temperature: float):
+def test_topk_targets_are_exact_without_padding(case, temperature: float):
     hidden, weight, labels = case
     logits = (hidden.double() @ weight.double().T)[:, :VOCABULARY] / temperature
     exact = torch.log_softmax(logits, -1)
@@ -59,14 +59,14 @@ def test_chunking_changes_no_result(case, chunk: int):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
 
 
-def test_no_more_than_a_chunk_of_tokens_reaches_the_head_at_once_and_none_twice(case):
+def test_head_sees_one_chunk_at_a_time_and_none_twice(case):
     seen: list[int] = []
     targets(case, 5, seen=seen)
     assert seen == [5, 5, 5, 2]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 17])
-def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entropy_of_all_columns(case, chunk: int):
+def test_hidden_targets_carry_label_logprob_and_entropy(case, chunk: int):
     hidden, weight, labels = case
     exact = torch.log_softmax((hidden.double() @ weight.double().T)[:, :VOCABULARY] / 2, -1)
     head = TargetHead(lambda part: part @ weight.T, 2.0, VOCABULARY, chunk)
@@ -82,7 +82,7 @@ def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entrop
 
 @pytest.mark.parametrize("chunk", [1, 5, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_are_those_of_all_columns_in_the_wire_dtype_with_padding_at_minus_infinity(case, chunk: int, dtype):
+def test_logits_targets_hold_all_columns_with_masked_padding(case, chunk: int, dtype):
     hidden, weight, labels = case
     head = TargetHead(lambda part: part @ weight.T, 2.0, VOCABULARY, chunk)
     found = logits_targets(hidden, labels, head, wire_dtype=dtype)
