@@ -42,7 +42,7 @@ from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients

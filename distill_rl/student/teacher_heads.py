@@ -15,7 +15,7 @@ from distill_rl.losses.core.streaming import accumulator
 from distill_rl.models.hub import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
-from distill_rl.parallel.vocabulary import own_columns
+from distill_rl.parallel.shards import own_columns
 from distill_rl.types import CrossTokenizerSpec
 
 _CHUNK_ROWS = 256

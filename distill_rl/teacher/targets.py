@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import mask_padded_columns
 
 
 def chunk_tokens(columns: int) -> int:

@@ -19,8 +19,7 @@ from distill_rl.models.load import skeleton
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.weights import WeightFiles, read_weights
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.parallel.shards import gather_to_first, local_slices
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import gather_to_first, local_slices, mask_padded_columns
 from tests.helpers import ranks
 from tests.helpers.load import load_model
 from tests.helpers.ranks import RankError, run_ranks

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import mask_padded_columns
 
 
 @pytest.mark.parametrize("size", [5, 6])
