@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,7 @@ def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | N
     """All tensors in the files' dtype on rank 0's CPU; None on every other rank."""
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, file_name in names_in_files(model, files).items():
+    for name, (file_name, *_) in names_in_files(model, files).items():
         whole = gather_to_first(tensors[name])
         if whole is not None:
             state[name] = whole.to(files.dtype(file_name))
@@ -108,10 +109,10 @@ def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
 
 def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
     """The dtype of most bytes."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+        sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0]
 
 
 def _commit(unfinished: Path, out_dir: Path) -> None:

@@ -188,7 +188,7 @@ def read_output_layer(
     stored = names_in_files(model, files)
 
     def read(parameter: Tensor) -> Tensor:
-        file_name = stored[name_of[id(parameter)]]
+        file_name = stored[name_of[id(parameter)]][0]
         files.require_shape(file_name, parameter)
         count, *rest = parameter.shape
         start, stop, _ = (rows or slice(None)).indices(count)

@@ -45,10 +45,7 @@ class WeightFiles:
         except SafetensorError as error:
             raise ConfigError(f"model {folder}", "must hold whole safetensors files", str(error)) from error
         self._handle_of = {tensor: handle for handle in handles for tensor in handle.keys()}  # noqa: SIM118
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._handle_of)
+        self.names = set(self._handle_of)
 
     def require_shape(self, name: str, tensor: Tensor) -> None:
         """
@@ -94,7 +91,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> Reading:
         ConfigError: a tensor is missing, unexpected or of another shape, or tied tensors differ in the files.
     """
     tensors = _stored_tensors(model)
-    names = _names_in_files(model, list(tensors), files)
+    names = names_in_files(model, files)
     sizes = []
     for name, tensor in tensors.items():
         where = local_slices(tensor)
@@ -119,11 +116,6 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> Reading:
     return Reading(len(sizes), sum(sizes), max(sizes, default=0))
 
 
-def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """The name in the files of every tensor of the model that is stored."""
-    return {name: stored[0] for name, stored in _names_in_files(model, list(_stored_tensors(model)), files).items()}
-
-
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters, tied ones once, and the buffers that are part of a checkpoint."""
     stored = set(model.state_dict())
@@ -131,11 +123,14 @@ def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _names_in_files(model: PreTrainedModel, names: list[str], files: WeightFiles) -> dict[str, list[str]]:
-    """All names that a tensor has in the files.
+def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
+    """For every tensor of the model that is stored: its names in the files, at least one.
 
-    Candidates are its own name and those of tensors tied to it, each with and without the prefix of the inner model,
-    which files of bare inner models omit.
+    Candidates are its own name and those of tensors tied to it, with and without the prefix of the inner model, which files
+    of bare inner models omit.
+
+    Raises:
+        ConfigError: the files lack a tensor, or hold one that the model does not have.
     """
     prefix = f"{model.base_model_prefix}."
     tied_to: dict[str, list[str]] = {}
@@ -143,7 +138,7 @@ def _names_in_files(model: PreTrainedModel, names: list[str], files: WeightFiles
         tied_to.setdefault(source, []).append(target)
 
     stored: dict[str, list[str]] = {}
-    for name in names:
+    for name in _stored_tensors(model):
         candidates: list[str] = []
         for alias in [name, *tied_to.get(name, ())]:
             candidates += dict.fromkeys((alias, alias.removeprefix(prefix)))

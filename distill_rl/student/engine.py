@@ -267,7 +267,7 @@ class StudentEngine:
     def export_projections(self, folder: str | Path) -> None:
         """Writes the learned vocabulary projections, if there are any."""
         if self.world.rank == 0:
-            save_learned(self.objective.learned, self.cross_tokenizer_specs, Path(folder))
+            save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
     def _run(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False

@@ -25,7 +25,6 @@ from distill_rl.losses import (
     Chunks,
     DenseLogits,
     HiddenStates,
-    LearnableProjection,
     TopKLogprobs,
     chunk_kd_loss,
     kd_loss,
@@ -112,18 +111,11 @@ class Objective(nn.Module):
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
         self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
         self.heads = tuple(heads) or (None,) * len(self.teachers)
-        self.projections = nn.ModuleDict(
-            {
-                str(i): loss[1]
-                for i, loss in enumerate(self.cross_tokenizer)
-                if loss is not None and isinstance(loss[1], nn.Module)
-            }
-        )
-
-    @property
-    def learned(self) -> dict[str, LearnableProjection]:
+        self.projections = nn.ModuleDict()
         """The projections that are trained, by the index of their teacher."""
-        return {name: module for name, module in self.projections.items() if isinstance(module, LearnableProjection)}
+        for i, loss in enumerate(self.cross_tokenizer):
+            if loss is not None and isinstance(loss[1], nn.Module):
+                self.projections[str(i)] = loss[1]
 
     def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
         """The weights of a step: wᵢ ∝ weightᵢ · exp(−scoreᵢ).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,14 +57,14 @@ def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossToken
 
 
 def save_learned(
-    projections: Mapping[str, LearnableProjection],
+    projections: nn.ModuleDict,
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
     folder: Path,
 ) -> None:
     """Writes the learned projections into `folder`, in the format that `projection.path` takes.
 
     Args:
-        projections: by the index of the teacher, as in `Objective.learned`.
+        projections: by the index of the teacher, as in `Objective`.
     """
     for teacher, projection in projections.items():
         spec = cross_tokenizer_specs[int(teacher)]

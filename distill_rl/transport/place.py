@@ -32,13 +32,13 @@ def place_of(device: torch.device, node_id: str) -> Place:
         return Place(node_id, "cpu", os.getuid(), expandable)
     import torch
 
-    own = torch.cuda.current_device() if device.index is None else device.index
+    this_gpu = torch.cuda.current_device() if device.index is None else device.index
     reaches = tuple(
         gpu_uuid(index)
         for index in range(torch.cuda.device_count())
-        if index == own or torch.cuda.can_device_access_peer(own, index)
+        if index == this_gpu or torch.cuda.can_device_access_peer(this_gpu, index)
     )
-    return Place(node_id, gpu_uuid(own), os.getuid(), expandable, reaches)
+    return Place(node_id, gpu_uuid(this_gpu), os.getuid(), expandable, reaches)
 
 
 def gpu_uuid(index: int) -> str:

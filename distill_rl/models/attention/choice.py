@@ -116,8 +116,8 @@ def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, t
 
 def installed(package: str) -> bool:
     """Whether a package is installed. A mere folder of this name, such as W&B creates, does not count."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def softcap_of(hf_config: PreTrainedConfig) -> float | None:

@@ -176,7 +176,7 @@ def test_flash_attention_receives_document_boundaries(tmp_path: Path, world: Wor
     assert told == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
 
 
-def test_chosen_attention_is_logged_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_choice_is_logged_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
     path = write_model(tmp_path, "llama")
     with caplog.at_level("INFO", logger="distill_rl.models.load"):
         load_model(path, world, role="student", dtype="fp32")
