@@ -1,4 +1,4 @@
-"""What every transport keeps to. A test class inherits the parts that are promised for it and makes `stage`.
+"""The contract of transports. A test class inherits the parts that apply to its transport and defines `stage`.
 
 class TestSharedMemory(Every, Acknowledged, Apart):
     @pytest.fixture
@@ -109,7 +109,7 @@ class Every:
         writer, reader = stage.pair(Ring(1, ROOM))
         stale = writer.publish(Slot(0, 2), targets(seed=1), NO_READERS)
         writer.publish(Slot(0, 4), targets(seed=2), LAYOUT)
-        if stage.name == "object_store":  # what a handle claims is immutable there
+        if stage.name == "object_store":  # objects are immutable
             assert_same(reader.read(stale), targets(seed=1))
         else:
             with pytest.raises(TransportError, match="generation 4"):
@@ -186,7 +186,7 @@ class Every:
 
 
 class Acknowledged:
-    """Slots are memory that is written again, so readers are waited for, and generations and rings checked."""
+    """For slots that are written again: acknowledgements are required, generations and rings are checked."""
 
     def test_handle_is_small_and_picklable(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
@@ -275,13 +275,13 @@ class Acknowledged:
 
 
 class Apart:
-    """Writer and readers are processes, which die. `stage` must end with sides of its own: they are killed."""
+    """Writer and readers are processes, which the tests kill. `stage` must end with sides that no other test uses."""
 
     def test_dead_reader_is_an_error_not_a_hang(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         reader.begin(writer.publish(Slot(0, 2), targets(), LAYOUT))
         reader.side.kill()
-        if stage.name != "object_store":  # an object is never written again, so it needs nobody's leave
+        if stage.name != "object_store":  # an object is never written again
             with pytest.raises(TransportError, match="still reading: 0"):
                 writer.publish(Slot(0, 4), targets(), LAYOUT)
         stage.writer(Ring(1, ROOM)).publish(Slot(0, 2), targets(), LAYOUT)  # a new ring works

@@ -1,5 +1,5 @@
-"""What a transport keeps to when processes are killed, calls fail and teachers are replaced. A test class inherits
-what is promised for it and names its transport.
+"""The contract of transports when processes are killed, calls fail and teachers are replaced. A test class inherits
+the parts that apply and names its transport.
 
 class TestSharedMemory(Killed, Queued):
     name = "shared_memory"
@@ -31,14 +31,14 @@ from tests.helpers.transports import Process, forget_exports
 LAYOUT = Layout(0, 1, 4)
 KILLS = 6
 WORDS = 1 << 20
-"""8 MiB a slot: most of the time goes into copying, so most kills meet one"""
+"""8 MiB per slot: most of the time is spent on copying, so most kills hit a copy."""
 
 
 class Killed:
-    """Of transports whose slots several processes have open."""
+    """For transports whose slots several processes have open."""
 
     outlives_its_writer = True
-    """what was published in time can still be read when its writer is dead"""
+    """Whether published content can still be read when its writer is dead."""
 
     @pytest.fixture
     def processes(self):
@@ -85,7 +85,7 @@ class Killed:
             until(Path(f"{address}-listens").exists, "a writer that listens")
             reader.start("drink", str(address))
             until(Path(f"{address}-met").exists, "a reader that reads")
-            time.sleep(draw.uniform(0.0, 0.1))  # the point itself, not a wait for it
+            time.sleep(draw.uniform(0.0, 0.1))  # the moment of the kill
             if victim == "writer":
                 sides[0].kill()
                 _, torn = sides[1].answer()
@@ -102,7 +102,7 @@ class Killed:
 
 
 class Queued:
-    """Of all transports, by calls of real actors that wait for one another."""
+    """For all transports, with queued calls of real actors."""
 
     name: str
     device = "cpu"
@@ -175,7 +175,7 @@ class Queued:
         calls = [student.train.remote(second.forward.remote(10 + number, Slot(number, 2))) for number in range(3)]
         ray.get(gate.open.remote(), timeout=60)
         assert ray.get(calls, timeout=60) == [[10 + number] * 4 for number in range(3)]
-        if self.name != "object_store":  # whose objects have nothing to do with rings
+        if self.name != "object_store":  # which has no rings
             with pytest.raises(TransportError, match="replaced by that of a newer writer"):
                 ray.get(student.train.remote(stale), timeout=60)
 
@@ -213,7 +213,7 @@ class Student(Worker):
 
 
 class Gate(Worker):
-    """Lets a call wait until the test says go."""
+    """Holds calls until the test opens it."""
 
     def __init__(self):
         self._event = threading.Event()

@@ -42,7 +42,7 @@ print((x.cos().double() - x.double().cos()).abs().max().item())
 
 
 def test_first_cosines_on_several_threads_are_exact():
-    """Without the call one process in six is off by 1.5e-4, on machines whose torch uses MKL."""
+    """Without the call, one process in six is off by 1.5e-4 on machines whose torch uses MKL."""
     for _ in range(4):
         done = subprocess.run([sys.executable, "-c", FIRST_COSINES], capture_output=True, text=True, check=True)
         assert float(done.stdout) < 1e-6, "fp32 keeps 24 bits of values up to 1"

@@ -160,7 +160,7 @@ def test_hub_name_is_unreachable_offline_not_wrong():
 
 
 def test_silent_hub_times_out(monkeypatch):
-    """A server that accepts and stays silent; the limit is the module's, not the client's."""
+    """A server that accepts connections and never answers. The module's deadline ends the wait, not the client's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(facts, "HUB_TIMEOUT_S", 0.2)
         answer = facts._in_time(lambda: socket.create_connection(server.getsockname()).recv(1))

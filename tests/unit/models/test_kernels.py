@@ -1,4 +1,4 @@
-"""`student.kernels: liger`: what it refuses, and what it replaces (on the real package, where that can be imported)."""
+"""`student.kernels: liger`: what it refuses, and what it replaces (with the real package, if it can be imported)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_only_norms_mlp_and_rotary_embedding_are_replaced(name: str, monkeypatch
     model = skeleton(CONFIGS[name](**SIZES), dtype=torch.float32, attention="sdpa")
     module = sys.modules[type(model).__module__]
     for replaced in [each for each in vars(module) if each.endswith(("RMSNorm", "MLP", "rotary_pos_emb"))]:
-        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # put back after the test
+        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # restored after the test
     names, forward = list(model.state_dict()), model.forward
     use_liger(model)
     assert module.apply_rotary_pos_emb is liger.liger_rotary_pos_emb

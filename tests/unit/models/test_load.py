@@ -22,7 +22,7 @@ FIRST, SECOND = [7, 3, 11, 5, 9], [8, 2, 6, 4, 12, 10, 3]
 
 
 def packed() -> tuple[Tensor, Tensor]:
-    """Two documents in one row, and the same two the other way round."""
+    """Two documents in one row, and the same two in reverse order."""
     ids = torch.tensor([FIRST + SECOND, SECOND + FIRST])
     positions = torch.tensor([[*range(5), *range(7)], [*range(7), *range(5)]])
     return ids, positions
@@ -33,7 +33,7 @@ def plain_model(path: Path, **settings: Any) -> nn.Module:
 
 
 def one_by_one(model: nn.Module) -> Tensor:
-    """Logits of `packed` from documents that are alone in their forward pass."""
+    """Logits of `packed`, with each document in a forward pass of its own."""
     first, second = (model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in (FIRST, SECOND))
     return torch.stack([torch.cat([first, second]), torch.cat([second, first])])
 
@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, name: str, attention: str) -> None:
     path = write_model(tmp_path, name)
-    # The soft cap of Gemma 2, which sdpa leaves out
+    # sdpa omits the soft cap of Gemma 2
     wanted = one_by_one(plain_model(path, attn_implementation="sdpa" if attention == "sdpa" else "eager"))
     student = load_model(path, world, role="student", dtype="fp32", attention=attention)
     teacher = load_model(path, world, role="teacher", dtype="fp32", attention=attention)
@@ -154,14 +154,14 @@ def test_missing_tensors_of_merged_experts_are_named(tmp_path: Path, world: Worl
 
 @torch.no_grad()
 def test_flash_attention_receives_document_boundaries(tmp_path: Path, world: World) -> None:
-    """By the arguments that it has for this; here under its name, on a CPU, with the twin's arithmetic."""
+    """Through its own arguments. Here a CPU implementation is registered under its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    told = []
+    boundaries = []
 
     def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told.append((kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]))
+        boundaries.append((kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]))
         return varlen.attend(module, query, *args, package="torch", **kwargs)
 
     AttentionInterface.register("flash_on_cpu", attend)
@@ -173,7 +173,7 @@ def test_flash_attention_receives_document_boundaries(tmp_path: Path, world: Wor
     found = families.logits(teacher, *packed())
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
     torch.testing.assert_close(families.head(teacher, families.body(teacher, *packed())), wanted, rtol=0, atol=5e-6)
-    assert told == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
+    assert boundaries == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
 
 
 def test_choice_is_logged_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:

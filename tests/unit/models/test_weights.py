@@ -26,7 +26,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def split_into_parts(folder: Path) -> None:
-    """Rewrite the folder as three parts and an index."""
+    """Rewrites the folder as three files and an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     part_of = {name: f"model-{number % 3 + 1:05d}-of-00003.safetensors" for number, name in enumerate(tensors)}

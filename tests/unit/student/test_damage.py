@@ -1,4 +1,4 @@
-"""R4: a real checkpoint, every file of it damaged in every way; nothing of a damaged one is loaded."""
+"""R4: every file of a real checkpoint, damaged in every way. Nothing of a damaged checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = ("student/__0_0.distcp", "student/.metadata", "student/student.json", "s
 
 
 def flip(file: Path) -> None:
-    """One bit, in the middle: of weights, not of a header."""
+    """Flips one bit in the middle, where weights are, not headers."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
@@ -76,10 +76,10 @@ def test_damaged_file_is_named_and_previous_checkpoint_loads(engine, saved, tmp_
     culprit = "__9_0.distcp" if harm == "stranger" else Path(name).name
     with pytest.raises(CheckpointError, match=culprit):
         checkpoints.read(root / "step-2")
-    said: list[str] = []
-    found = checkpoints.find(CheckpointStore(root, keep_last=2, keep_best=0), "latest", said.append)
+    lines: list[str] = []
+    found = checkpoints.find(CheckpointStore(root, keep_last=2, keep_best=0), "latest", lines.append)
     assert found.path.name == "step-1"
-    assert culprit in said[0]
-    assert "step-1 is taken instead" in said[0]
+    assert culprit in lines[0]
+    assert "step-1 is taken instead" in lines[0]
     engine.load(found.student)
     assert all(torch.equal(ours, saved[1][key]) for key, ours in whole_parameters(engine.model).items())

@@ -1,4 +1,4 @@
-"""One rank, real models: what a training step promises whatever the layout. Sharded layouts: tests/distributed."""
+"""One rank, real models: what a training step promises on any layout. Sharded layouts: tests/distributed."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_activation_checkpointing_keeps_the_gradient(world, folders, rows):
 
 
 def test_student_equal_to_its_teacher_does_not_move(world, folders, rows):
-    # AdamW divides a gradient by its own size: an epsilon well above rounding noise keeps noise small.
+    # AdamW divides a gradient by its size, so an epsilon well above rounding noise keeps the noise small.
     settings = {"optimizer__lr": 1e-3, "optimizer__eps": 1e-4, "optimizer__weight_decay": 0.0}
     engine = student(world, folders["student"], [folders["student"]], **settings)
     before = whole_parameters(engine.model)

@@ -28,20 +28,20 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 OURS, THEIRS, WIDTH = 320, 600, 40
 PACKING = {("_local_scalar_dense", "masking_utils.py:find_packed_sequence_indices"): 1}
-"""transformers asks whether positions restart, in every forward"""
+"""In every forward, transformers checks whether positions restart."""
 CHUNKS = {
     ("nonzero", "losses/cross_tokenizer/chunks.py:of"): 2,
     ("nonzero", "losses/cross_tokenizer/task.py:make_task"): 1,
 }
-"""the positions of either side that belong to a chunk, and those with a label: their number is the shape of what follows"""
+"""Positions in a chunk on either side, and positions with a label: their numbers are shapes of later tensors."""
 ONE_TO_ONE = {("nonzero", "losses/cross_tokenizer/chunks.py:one_to_one"): 1}
-"""chunks of one token on either side"""
+"""Chunks of one token on both sides."""
 LABELLED_ROWS = {("nonzero", "losses/cross_tokenizer/task.py:labelled_rows"): 1}
-"""an order of chunks in which longer ones come last"""
+"""The order of chunks, longer ones last."""
 ENDS = {("tolist", "losses/cross_tokenizer/task.py:ends"): 1}
-"""where groups of chunks end"""
+"""Where groups of chunks end."""
 STOPS = {("_local_scalar_dense", "losses/cross_tokenizer/stops.py:with_stops"): 1}
-"""how many of the chunks are stop tokens"""
+"""How many of the chunks are stop tokens."""
 MICRO_BATCH = {
     "/topk": {},
     "/hidden": {},
@@ -59,7 +59,7 @@ MICRO_BATCH = {
         ("nonzero", "losses/cross_tokenizer/projection.py:__init__"): 1,
     },
 }  # fmt: skip
-"""Of the loss, per micro-batch of the student, by loss across tokenizers / export of the teacher."""
+"""Of the loss, per micro-batch of the student, by cross-tokenizer method / export of the teacher."""
 SUB_BATCH = {("tolist", "student/objective.py:metrics"): 1}
 STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
@@ -81,7 +81,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch) -> None:
-    """Arguments are looked at on CPU tensors only (`validate=None`): here they are taken as a GPU's."""
+    """Treats CPU tensors like a GPU's, whose values are not validated (`validate=None`)."""
     for module in (checks, chunks, chunk_task.checks):
         monkeypatch.setattr(module, "looked_at", lambda validate, tensor: False)
 
@@ -116,7 +116,7 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
 
 def counted(engine: StudentEngine, batch: RankBatch, source: object, size: int) -> Counter:
     engine.config.train.micro_batch_size = size
-    engine.train_step(batch, source)  # what is computed once and kept
+    engine.train_step(batch, source)  # computes what is cached
     with HostWaits() as waits:
         engine.train_step(batch, source)
     return waits.counts
@@ -125,7 +125,7 @@ def counted(engine: StudentEngine, batch: RankBatch, source: object, size: int) 
 @pytest.mark.parametrize("case", MICRO_BATCH)
 def test_step_waits_only_where_documented(world, folders, case: str):
     engine, batch, source = step(world, folders, case)
-    # As on a GPU, where the step counts lie on the device: the foreach kernel reads them from the host's memory.
+    # As on a GPU, where step counts are on the device. The foreach kernel reads them from host memory.
     engine.optimizer = build_optimizer(engine.trained, engine.config.optimizer, fused=True)
     for size, micro_batches in ((4, 2), (1, 8)):
         wanted = Counter(SUB_BATCH | STEP)

@@ -189,7 +189,7 @@ def test_chunks_are_numbered_consecutively_over_rows():
 
 
 def test_chunks_and_labels_have_their_own_denominators():
-    """Halves of a batch, each with the counts of the whole, add up to the whole."""
+    """Halves of a batch, computed with the counts of the whole batch, add up to the whole."""
     logits, labels, targets = case(5)
     labels[:] = torch.where(labels == IGNORE_INDEX, 0, labels)
     identity = VocabularyProjection.from_arrays(
@@ -209,7 +209,7 @@ def test_chunks_and_labels_have_their_own_denominators():
     (found,) = torch.autograd.grad(sum(part.loss for part in parts), logits)
     torch.testing.assert_close(found, wanted)
     exact = [plain_losses(logits.detach(), np.where(numbers >= 0, labels, IGNORE_INDEX), targets[0])[0]]
-    kd = whole.kd.item() / 10  # what the logged mean over labels is made of
+    kd = whole.kd.item() / 10  # the logged mean over labels
     assert kd == pytest.approx(exact[0].item() / 7, rel=1e-5)
     assert whole.loss.item() == pytest.approx(kd + 0.5 * whole.ce.item() / 10, rel=1e-6)
 
@@ -232,7 +232,7 @@ def test_lost_teacher_leaves_the_loss_of_the_others(lost, ce_weight):
         found.append((output.loss.item(), output.kd.item(), output.ce.item(), output.teacher_mass.item()))
         sums = LossSums(len(numbers), logits.device)
         sums.add(output)
-        told = sums.metrics("train", objective, blend, 8)
-        assert (f"train/kl_loss/t{lost}" in told) == (not all_of_them and lost < 2)
+        metrics = sums.metrics("train", objective, blend, 8)
+        assert (f"train/kl_loss/t{lost}" in metrics) == (not all_of_them and lost < 2)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     torch.testing.assert_close(gradients[0], gradients[1])

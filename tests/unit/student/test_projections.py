@@ -1,4 +1,4 @@
-"""Projections on their way to the student's device."""
+"""Projections on the student's device."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_projection_without_stop_tokens_warns(
     nothing = np.zeros(0, np.int32)
     save_projection(made if known else replace(made, student_stops=nothing, teacher_stops=nothing), path)
     with caplog.at_level(logging.WARNING):
-        ((method, bridge),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
-    assert (method, len(bridge.student_stops)) == ("hybrid", 2 if known else 0)
+        ((method, projection),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
+    assert (method, len(projection.student_stops)) == ("hybrid", 2 if known else 0)
     assert ("holds no stop tokens" in caplog.text) != known

@@ -1,4 +1,4 @@
-"""Which steps are skipped, and which one ends the run."""
+"""Which steps are skipped, and when the run ends."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The output layers that a student holds make the logits that the teachers themselves would make."""
+"""The output layers held by a student compute the logits that the teachers would compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.tokenizers import tiny_tokenizer
 from tests.helpers.zoo import write_model
 
 COLUMNS, TOKENS = 300, 290
-"""Of the models; the last columns stand for no token."""
+"""Of the models. The last columns stand for no token."""
 
 
 def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:
@@ -56,7 +56,7 @@ def test_logits_match_the_teacher_without_padding(world, tmp_path, name, setting
 
 @pytest.mark.parametrize("name", ["cohere", "gemma2"])
 def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
-    """Also of a teacher with a soft cap, which would make a finite number of a masked column."""
+    """Also with a soft cap, which would turn a masked column into a finite number."""
     head, given = head_of(world, write_model(tmp_path / name, name, vocab_size=COLUMNS)), states()
     student = torch.randn(300, COLUMNS, generator=torch.Generator().manual_seed(1))
     student[:, TOKENS:] = -torch.inf

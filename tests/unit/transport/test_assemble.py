@@ -20,7 +20,7 @@ def cut(rows, width, sizes):
 
 
 def ring(num_slots):
-    """Written and read by one object."""
+    """A transport that writes and reads."""
     transport = LocalTransport(Ring(num_slots, slot_bytes=4096))
     transport.accept(transport.open(transport.offer(0)))
     return transport

@@ -1,4 +1,4 @@
-"""What of CUDA IPC can be judged without a GPU: whether memory may be exported."""
+"""The part of CUDA IPC that can be tested without a GPU: whether memory may be exported."""
 
 import pytest
 
@@ -9,11 +9,11 @@ SEGMENTS = [
     {"address": 0x1000, "blocks": [{"address": 0x1000}, {"address": 0x1800}]},
     {"address": 0x4000, "blocks": [{"address": 0x4000}]},
 ]
-"""as in `torch.cuda.memory_snapshot()`"""
+"""As in `torch.cuda.memory_snapshot()`."""
 
 
 def arguments(handle=b"\0c", offset=0):
-    """As `reduce_tensor` gives them, as far as they are looked at."""
+    """As returned by `reduce_tensor`, with only the parts that are checked."""
     return (*[None] * 7, handle, 10 << 20, offset)
 
 

@@ -1,4 +1,4 @@
-"""The wait of a CUDA IPC reader: the processes are real, the GPU's event is a stand-in that is never or later reached."""
+"""How a CUDA IPC reader waits, with real processes and a fake event that is reached late or never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distill_rl.transport.gpu_wait import has_ended, wait_for
 
 @dataclass
 class Event:
-    """Reached at the `reached`-th look; None: never."""
+    """Reached at query number `reached`; None: never."""
 
     reached: int | None
     looks: int = 0

@@ -63,7 +63,7 @@ def test_every_word_has_its_own_cache_line(words, writer):
             read(words, Slot(index, 2), reader)
     used = {position * 8 // LINE for position, word in enumerate(words) if word}
     assert len(used) == RING.num_slots * (1 + len(RING.readers))
-    assert 0 not in used  # the nonce's
+    assert 0 not in used  # holds the nonce
 
 
 def test_slot_is_odd_while_written_and_after_failure(words, writer):
@@ -80,7 +80,7 @@ def test_slot_is_odd_while_written_and_after_failure(words, writer):
     for generation in (2, 4):
         with pytest.raises(TransportError, match=f"is for generation {generation}; got generation 3"):
             read(words, Slot(0, generation), 0)
-    write(writer, Slot(0, 6))  # nobody has read what failed, so nobody is waited for
+    write(writer, Slot(0, 6))  # failed content has no readers to wait for
     read(words, Slot(0, 6), 0)
 
 
@@ -98,7 +98,7 @@ def test_refused_write_changes_nothing(words, writer):
     write(writer, Slot(0, 2))
     before = words[:]
     for slot, specs, layout in (
-        (Slot(0, 4), (), LAYOUT),  # nobody has read it
+        (Slot(0, 4), (), LAYOUT),  # not acknowledged
         (Slot(1, 3), (), LAYOUT),
         (Slot(1, 2), (spec("x", 1025),), LAYOUT),
         (Slot(1, 2), (), Layout(0, 1, 4, readers=(1,))),

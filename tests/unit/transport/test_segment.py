@@ -30,7 +30,7 @@ def folders():
 
 
 def mappings(pid="self"):
-    """Lines of a process's map that are of segments."""
+    """Lines of a process's memory map that belong to segments."""
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "distill_rl" in line]
 
 
@@ -44,7 +44,7 @@ def test_writes_are_seen_by_the_other_side(segment):
 
 
 def test_all_pages_are_mapped_at_once(segment):
-    """A page that is first touched later costs several times its copy, or is a bus error where memory is full."""
+    """A page that is first accessed later costs several times its copy, or a bus error if memory is full."""
     assert Path(segment.address.path).stat().st_blocks * 512 >= SIZE
 
 
@@ -93,7 +93,7 @@ def test_excessive_size_is_refused_before_allocation():
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Inside the block this process can open so many files more."""
+    """Inside the block this process can open only this many more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(count + 1)]
     for fd in free:
@@ -110,14 +110,16 @@ def test_missing_descriptors_fail_without_leftovers(backing, left):
     fds, before = psutil.Process().num_fds(), folders()
     with (
         descriptors_left(left),
-        pytest.raises(TransportError, match=r"could not be created; got Too many open files; use transport=object_store"),
+        pytest.raises(
+            TransportError, match=r"could not be created; got Too many open files; use transport=object_store"
+        ),
     ):
         Segment.create(SIZE, backing)
     assert (psutil.Process().num_fds(), folders()) == (fds, before)
 
 
 def test_folder_swept_before_locking_is_recreated(monkeypatch):
-    """The sweeper comes between the making and the locking of the first folder."""
+    """The sweep happens between the creation and the locking of the first folder."""
     sweep()
     before, claim, lost = folders(), module._claim, []
 

@@ -1,4 +1,4 @@
-"""Attention inside of documents: the same numbers by every path, no mask, and no look at what a GPU has computed."""
+"""Attention within documents: equal numbers on every path, no mask, and no read from the GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logits_and_gradients(model: nn.Module, rows: TokenRows, real: np.ndarray) ->
 
 
 def restarted(rows: TokenRows) -> tuple[TokenRows, np.ndarray]:
-    """The rows with padding as a document of its own, and which tokens are none of it."""
+    """The rows with padding as a separate document, and which tokens are not padding."""
     positions, real = rows.position_ids.copy(), np.zeros(rows.shape, bool)
     for row, ids in enumerate(rows.input_ids):
         stop = len(ids) - int(np.argmax(ids[::-1] != 7)) if (ids != 7).any() else 0
@@ -98,7 +98,7 @@ def test_all_paths_agree_on_a_cpu() -> None:
 def test_sdpa_makes_a_mask_only_for_packed_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, asked: int
 ) -> None:
-    """With a row that only fills the batch up among them."""
+    """Including a row that only fills the batch."""
     made: list[Any] = []
     original = masking_utils.sdpa_mask
     monkeypatch.setitem(
@@ -118,7 +118,7 @@ def test_sdpa_makes_a_mask_only_for_packed_rows(
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each != "gemma2"])
 def test_no_mask_and_no_host_read(tmp_path: Path, name: str, packing: bool) -> None:
-    """On the meta device, where reading a value is an error and torch's own kernel has shapes but no numbers."""
+    """On the meta device, where reading a value is an error and torch's kernel computes shapes only."""
     from distill_rl.models.hub import read_config
 
     model = skeleton(read_config(write_model(tmp_path, name)), dtype=torch.bfloat16, attention=OURS).train()
