@@ -35,7 +35,6 @@ from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
 from distill_rl.transport.gpu_wait import ALIVE, has_ended, wait_for
 from distill_rl.transport.place import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
-    PAGE,
     OpenedRing,
     RingTransport,
     SlotReader,
@@ -213,7 +212,7 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
             remedy=f"take expandable_segments out of {variable}, or use transport=object_store",
         )
     with ExitStack() as undo:
-        control = Segment.create(round_up(state_bytes(ring), PAGE))
+        control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
         pool, buffer = _allocate(ring.num_slots * slot_stride(ring), device)
         written = _Written(

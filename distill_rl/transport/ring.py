@@ -66,8 +66,8 @@ def bytes_needed(sizes: Sequence[int]) -> int:
 
 
 def state_bytes(ring: Ring) -> int:
-    """Size of a ring's words: one line for the nonce, and per slot one for the generation and one for each reader."""
-    return LINE * (1 + ring.num_slots * (1 + len(ring.readers)))
+    """Size of a ring's words, in whole pages: a line for the nonce, and per slot one for the generation and each reader."""
+    return round_up(LINE * (1 + ring.num_slots * (1 + len(ring.readers))), PAGE)
 
 
 @contextmanager

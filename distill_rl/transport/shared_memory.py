@@ -12,13 +12,11 @@ from torch import Tensor
 
 from distill_rl.transport.base import Offer, Receipt, Ring
 from distill_rl.transport.ring import (
-    PAGE,
     OpenedRing,
     RingTransport,
     SlotReader,
     SlotWriter,
     WrittenRing,
-    round_up,
     slot_stride,
     state_bytes,
 )
@@ -50,7 +48,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
     def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", backing: Backing = "memfd"):
         written = None
         if ring is not None:
-            segment = Segment.create(_words_bytes(ring) + ring.num_slots * slot_stride(ring), backing)
+            segment = Segment.create(state_bytes(ring) + ring.num_slots * slot_stride(ring), backing)
             writer = SlotWriter(segment.words, ring)
             unopened = set(ring.readers)
             written = _Written(ring, segment.address.nonce, _slots(segment, ring), writer, segment, unopened)
@@ -78,11 +76,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
         return OpenedRing(ring, address.nonce, _slots(segment, ring), reader)
 
 
-def _words_bytes(ring: Ring) -> int:
-    return round_up(state_bytes(ring), PAGE)
-
-
 def _slots(segment: Segment, ring: Ring) -> Tensor:
     """The segment behind the words. It stays mapped as long as the tensor, or a view of it, exists."""
     with torch.inference_mode(False):
-        return torch.frombuffer(segment.view, dtype=torch.uint8, offset=_words_bytes(ring))
+        return torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))
