@@ -87,8 +87,8 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
-    reading = read_weights(model, files)
-    log.info("%s: %d tensors, %.1f MB read by rank %d", path, reading.tensors, reading.total_bytes / 1e6, world.rank)
+    sizes = read_weights(model, files)
+    log.info("%s: %d tensors, %.1f MB read by rank %d", path, len(sizes), sum(sizes) / 1e6, world.rank)
     model.train(student).requires_grad_(student)
     if not family.proven:
         probe(model, packing=packing, chunked_head=not student)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,25 +73,19 @@ class WeightFiles:
         return handle.get_slice(name)[tuple(where)] if where else handle.get_tensor(name)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one rank read: number of tensors, and bytes in the files' dtype, in total and of the largest read."""
-
-    tensors: int
-    total_bytes: int
-    largest_bytes: int
-
-
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, files: WeightFiles) -> Reading:
+def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
     """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
+
+    Returns:
+        Bytes that this rank read of each tensor, in the dtype of the files.
 
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape, or tied tensors differ in the files.
     """
     tensors = _stored_tensors(model)
     names = names_in_files(model, files)
-    sizes = []
+    sizes: list[int] = []
     for name, tensor in tensors.items():
         where = local_slices(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -113,7 +106,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> Reading:
                     "different values",
                     "set tie_word_embeddings: false in config.json",
                 )
-    return Reading(len(sizes), sum(sizes), max(sizes, default=0))
+    return sizes
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -15,8 +15,6 @@ from distill_rl.errors import ConfigError
 from distill_rl.transport.place import Place, expandable_segments
 
 if TYPE_CHECKING:
-    import torch
-
     from distill_rl.transport.base import Ring, Transport
     from distill_rl.transport.segment import Backing
 
@@ -86,7 +84,7 @@ def make(
     node_id: str = "",
     ring: Ring | None = None,
     source: str = "",
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
     backing: Backing = "memfd",
 ) -> Transport:
     """This process's side of a transport: it writes `ring`, or without one it reads.

@@ -118,7 +118,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         *,
         source: str = "",
         node_id: str = "",
-        device: torch.device | str = "cuda",
+        device: str = "cuda",
         deadline_s: float,
     ):
         _check_device(torch.device(device))

@@ -36,14 +36,7 @@ class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
 
     name = "local"
 
-    def __init__(
-        self,
-        ring: Ring | None = None,
-        *,
-        source: str = "",
-        node_id: str = "",
-        device: torch.device | str = "cpu",
-    ):
+    def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", device: str = "cpu"):
         written = None
         if ring is not None:
             self._words = array("Q", bytes(state_bytes(ring)))

@@ -100,11 +100,11 @@ def peak_growth(dp: int, tp: int, path: str) -> tuple[int, int, int, int]:
     model.to_empty(device="cpu")
     tie_again(model)
     load.restore_buffers(model)
-    reading = read_weights(model, files)
+    sizes = read_weights(model, files)
     peak = _status("VmHWM")
     held = sum(parameter.to_local().nbytes for parameter in model.parameters())
     close_world(world)
-    return peak - before, held, reading.largest_bytes, reading.total_bytes
+    return peak - before, held, max(sizes, default=0), sum(sizes)
 
 
 def _status(key: str) -> int:
