@@ -252,11 +252,11 @@ class RingTransport(ABC, Generic[W, R]):
 
     def offer(self, reader: int) -> Offer:
         written = self._writing_side()
-        payload = self._payload(written)
-        offer = Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
         if reader not in written.ring.readers:
-            raise TransportError(offer.ring_name, f"its readers are {list(written.ring.readers)}", reader)
-        return offer
+            what = f"ring of {self._source or 'a writer'}"
+            raise TransportError(what, f"its readers are {list(written.ring.readers)}", reader)
+        payload = self._payload(written)
+        return Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
 
     def open(self, offer: Offer) -> Receipt:
         check_offer(offer, self.name, self._node_id)
@@ -275,9 +275,8 @@ class RingTransport(ABC, Generic[W, R]):
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
-        opened = self._ring_of(handle)
-        views = opened.views(handle.slot.index, handle.tensors)
-        with opened.reader.reading(handle), unwritten(views, handle.slot):
+        opened, slot = self._ring_of(handle), handle.slot
+        with opened.reader.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
             yield views
 
     def close(self) -> None:
