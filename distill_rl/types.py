@@ -51,7 +51,7 @@ class DocumentBatch:
     documents: tuple[Mapping[str, Any], ...]
     cursor: Cursor
     source: str = "train"
-    """`train` or `validation`: the data that the row numbers refer to."""
+    """The data to which the row numbers refer: `train` or `validation`."""
 
     @property
     def row_numbers(self) -> tuple[int, ...]:
@@ -68,11 +68,11 @@ class TokenRows:
     """
 
     input_ids: np.ndarray
-    """int32 [R, S]"""
+    """int32 [R, S]."""
     labels: np.ndarray
-    """int32 [R, S], already shifted: position s predicts labels[s]; IGNORE_INDEX where nothing is trained"""
+    """int32 [R, S], already shifted: position s predicts labels[s]. IGNORE_INDEX where nothing is trained."""
     position_ids: np.ndarray
-    """int32 [R, S], from 0 in every document"""
+    """int32 [R, S], from 0 in every document."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,9 +92,9 @@ class ChunkRows:
     """
 
     student: np.ndarray
-    """int32 [R, S]"""
+    """int32 [R, S]."""
     teacher: np.ndarray
-    """int32 [R, St], for the teacher's rows of the same documents"""
+    """int32 [R, St], for the teacher's rows of the same documents."""
     num_chunks: int
     """Over the *global* batch: the denominator of this teacher's KD."""
     num_one_to_one: int
@@ -177,11 +177,11 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The run directory, the only place that a run writes to."""
+    """The run directory, the only place to which a run writes."""
 
     root: Path
     attempt: int = 1
-    """Number of this start of the run, from 1; every start has its own folder of logs."""
+    """Number of this start of the run, from 1. Every start has its own folder of logs."""
 
     @property
     def config(self) -> Path:
@@ -203,7 +203,7 @@ class RunPaths:
 
     @property
     def prometheus(self) -> Path:
-        """Tells Prometheus the addresses of the metrics agents of the newest attempt."""
+        """Addresses of the metrics agents of the newest attempt, for Prometheus."""
         return self.root / "logs" / "prometheus" / "targets.json"
 
     @property

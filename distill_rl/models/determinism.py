@@ -1,4 +1,4 @@
-"""The same bits from run to run."""
+"""Settings that make a run reproducible bit for bit."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ import os
 import torch
 
 
-def be_deterministic(wanted: bool, device: torch.device) -> None:
-    """For the whole process, from now on: kernels of a GPU that add up in one order, or an error where there is none.
+def be_deterministic(enabled: bool, device: torch.device) -> None:
+    """Makes the whole process use GPU kernels that sum in a fixed order, and raise where there is no such kernel.
 
-    To be called before the process multiplies its first matrices on a GPU. CPUs need `start_vector_math` alone, which
-    this calls.
+    Call it before the process multiplies its first matrices on a GPU. CPUs only need `start_vector_math`, which this calls.
 
     Args:
-        wanted: `train.deterministic`.
+        enabled: `train.deterministic`.
     """
     start_vector_math()
-    if wanted and device.type == "cuda":
-        # Read by cuBLAS when its first handle is made; without it deterministic matrix products raise.
+    if enabled and device.type == "cuda":
+        # cuBLAS reads it with its first handle; without it, deterministic matrix products raise.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def start_vector_math() -> None:
-    """Makes the first cosine of the process on one thread.
+    """Computes the first cosine of the process on one thread.
 
-    torch's CPU builds take cosines from MKL, which sets itself up in the first call. Where several threads share that
-    call, it now and then returns wrong values: rotary positions, so whole models, differ from process to process. One
-    element is never shared among threads.
+    torch's CPU builds take cosines from MKL, which initialises itself in the first call. If several threads share that call,
+    it occasionally returns wrong values, so that rotary positions, and thereby whole models, differ between processes. A
+    single element is never shared among threads.
     """
     torch.zeros(1).cos()

@@ -1,10 +1,11 @@
-"""A sharded model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Writes a sharded model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 class ExportError(DistillError):
-    """The folder cannot be written; only the rank that writes knows."""
+    """The folder cannot be written. Raised only on the rank that writes."""
 
 
 def export_model(
@@ -37,19 +38,18 @@ def export_model(
     card: str | None = None,
     revision: str | None = None,
 ) -> None:
-    """Write weights, config, generation config, tokenizer and model card; collective over the model's ranks.
+    """Writes weights, config, generation config, tokenizer and model card. Collective over the model's ranks.
 
-    Parameters are gathered one by one, so that only rank 0 ever holds all of them; it writes them in the dtype that
-    each has in `source`, the folder or hub name the model was loaded from. Rank 0 returns when the folder stands
-    complete under its name; the others return as soon as they have handed over their shards. A folder that is there
-    already is replaced.
+    Parameters are gathered one by one, so only rank 0 ever holds all of them. It writes each in the dtype it has in
+    `source`, the folder or hub name from which the model was loaded. Rank 0 returns when the complete folder has its final
+    name, replacing an existing one; the others return as soon as they have sent their shards.
 
     Raises:
         ExportError: the folder cannot be written.
     """
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
-    reshard(model)  # a forward without a backward may have left weights gathered
+    reshard(model)  # a forward without backward may have left weights gathered
     state = _gather(model, files)
     if state is None:
         return
@@ -77,7 +77,7 @@ def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | N
     """All tensors in the files' dtype on rank 0's CPU; None on every other rank."""
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, file_name in names_in_files(model, files).items():
+    for name, (file_name, *_) in names_in_files(model, files).items():
         whole = gather_to_first(tensors[name])
         if whole is not None:
             state[name] = whole.to(files.dtype(file_name))
@@ -99,7 +99,7 @@ def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
-    """The source's config with the dtype of the weights, which the source may leave out, and no code of its own."""
+    """Writes the source's config with the dtype of the weights, which it may lack, and without its own code."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)
     config.pop("torch_dtype", None)
@@ -108,15 +108,15 @@ def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The dtype that most of the bytes have."""
-    sizes: dict[torch.dtype, int] = {}
+    """The dtype of most bytes."""
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
+        sizes[tensor.dtype] += tensor.nbytes
+    return sizes.most_common(1)[0][0]
 
 
 def _commit(unfinished: Path, out_dir: Path) -> None:
-    """Flush every file to disk, then put the folder in its place."""
+    """Flushes every file to disk, then moves the folder to its place."""
     sync_tree(unfinished)
     replaced = unfinished.with_name(f".{out_dir.name}.tmp-old-{os.getpid()}")
     if out_dir.exists():

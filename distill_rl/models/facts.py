@@ -1,4 +1,4 @@
-"""What a model folder or a hub name is, told from its small files: no weight is read and torch is not imported."""
+"""Facts about a model folder or a hub name, from its small files: no weight is read and torch is not imported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 
 from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import ConfigError
+from distill_rl.models.families import intermediate_size
 from distill_rl.models.hub import HubUnreachable, resolve
 
 HUB_TIMEOUT_S = 10.0
-"""The hub must have answered within this time; after that it counts as unreachable."""
+"""A hub that has not answered within this time counts as unreachable."""
 _HASHED_WHOLE = 64 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -25,7 +26,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a model's small files lie; without a folder, either a problem or a reason why nothing could be checked."""
+    """The folder of a model's small files; or a problem; or the reason why nothing could be checked."""
 
     folder: Path | None = None
     problem: str = ""
@@ -33,15 +34,15 @@ class Location:
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """`org/name`, unless `org` is a folder here: then a path was meant."""
+    """Whether it is `org/name`, and not a path into an existing folder `org`."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name.partition("/")[0]).is_dir()
 
 
 def locate(key: str, name: str, revision: str | None = None) -> Location:
-    """Finds a model or tokenizer: a folder, the local hub cache, or the hub itself; never waits longer than `HUB_TIMEOUT_S`.
+    """Finds a model or tokenizer in a folder, in the hub cache or on the hub, within `HUB_TIMEOUT_S`.
 
     Args:
-        key: the setting that names it, for messages.
+        key: the setting that holds `name`, for messages.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -50,11 +51,18 @@ def locate(key: str, name: str, revision: str | None = None) -> Location:
         return Location(problem=_line(key, "must be a model folder, not a file", name))
     if not looks_like_hub_name(name):
         return Location(problem=_line(key, "no such folder", name, "give a folder, or a hub name like org/name"))
-    return _ask_hub(key, name, revision)
+    answer = _in_time(lambda: resolve(name, revision))
+    if isinstance(answer, Path):
+        return Location(folder=answer)
+    if answer is None:
+        return Location(unreachable=f"{key}: {name}: the hub did not answer within {HUB_TIMEOUT_S:g} s")
+    if isinstance(answer, HubUnreachable):
+        return Location(unreachable=f"{key}: {answer}")
+    return Location(problem=f"{key}: {answer}")
 
 
 def find_data_set(key: str, name: str) -> tuple[str, str]:
-    """Asks the hub whether it has a data set, without fetching it: (problem, what could not be checked), one of them empty."""
+    """Asks the hub for a data set without fetching it. Returns (problem, what could not be checked), one of them empty."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -66,27 +74,16 @@ def find_data_set(key: str, name: str) -> tuple[str, str]:
     return "", f"{key}: {name} is on the hub; its rows are checked when a run fetches them"
 
 
-def _ask_hub(key: str, name: str, revision: str | None) -> Location:
-    found = _in_time(lambda: resolve(name, revision))
-    if isinstance(found, Path):
-        return Location(folder=found)
-    if found is None:
-        return Location(unreachable=f"{key}: {name}: the hub did not answer within {HUB_TIMEOUT_S:g} s")
-    if isinstance(found, HubUnreachable):
-        return Location(unreachable=f"{key}: {found}")
-    return Location(problem=f"{key}: {found}")
+def _in_time(request: Callable[[], Any]) -> Any:
+    """What `request` returns or raises, None after `HUB_TIMEOUT_S`.
 
-
-def _in_time(ask: Callable[[], Any]) -> Any:
-    """What `ask` returns or raises, None after `HUB_TIMEOUT_S`.
-
-    In a thread, because name resolution and the hub client's retries have no common time-out.
+    It runs in a thread, because name resolution and the hub client's retries have no common time-out.
     """
     answer: list[Any] = []
 
     def run() -> None:
         try:
-            answer.append(ask())
+            answer.append(request())
         except Exception as error:
             answer.append(error)
 
@@ -97,25 +94,22 @@ def _in_time(ask: Callable[[], Any]) -> Any:
 
 
 def read_model_facts(folder: Path, config: Any) -> ModelFacts:
-    """Facts of a folder whose `folder_problems` are none.
+    """Facts of a folder without `folder_problems`.
 
     Args:
-        config: its `PretrainedConfig` (transformers' names, whatever the family calls them).
+        config: its `PretrainedConfig`, which has the same names for all families.
     """
     files = weight_files(folder)
     tensors = {name: entry for file in files for name, entry in _header(file).items() if name != "__metadata__"}
     tied = bool(config.tie_word_embeddings)
     counted = {name: entry for name, entry in tensors.items() if not (tied and name == "lm_head.weight")}
-    hidden = int(config.hidden_size)
     heads = int(config.num_attention_heads)
     return ModelFacts(
         folder=str(folder),
         family=str(config.model_type),
         parameters=sum(prod(entry["shape"]) for entry in counted.values()),
-        hidden_size=hidden,
-        intermediate_size=int(
-            getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-        ),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=intermediate_size(config),
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
@@ -128,7 +122,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model, in order; empty where there are none."""
+    """The safetensors files that hold the model, in order. Empty if there are none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -138,8 +132,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint_model(folder: Path) -> str:
-    """sha256, in hex, over the config and the weights: every byte of a file up to 64 MiB, of a larger one its size, its
-    header and 64 samples of 64 KiB, which no other training run leaves as they are."""
+    """sha256, in hex, over the config and the weights.
+
+    A file up to 64 MiB is hashed whole, a larger one by its size, its header and 64 samples of 64 KiB. Any training changes
+    some of these bytes.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
         size = file.stat().st_size
@@ -155,10 +152,10 @@ def fingerprint_model(folder: Path) -> str:
 
 
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
-    """Why a folder cannot be loaded as a causal LM; empty when nothing speaks against it.
+    """Why a folder cannot be loaded as a causal LM; empty if it can.
 
     Args:
-        weights: look at the weights too; of a hub name only the small files are here.
+        weights: check the weights too. Of a hub model only the small files may be present.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -167,7 +164,7 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [_line(key, f"config.json cannot be read: {error}", str(file))]
-    return [*_code_problems(key, config), *(_weight_problems(key, folder) if weights else [])]
+    return [*_code_problems(key, config), *(weight_problems(key, folder) if weights else [])]
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
@@ -182,10 +179,11 @@ def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
     return [_line(key, "config.json must name a model_type that transformers has", repr(family))]
 
 
-def _weight_problems(key: str, folder: Path) -> list[str]:
+def weight_problems(key: str, folder: Path) -> list[str]:
+    """Why a folder's weights cannot be read: one line per file that is missing, outside the folder or damaged."""
     try:
         files = weight_files(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [_line(key, f"model.safetensors.index.json cannot be read: {error!r}", str(folder))]
     if not files:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
@@ -194,6 +192,9 @@ def _weight_problems(key: str, folder: Path) -> list[str]:
         return [_line(key, "must hold model.safetensors", str(folder))]
     lines = []
     for file in files:
+        if file.parent != folder:
+            lines.append(_line(key, "every file in the index must be in the folder", str(file)))
+            continue
         if not file.is_file():
             lines.append(_line(key, "a file that the index names is missing", str(file)))
             continue
@@ -205,10 +206,10 @@ def _weight_problems(key: str, folder: Path) -> list[str]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file (8 bytes of length, header, data).
+    """The JSON header of a safetensors file, which consists of 8 bytes of length, header, and data.
 
     Raises:
-        ValueError: not safetensors, or shorter than its header says.
+        ValueError: not safetensors, or shorter than the header says.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -217,9 +218,9 @@ def _header(file: Path) -> dict[str, Any]:
             raise ValueError("not a safetensors file, or cut off")
         try:
             header = json.loads(stream.read(length))
-        except ValueError:
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise ValueError("not a safetensors file: its header is damaged") from None
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     if size < 8 + length + end:
         raise ValueError(f"cut off: {size:,} of {8 + length + end:,} bytes")
     return header
@@ -230,9 +231,9 @@ def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
 
 
 def visible_gpus() -> int:
-    """GPUs that torch can use in this process: honours CUDA_VISIBLE_DEVICES and MIG, and counts none for a CPU build.
+    """Number of GPUs that torch can use in this process: respects CUDA_VISIBLE_DEVICES and MIG, 0 in a CPU build.
 
-    Asks NVML, or the CUDA driver where NVML cannot tell; neither makes a context on a GPU.
+    Uses NVML, or the CUDA driver if NVML has no answer. Neither creates a context on a GPU.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""What a model family needs: its tensor-parallel plan, and how its head makes logits of hidden states.
+"""What differs between model families: the tensor-parallel plan, and how the head turns hidden states into logits.
 
-Nothing here imports torch at run time, so that a plan can be judged before a model exists.
+Nothing here imports torch at run time, so that `check` can judge a plan before a model exists.
 Shapes: R rows, S positions, H hidden size, V vocabulary (a tensor-parallel rank holds a part of it).
 """
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from distill_rl.models.attention.varlen import Documents
 
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
-"""How a module is split: by output features; by input features; not at all; not at all, but it sees only this
-rank's heads, so that its gradient is the sum over the ranks."""
+"""How a module is split: by output features; by input features; not at all; not at all, but each rank applies it to its
+own heads only, so that its gradient is the sum over the ranks."""
 GATHERED, SLICED = "gathered", "sliced"
-"""By output features, which every rank then has all of; by input features, of which every rank has all.
+"""By output features, which are then gathered on every rank; by input features, of which every rank takes its part.
 
-Between the two the work is done on every rank. For projections that hold several in one (queries, keys and values),
-whose contiguous parts are no rank's own heads: cut in any other way they would have to be put together again for
-every checkpoint and export."""
+Between such a pair every rank computes the same. For projections that fuse several into one (queries, keys and values):
+their contiguous parts are not whole heads, and any other division would have to be undone for every checkpoint and export.
+"""
 EMBEDDING, HEAD = "embedding", "head"
-"""A table by rows; the output layer, by columns of the logits, which stay apart."""
+"""A table split by rows; the output layer, split by columns of the logits, which are not gathered."""
 
 _LLAMA_LAYER = {
     "input_layernorm": REPLICATED,
@@ -67,18 +67,17 @@ _QWEN3_LAYER = {**_LLAMA_LAYER, "self_attn.q_norm": PER_HEAD, "self_attn.k_norm"
 
 @dataclass(frozen=True)
 class Family:
-    """A model type as transformers calls it.
-
-    `layer_plan` says how the modules of a decoder layer are split over tensor-parallel ranks, `outer_plan` those
-    around the layers; without the former the family runs on one rank per model only. `proven` is true where this
-    package's tests cover packing and the head. `learned_positions`: a table has a row per position.
-    """
+    """A model type of transformers."""
 
     name: str
     layer_plan: Mapping[str, str] = field(default_factory=dict)
+    """How the modules of a decoder layer are split over tensor-parallel ranks. Empty: the family needs `tp: 1`."""
     outer_plan: Mapping[str, str] = field(default_factory=lambda: _LLAMA_OUTER)
+    """The same for the modules around the layers."""
     proven: bool = False
+    """Whether this package's tests cover packing and the head of the family."""
     learned_positions: bool = False
+    """Whether a table has a row per position."""
 
 
 _FAMILIES = {
@@ -98,14 +97,14 @@ _FAMILIES = {
 
 
 def family_of(hf_config: PreTrainedConfig) -> Family:
-    """The family of a model's config; one this package does not know has no plan and is not proven."""
+    """The family of a model. A family unknown to this package has no plan and is not proven."""
     return _FAMILIES.get(hf_config.model_type) or Family(hf_config.model_type)
 
 
 def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:
-    """Why this model cannot be split over `tp` ranks, one line each; empty when it can.
+    """Why this model cannot be split over `tp` ranks, one line each; empty if it can.
 
-    The vocabulary need not divide: its shards may be uneven.
+    The vocabulary need not be divisible, because its shards may be uneven.
     """
     if tp == 1:
         return []
@@ -122,32 +121,42 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:
 
 
 def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, int]:
-    """What a plan cuts into as many parts as there are ranks; families name it differently."""
-    hidden, heads = hf_config.hidden_size, hf_config.num_attention_heads
+    """The sizes that a plan divides by the number of ranks."""
+    heads = hf_config.num_attention_heads
     key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    intermediate = getattr(hf_config, "intermediate_size", None) or getattr(hf_config, "n_inner", None) or 4 * hidden
     if by_heads:
         attention = {"attention heads": heads, "key-value heads": key_value_heads}
     else:
-        head_size = getattr(hf_config, "head_dim", None) or hidden // heads
-        fused = (heads + 2 * key_value_heads) * head_size
-        attention = {"query, key and value features": fused, "attention features": heads * head_size}
-    return {**attention, "intermediate features": intermediate}
+        size = head_size(hf_config) or 0
+        fused = (heads + 2 * key_value_heads) * size
+        attention = {"query, key and value features": fused, "attention features": heads * size}
+    return {**attention, "intermediate features": intermediate_size(hf_config)}
+
+
+def intermediate_size(hf_config: PreTrainedConfig) -> int:
+    config: Any = hf_config
+    return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
+
+
+def head_size(hf_config: PreTrainedConfig) -> int | None:
+    """Features per attention head; None for a model without attention."""
+    config: Any = hf_config
+    heads = getattr(config, "num_attention_heads", None)
+    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
 
 
 def logits(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None
 ) -> Tensor:
-    """The whole forward pass, the one that a sharded student must use.
+    """The whole forward pass. A sharded student must be called this way.
 
-    No mask goes in: attention is causal, and a restart of `position_ids` begins a new document that sees nothing
-    of the one before. That holds only as long as there is neither a mask nor a cache.
+    No mask is passed: attention is causal, and a restart of `position_ids` begins a new document that sees nothing of the
+    previous one. That holds only as long as there is neither a mask nor a cache.
 
     Args:
         input_ids: integers [R, S].
         position_ids: integers [R, S], from 0 in every document.
-        documents: of these positions. None: they are read from the device where the model asks for them, which
-            waits for it.
+        documents: of these positions. None: read from the device if the model needs them, which waits for the device.
 
     Returns:
         [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
@@ -156,15 +165,15 @@ def logits(
 
 
 def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:
-    """Everything before the head: hidden states [R, S, H], on every tensor-parallel rank in full.
+    """Everything before the head: hidden states [R, S, H], complete on every tensor-parallel rank.
 
-    For models without FSDP (a teacher): a sharded model must be entered through its root.
+    For models without FSDP (teachers), because a sharded model must be entered through its root.
     """
     return model.base_model(**_inputs(model, input_ids, position_ids, documents)).last_hidden_state
 
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of hidden states [..., H], with the family's scale and soft cap; sharded as those of `logits`."""
+    """Logits of hidden states [..., H], with the family's scale and soft cap, sharded like those of `logits`."""
     scale, softcap = scale_and_cap(model.config)
     out = model.get_output_embeddings()(hidden)
     if scale != 1:
@@ -175,7 +184,7 @@ def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
-    """(factor on what the output layer makes, softcap of the product or None): logits of the family."""
+    """(factor on the output layer's result, soft cap of the product or None)."""
     config: Any = hf_config
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite
@@ -200,7 +209,7 @@ def _inputs(
 
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
     if not reads_documents(model.config):
-        return inputs  # transformers finds the documents by their positions, and makes a mask of them
+        return inputs  # transformers finds the documents from the positions and makes a mask
     if documents is None:
         documents = Documents.of(position_ids.cpu().numpy(), position_ids.device)
     if needs_documents(model.config, input_ids.shape[1], one_per_row=documents.one_per_row):

@@ -1,6 +1,6 @@
-"""Names to files: models and tokenizers from folders or from the Hugging Face hub, without loading torch.
+"""Models and tokenizers from folders or from the Hugging Face hub, without loading torch.
 
-Code from a model's folder is never run, and of weights only safetensors are fetched.
+Code from a model's folder is never run, and only weights in safetensors are fetched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEIGHTS = [*_DESCRIPTION, "*.safetensors"]
 
 
 class HubUnreachable(ConfigError):
-    """The model is not on this machine and the hub does not answer: neither right nor wrong, not known."""
+    """The model is not on this machine and the hub does not answer, so it is not known whether it exists."""
 
 
 def resolve(path: str | Path, revision: str | None = None, *, weights: bool = False) -> Path:
@@ -30,11 +30,11 @@ def resolve(path: str | Path, revision: str | None = None, *, weights: bool = Fa
 
     Args:
         revision: branch, tag or commit on the hub; a folder has none.
-        weights: fetch the safetensors too, not only what describes the model.
+        weights: fetch the safetensors too, not only the files that describe the model.
 
     Raises:
-        ConfigError: neither a folder nor a model on the hub, or one that needs a login.
-        HubUnreachable: a hub name that is not in the local cache, and no answer from the hub.
+        ConfigError: neither a folder nor a model on the hub, or a model that needs a login.
+        HubUnreachable: the name is not in the local cache, and the hub does not answer.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -46,7 +46,7 @@ def resolve(path: str | Path, revision: str | None = None, *, weights: bool = Fa
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """The model's config.json as transformers reads it.
+    """The model's config.json, read by transformers.
 
     Raises:
         ConfigError: no readable config.json, a model type unknown to transformers, one that needs its own code, or
@@ -59,7 +59,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         raise ConfigError(f"model {path}", "the folder must hold config.json", str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # every field has its own validator, each with its own exception
+    except Exception as error:  # every field has a validator with its own exceptions
         raise ConfigError(
             f"model {path}",
             "config.json must describe a model that transformers knows without code of its own",
@@ -74,15 +74,15 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     """The model's fast tokenizer.
 
     Raises:
-        ConfigError: none there, a damaged one, or one without a fast implementation.
+        ConfigError: there is none, it is damaged, or it has no fast implementation.
     """
     import transformers
 
     folder = resolve(path, revision)
-    # A family's own class rebuilds normaliser and pre-tokenizer instead of reading them from tokenizer.json, so that
-    # one file would mean other ids beside another model; the plain class takes the file as it is.
+    # A family's own class rebuilds normaliser and pre-tokenizer instead of reading them from tokenizer.json, so the same
+    # file would give other ids next to another model. The plain class takes the file as it is.
     verbatim = (folder / "tokenizer.json").is_file()
-    # AutoTokenizer is looked up only where it is needed: it brings torch and half of transformers with it.
+    # AutoTokenizer is looked up only if needed, because it imports torch and half of transformers.
     reader: Any = transformers.PreTrainedTokenizerFast if verbatim else transformers.AutoTokenizer
     try:
         tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
@@ -96,14 +96,14 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a model's settings name; the model's revision says nothing of another repository."""
+    """The tokenizer of a model's settings. The model's revision does not apply to a tokenizer of another repository."""
     if model.tokenizer is not None:
         return read_tokenizer(model.tokenizer)
     return read_tokenizer(model.model, model.revision)
 
 
 def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int, ...]:
-    """Ids by which the model ends an answer: `eos_token_id` of its generation_config.json, or of config.json without one.
+    """Ids that end an answer of the model: `eos_token_id` of generation_config.json, or of config.json if there is none.
 
     Raises:
         ConfigError: the file is not JSON.
@@ -113,7 +113,7 @@ def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int
     if not file.is_file():
         file = folder / "config.json"
     if not file.is_file():
-        return ()  # a tokenizer alone
+        return ()  # a folder with a tokenizer only
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
@@ -126,10 +126,10 @@ def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 (hex) over what decides which ids a text becomes and what an id means.
+    """sha256 (hex) over everything that determines the ids of a text and the meaning of an id.
 
-    That is normaliser, pre-tokenizer, model (vocabulary and merges) and added tokens. Neither the chat template nor
-    which special tokens a template adds matter: a teacher of the same hash can read the student's ids.
+    That is normaliser, pre-tokenizer, model (vocabulary and merges) and added tokens, but neither the chat template nor the
+    special tokens that a template adds. A teacher with the same hash can read the student's ids.
     """
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     added = [
@@ -140,32 +140,25 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The highest id plus one, added tokens included: the number of columns that stand for a token."""
+    """The highest id plus one, including added tokens: the number of columns that stand for a token."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ConfigError(
             f"model {name}", "needs permission of its owners", remedy="accept its terms, then `hf auth login`"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ConfigError(
             f"model {name}{at}", "must be a folder, or a name on the Hugging Face hub", "neither"
         ) from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, OSError) as error:
         offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no answer from the hub"
         raise HubUnreachable(
             f"model {name}",

@@ -1,4 +1,4 @@
-"""From numpy rows to what a model is called with; the same for student and teacher."""
+"""Turns numpy rows into the tensors that a model is called with, for student and teacher alike."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import Tensor
 from distill_rl.types import RankBatch, TokenRows
 
 PINNED_BYTES = 64 * 2**20
-"""A top-k target of 64 entries takes 3 MiB per 8,192 tokens; whole logits take gigabytes, too much to page-lock."""
+"""A top-k target with 64 entries takes 3 MiB per 8,192 tokens; whole logits take gigabytes, too much to page-lock."""
 
 
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]]:
-    """The batch in order, `size` rows at a time, each with the number of its first row in the global batch."""
+    """The batch in order, `size` rows at a time, each with the index of its first row in the global batch."""
     for start in range(0, batch.rows.shape[0], size):
         yield batch.first_row + start, batch.rows[start : start + size]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """int64 copy on `device`; the array may be a read-only view of memory that others share.
+    """An int64 copy on `device`. The array may be a read-only view of shared memory.
 
-    The host does not wait: a GPU copies from page-locked memory, after what is queued on its stream.
+    The host does not wait: a GPU copies from page-locked memory, after the work queued on its stream.
     """
     pinned = device.type == "cuda"
     return torch.tensor(array, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; its memory may be reused as soon as this returns.
+    """`tensor` on `device`. The memory of `tensor` may be reused as soon as this returns.
 
-    From host memory to a GPU the host waits only for a copy larger than PINNED_BYTES; a smaller one goes through
-    page-locked memory, which torch keeps and hands out again once the device has read it.
+    From host memory to a GPU, the host waits only for copies larger than PINNED_BYTES. Smaller ones go through page-locked
+    memory, which torch reuses once the device has read it.
     """
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.nbytes > PINNED_BYTES:
         return tensor.to(device)

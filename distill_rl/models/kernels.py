@@ -19,7 +19,7 @@ LIGER = {
 
 
 def liger_problems(hf_config: Any) -> list[str]:
-    """Why a model cannot use `student.kernels: liger`, one line each: the rule and the value."""
+    """Why a model cannot use `student.kernels: liger`, one line each."""
     if hf_config.model_type not in LIGER:
         return [f"liger replaces parts of {', '.join(LIGER)}; got {hf_config.model_type}"]
     if hf_config.hidden_act not in ("silu", "swish"):
@@ -28,11 +28,11 @@ def liger_problems(hf_config: Any) -> list[str]:
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Make `model` compute RMSNorm, rotary embedding and SwiGLU by liger's Triton kernels; its loss stays as it is.
+    """Makes `model` compute RMSNorm, rotary embedding and SwiGLU with liger's Triton kernels. Its loss is not changed.
 
-    Norms and MLPs get another `forward`, with their parameters where they are: before or after FSDP2, and also on the
-    meta device. The rotary embedding is a function of transformers' module of the family, so it is replaced for all models
-    of that family in this process.
+    Norms and MLPs get another `forward` and keep their parameters, so this works before or after FSDP2 and on the meta
+    device. The rotary embedding is a function in transformers' module of the family, so it is replaced for all models of
+    that family in this process.
 
     Raises:
         ConfigError: the package is missing, or has no kernels for this model.

@@ -1,82 +1,78 @@
-"""A Hugging Face causal LM as a sharded module: described on the meta device, split, then filled from its files.
+"""Loads a Hugging Face causal LM into shards: created on the meta device, split, then filled from its files.
 
     meta device → parallelize → empty storage for the shards → buffers → weights by slices
 
-No rank ever holds more than its shards and one slice in the dtype of the files.
+1. `skeleton` creates the model without memory.
+2. `parallelize` splits the parameters, still without memory.
+3. `to_empty` allocates what this rank holds, and only that.
+4. `restore_buffers` recomputes buffers that no file holds, such as rotary frequencies.
+5. `read_weights` copies each parameter's slice from the files.
+
+So no rank ever holds more than its shards and one slice in the dtype of the files.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
-from distill_rl.models.hub import read_config, read_tokenizer, resolve, tokenizer_hash, vocabulary_size
+from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.probe import probe
-from distill_rl.models.weights import WeightFiles, read_weights
+from distill_rl.models.weights import WeightFiles, names_in_files, read_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from distill_rl.parallel.mesh import World
 
-__all__ = ["load_model", "read_config", "read_tokenizer", "tokenizer_hash", "vocabulary_size"]
-
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_model(
-    path: str | Path,
-    world: World,
-    *,
-    role: Literal["student", "teacher"],
-    dtype: str | torch.dtype,
-    attention: str = "auto",
-    activation_checkpointing: bool = False,
-    compile: bool = False,
-    revision: str | None = None,
-    packing: bool = True,
-) -> PreTrainedModel:
-    """Load a model into this rank's shards; collective over the world.
+def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing: bool) -> PreTrainedModel:
+    """Loads a model into this rank's shards. Collective over the world.
 
-    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in `dtype` and is in training
-    mode. A teacher has weights in `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas),
-    is frozen and in evaluation mode. Call a student through `families.logits`, a teacher through `families.body`
-    and `families.head`.
+    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in its `dtype` and is in training
+    mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas), and
+    is frozen and in evaluation mode. Call a student through `families.logits`, a teacher through `families.body` and
+    `families.head`.
 
     Args:
-        path: folder with config.json and safetensors, or a name on the hub.
-        attention: the setting of this name, or an attention implementation as transformers calls it.
-        packing: rows hold several documents; a family not proven to keep them apart is then tried out.
+        settings: of the model.
+        packing: whether rows may hold several documents. A family that is not tested with that is then probed.
 
     Raises:
-        ConfigError: model missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of a
-            family that cannot do what it is asked for.
+        ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of a
+            family that does not support what is requested.
     """
-    student = role == "student"
-    compute_dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    folder = resolve(path, revision, weights=True)
+    path, student = settings.model, isinstance(settings, StudentConfig)
+    compute_dtype = DTYPES[settings.dtype]
+    folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder)
     family = families.family_of(config)
     files = WeightFiles(folder)
     chosen = choose(
-        attention,
+        settings.attention,
         config,
-        dtype="fp32" if compute_dtype is torch.float32 else str(compute_dtype).removeprefix("torch."),
+        dtype=settings.dtype,
         packing=packing,
         training=student,
         no_kernel=varlen.no_kernel(world.device),
     )
     if world.rank == 0:
+        role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=chosen.implementation)
     parallelize(
@@ -84,15 +80,15 @@ def load_model(
         world.mesh,
         family=family,
         fsdp=student,
-        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing=isinstance(settings, StudentConfig) and settings.activation_checkpointing,
         compute_dtype=compute_dtype,
-        compile=compile,
+        compile=isinstance(settings, StudentConfig) and settings.compile,
     )
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
-    reading = read_weights(model, files)
-    log.info("%s: %d tensors, %.1f MB read by rank %d", path, reading.tensors, reading.total_bytes / 1e6, world.rank)
+    sizes = read_weights(model, files)
+    log.info("%s: %d tensors, %.1f MB read by rank %d", path, len(sizes), sum(sizes) / 1e6, world.rank)
     model.train(student).requires_grad_(student)
     if not family.proven:
         probe(model, packing=packing, chunked_head=not student)
@@ -100,7 +96,7 @@ def load_model(
 
 
 def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model without memory: every tensor on the meta device, parameters in `dtype`.
+    """The model without memory: every tensor is on the meta device, parameters in `dtype`.
 
     Raises:
         ConfigError: no causal LM of this config, or the attention implementation is not available.
@@ -120,30 +116,29 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
             str(error).splitlines()[0],
             "try another setting of `attention`",
         ) from error
-    # A cache makes packed documents see each other; see families.logits.
+    # With a cache, packed documents would see each other; see families.logits.
     model.config.use_cache = False
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # It looks for padding, and so waits for the GPU in every forward; padding here needs no mask.
-            module.warn_if_padding_and_no_attention_mask = _no_warning
+            # It searches for padding, which makes the host wait for the GPU in every forward.
+            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None
     return model
-
-
-def _no_warning(*inputs: object) -> None:
-    pass
 
 
 @torch.no_grad()
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Recompute the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
+    """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
+
+    They are filled with NaN (integers: the minimum), then transformers' initialisation runs for their modules with all
+    parameters excluded. A buffer that still holds the filling has not been recomputed.
 
     Raises:
-        ConfigError: a buffer that the model's own initialisation leaves as it is.
+        ConfigError: the model's initialisation does not set a buffer.
     """
     stored = set(model.state_dict())
     lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for "leave this alone"
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
     for buffer in lost.values():
         buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
     for owner in {name.rpartition(".")[0] for name in lost}:
@@ -154,3 +149,52 @@ def restore_buffers(model: PreTrainedModel) -> None:
         untouched = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
         if untouched.any():
             raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """Rows of a model's output layer: logits = softcap(scale · hidden · Wᵀ + bias)."""
+
+    weight: Tensor
+    """[n, H]"""
+    bias: Tensor | None
+    """[n]"""
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def read_output_layer(
+    path: str | Path, rows: slice | None = None, *, dtype: str, revision: str | None = None
+) -> OutputLayer:
+    """Reads rows of a model's output layer (those of the input embedding if the two are tied) onto the CPU, and no more.
+
+    Args:
+        path: folder with config.json and safetensors, or a name on the hub.
+        rows: which columns of the logits, ignoring those beyond the last one. None: all.
+        dtype: in which the model computes (fp32, bf16 or fp16). Weights are rounded to it as they are in the model.
+
+    Raises:
+        ConfigError: as in `load_model`, or the model has no output layer.
+    """
+    folder = resolve(path, revision, weights=True)
+    config = read_config(folder)
+    files = WeightFiles(folder)
+    model = skeleton(config, dtype=DTYPES[dtype], attention="eager")
+    tie_again(model)
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise ConfigError(f"model {path}", "must have an output layer", config.model_type)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    stored = names_in_files(model, files)
+
+    def read(parameter: Tensor) -> Tensor:
+        file_name = stored[name_of[id(parameter)]][0]
+        files.require_shape(file_name, parameter)
+        count, *rest = parameter.shape
+        start, stop, _ = (rows or slice(None)).indices(count)
+        if start >= stop:
+            return torch.empty(0, *rest, dtype=DTYPES[dtype])
+        return files.read(file_name, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
+
+    bias = getattr(layer, "bias", None)
+    return OutputLayer(read(layer.weight), None if bias is None else read(bias), *families.scale_and_cap(config))

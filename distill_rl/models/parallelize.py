@@ -2,9 +2,16 @@
 
     activation checkpointing → tensor parallelism → tie again → compile → FSDP2
 
-Each step relies on the ones before: checkpointing wraps plain layers; splitting replaces parameters and thereby
-unties them; FSDP2 shards what tensor parallelism left to this rank. All parameters of a model end as DTensors on
-one mesh (`World.parameter_mesh`), so that clipping, the optimizer and checkpoints know one kind of parameter.
+Each step relies on the previous ones:
+
+1. Activation checkpointing is a flag of transformers' own layers, so it comes before anything replaces them.
+2. Tensor parallelism splits each module as the family's plan says and replaces its parameters with DTensors.
+3. Replaced parameters are no longer tied, so input and output embeddings are tied again.
+4. Each decoder layer is compiled on its own, including its collectives of tensor parallelism, but not those of FSDP2.
+5. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer.
+
+In the end all parameters are DTensors on one mesh (`World.parameter_mesh`), so clipping, the optimizer and checkpoints
+handle one kind of parameter.
 """
 
 from __future__ import annotations
@@ -25,19 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.families import (
-    COLUMN,
-    EMBEDDING,
-    GATHERED,
-    HEAD,
-    PER_HEAD,
-    REPLICATED,
-    ROW,
-    SLICED,
-    Family,
-    decoder_layers,
-    tensor_parallel_problems,
-)
+from distill_rl.models import families
+from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
 from distill_rl.models.fsdp import shard
 from distill_rl.parallel.mesh import TP, data_mesh
 
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Replicated(ParallelStyle):
-    """Every rank holds the module and sees the same whole input; tensors go in and come out plain."""
+    """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -60,16 +56,16 @@ class Replicated(ParallelStyle):
 
 
 class TransposedLinear(ParallelStyle):
-    """GPT-2's linear layer, whose weight is [in, out]; tensors go in and come out plain."""
+    """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors."""
 
     def __init__(self, kind: str):
         super().__init__()
-        by_output = kind in (COLUMN, GATHERED)
+        by_output = kind in (families.COLUMN, families.GATHERED)
         self.weight: Placement = Shard(1) if by_output else Shard(0)
         self.bias: Placement = Shard(0) if by_output else Replicate()
-        self.arrives: Placement = Shard(-1) if kind == ROW else Replicate()
+        self.arrives: Placement = Shard(-1) if kind == families.ROW else Replicate()
         self.enters: Placement = Replicate() if by_output else Shard(-1)
-        self.leaves: Placement = Shard(-1) if kind == COLUMN else Replicate()
+        self.leaves: Placement = Shard(-1) if kind == families.COLUMN else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, place in (("weight", self.weight), ("bias", self.bias)):
@@ -96,10 +92,10 @@ def parallelize(
     compute_dtype: torch.dtype,
     compile: bool = False,
 ) -> PreTrainedModel:
-    """Shard `model` (usually on the meta device) in place over the mesh of a `World` and return it.
+    """Shards `model` (usually on the meta device) in place over the mesh of a `World`, and returns it.
 
     With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
-    gradients are summed in fp32 over the data-parallel ranks, never averaged: the loss divides by the global count.
+    gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -119,9 +115,9 @@ def parallelize(
 
 
 def tie_again(model: PreTrainedModel) -> None:
-    """Make input and output embeddings one parameter where the config says so.
+    """Makes input and output embeddings one parameter again, if the config ties them.
 
-    Whatever replaces parameters one by one (`parallelize_module`, `to_empty`) leaves two behind.
+    Functions that replace parameters one by one (`parallelize_module`, `to_empty`) leave two of them.
     """
     for target, source in model.all_tied_weights_keys.items():
         owner, _, name = target.rpartition(".")
@@ -133,7 +129,7 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     if problems:
         raise ConfigError.many(problems)
     _apply_plan(model, tp_mesh, family.outer_plan)
-    # The local part of a DTensor is a view, on which FSDP2 cannot hang its backward hook safely.
+    # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())
     for layer in decoder_layers(model):
         _apply_plan(layer, tp_mesh, family.layer_plan)
@@ -159,14 +155,14 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
     if isinstance(module, Conv1D):
         return TransposedLinear(kind)
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        COLUMN: lambda: ColwiseParallel(),
-        ROW: lambda: RowwiseParallel(),
-        GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
-        SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
-        EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
-        HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        REPLICATED: lambda: Replicated(),
-        # Its input [R, S, heads, head size] is split over heads, so its weight's gradient is summed over the ranks.
-        PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+        families.COLUMN: lambda: ColwiseParallel(),
+        families.ROW: lambda: RowwiseParallel(),
+        families.GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
+        families.SLICED: lambda: RowwiseParallel(input_layouts=Replicate()),
+        families.EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
+        families.HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        families.REPLICATED: lambda: Replicated(),
+        # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
+        families.PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[kind]()

@@ -1,4 +1,4 @@
-"""Try out a model of a family that the tests do not cover, on a dozen tokens, before it is relied upon."""
+"""Tries out a model of a family that the tests do not cover, on a dozen tokens."""
 
 from __future__ import annotations
 
@@ -19,35 +19,27 @@ _FIRST, _SECOND = 5, 7
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool) -> None:
-    """Collective over the model's ranks; leaves it as it was.
+    """Collective over the model's ranks. Leaves the model as it was.
 
     Raises:
-        ConfigError: documents in one row see each other (asked with `packing`), or the logits cannot be made from
-            hidden states (asked with `chunked_head`).
+        ConfigError: documents in one row see each other (checked with `packing`), or the logits cannot be computed from
+            hidden states (checked with `chunked_head`).
     """
-    training = model.training
+    training, family = model.training, f"model type {model.config.model_type}"
     model.eval()
     try:
         if packing and packing_leaks(model):
-            raise ConfigError(
-                f"model type {model.config.model_type}",
-                "documents packed into one row must not see each other",
-                "they do",
-                "set data.packing: false",
-            )
+            rule = "documents packed into one row must not see each other"
+            raise ConfigError(family, rule, "they do", "set data.packing: false")
         if chunked_head and not head_is_known(model):
-            raise ConfigError(
-                f"model type {model.config.model_type}",
-                "logits must follow from hidden states and the output embedding",
-                "they differ from the model's own",
-                "use a teacher of another family",
-            )
+            rule = "logits must follow from hidden states and the output embedding"
+            raise ConfigError(family, rule, "they differ from the model's own", "use a teacher of another family")
     finally:
         model.train(training)
 
 
 def packing_leaks(model: PreTrainedModel) -> bool:
-    """Whether the second document of a row depends on the first, or on its place in the row."""
+    """Whether the second document of a row depends on the first one, or on its position in the row."""
     ids, positions = _two_documents(model)
     other = ids.clone()
     other[:, :_FIRST] = other[:, :_FIRST].flip(1)
@@ -55,7 +47,7 @@ def packing_leaks(model: PreTrainedModel) -> bool:
         families.logits(model, *inputs).float()[:, -_SECOND:]
         for inputs in ((ids, positions), (other, positions), (ids[:, _FIRST:], positions[:, _FIRST:]))
     )
-    # The same shapes give the same sums, whereas another row length may round differently.
+    # Equal shapes round alike, whereas another row length may round differently; hence the two bounds.
     return not (_close(packed, after_another, 1e-4) and _close(packed, alone, 3e-2))
 
 
@@ -74,5 +66,5 @@ def _two_documents(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _close(left: Tensor, right: Tensor, share: float) -> bool:
-    """Whether two tensors differ nowhere by more than this share of the greatest value."""
+    """Whether the largest difference is at most this share of the largest value."""
     return bool((left - right).abs().max() <= share * right.abs().max())

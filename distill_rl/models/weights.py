@@ -1,11 +1,14 @@
-"""Safetensors straight into shards: every rank reads the slices it holds and nothing else."""
+"""Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
+
+For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a tensor
+tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that slice, and copy
+it into the shard, converting the dtype.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
+from distill_rl.models.facts import weight_files, weight_problems
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:
@@ -27,162 +31,127 @@ class WeightFiles:
     """The safetensors of a model folder: `model.safetensors`, or the files named in its index.
 
     Raises:
-        ConfigError: no safetensors (also where there is only a pickle), or a file missing or damaged.
+        ConfigError: no safetensors (pickled weights do not count), or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._handles = {name: self._open(name) for name in self._file_names()}
-        self._file_of = {tensor: name for name, handle in self._handles.items() for tensor in handle.keys()}  # noqa: SIM118
+        problems = weight_problems(f"model {folder}", folder)
+        if problems:
+            raise ConfigError.many(problems)
+        try:
+            handles = [safe_open(file, framework="pt") for file in weight_files(folder)]
+        except SafetensorError as error:
+            raise ConfigError(f"model {folder}", "must hold whole safetensors files", str(error)) from error
+        self._handle_of = {tensor: handle for handle in handles for tensor in handle.keys()}  # noqa: SIM118
+        self.names = set(self._handle_of)
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+    def require_shape(self, name: str, tensor: Tensor) -> None:
+        """
+        Raises:
+            ConfigError: the shape in the file is not that of the model's tensor.
+        """
+        shape = list(self._handle_of[name].get_slice(name).get_shape())
+        if shape != list(tensor.shape):
+            rule = f"shape must be {list(tensor.shape)} by config.json"
+            raise ConfigError(f"{self.folder}: tensor {name}", rule, str(shape))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype in the file.
+        """The dtype in the file.
 
         Raises:
             ConfigError: not a float of 16 bits or more.
         """
-        code = self._slice(name).get_dtype()
+        code = self._handle_of[name].get_slice(name).get_dtype()
         if code not in _DTYPES:
             raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(_DTYPES)}", code)
         return _DTYPES[code]
 
     def read(self, name: str, where: Sequence[slice]) -> Tensor:
-        """The part of a tensor at `where`, one slice per dimension, in the file's dtype; no more is read."""
-        part = self._slice(name)
-        return part[tuple(where)] if where else self._handles[self._file_of[name]].get_tensor(name)
-
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]
-        return self._handles[self._file_of[name]].get_slice(name)
-
-    def _file_names(self) -> list[str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = self._indexed(index)
-        elif (self.folder / "model.safetensors").is_file():
-            names = ["model.safetensors"]
-        else:
-            pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern)]
-            raise ConfigError(
-                f"model {self.folder}",
-                "must hold model.safetensors, or its parts and their index",
-                f"only {pickles[0]}, a pickle, which could run code when read" if pickles else "no weights",
-                "convert it once where you trust it: from_pretrained(...).save_pretrained(...)" if pickles else "",
-            )
-        outside = [name for name in names if Path(name).name != name or not (self.folder / name).is_file()]
-        if outside:
-            raise ConfigError(
-                f"model {self.folder}", "every file in the index must be in the folder", f"no {outside[0]}"
-            )
-        return names
-
-    @staticmethod
-    def _indexed(index: Path) -> list[str]:
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}", "must map tensors to files under weight_map", repr(error)) from error
-
-    def _open(self, name: str):  # type: ignore[no-untyped-def]
-        try:
-            return safe_open(self.folder / name, framework="pt")
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{self.folder / name}", "must be a whole safetensors file", str(error), "fetch it again"
-            ) from error
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one rank read: number of tensors, and bytes in the file's dtype in all and at once."""
-
-    tensors: int
-    total_bytes: int
-    largest_bytes: int
+        """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read."""
+        handle = self._handle_of[name]
+        return handle.get_slice(name)[tuple(where)] if where else handle.get_tensor(name)
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, files: WeightFiles) -> Reading:
-    """Fill every parameter and persistent buffer of `model` from `files`, converting the dtype.
+def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
+    """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
+
+    Returns:
+        Bytes that this rank read of each tensor, in the dtype of the files.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected, of another shape, or tied tensors differ in the files.
+        ConfigError: a tensor is missing, unexpected or of another shape, or tied tensors differ in the files.
     """
     tensors = _stored_tensors(model)
-    names = _names_in_files(model, list(tensors), files)
-    sizes = []
+    names = names_in_files(model, files)
+    sizes: list[int] = []
     for name, tensor in tensors.items():
         where = local_slices(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        first, *aliases = names[name]
         for file_name in names[name]:
-            if files.shape(file_name) != tuple(tensor.shape):
-                raise ConfigError(
-                    f"{files.folder}: tensor {file_name}",
-                    f"shape must be {list(tensor.shape)} by config.json",
-                    str(list(files.shape(file_name))),
-                )
-        dtype = files.dtype(names[name][0])
+            files.require_shape(file_name, tensor)
+        dtype = files.dtype(first)
         if not local.numel():
             continue
-        part = files.read(names[name][0], where)
+        part = files.read(first, where)
         sizes.append(part.numel() * dtype.itemsize)
         local.copy_(part)
-        for alias in names[name][1:]:
+        for alias in aliases:
             if not torch.equal(files.read(alias, where), part):
                 raise ConfigError(
-                    f"{files.folder}: tensors {names[name][0]} and {alias}",
+                    f"{files.folder}: tensors {first} and {alias}",
                     "must be equal, because config.json ties them",
                     "different values",
                     "set tie_word_embeddings: false in config.json",
                 )
-    return Reading(len(sizes), sum(sizes), max(sizes, default=0))
-
-
-def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, str]:
-    """For every stored tensor of the model the name of its tensor in the files."""
-    return {name: found[0] for name, found in _names_in_files(model, list(_stored_tensors(model)), files).items()}
+    return sizes
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that belong into a checkpoint."""
+    """Parameters, tied ones once, and the buffers that are part of a checkpoint."""
     stored = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _names_in_files(model: PreTrainedModel, names: list[str], files: WeightFiles) -> dict[str, list[str]]:
-    """For every tensor its names in the files: its own, or that of a tensor tied to it, with or without the prefix
-    of the inner model, as files of bare inner models leave it out."""
+def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
+    """For every tensor of the model that is stored: its names in the files, at least one.
+
+    Candidates are its own name and those of tensors tied to it, with and without the prefix of the inner model, which files
+    of bare inner models omit.
+
+    Raises:
+        ConfigError: the files lack a tensor, or hold one that the model does not have.
+    """
     prefix = f"{model.base_model_prefix}."
-    aliases: dict[str, list[str]] = {}
+    tied_to: dict[str, list[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
-        aliases.setdefault(source, []).append(target)
+        tied_to.setdefault(source, []).append(target)
 
-    def candidates(name: str) -> list[str]:
-        wanted = [name, *aliases.get(name, ())]
-        return [
-            form for each in wanted for form in dict.fromkeys((each, each.removeprefix(prefix))) if form in files.names
-        ]
+    stored: dict[str, list[str]] = {}
+    for name in _stored_tensors(model):
+        candidates: list[str] = []
+        for alias in [name, *tied_to.get(name, ())]:
+            candidates += dict.fromkeys((alias, alias.removeprefix(prefix)))
+        stored[name] = [candidate for candidate in candidates if candidate in files.names]
 
-    found = {name: candidates(name) for name in names}
-    missing = [name for name, where in found.items() if not where]
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    # Rotary frequencies follow from the config; files of early Llama models carry them nevertheless.
+    # Rotary frequencies follow from the config, but files of early Llama models hold them.
     ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
-    known = {name for where in found.values() for name in where}
-    unexpected = [name for name in sorted(files.names - known) if not any(p.search(name) for p in ignored)]
-    family = f"model type {model.config.model_type}"
+    known = {candidate for candidates in stored.values() for candidate in candidates}
+    groups = {
+        "needs tensors that are not there": [name for name, candidates in stored.items() if not candidates],
+        "has no such tensors": [
+            name for name in sorted(files.names - known) if not any(pattern.search(name) for pattern in ignored)
+        ],
+    }
     problems = [
-        f"{files.folder}: {family} {what}: {', '.join(group[:3])} ({len(group)} in all)"
-        for group, what in ((missing, "needs tensors that are not there"), (unexpected, "has no such tensors"))
+        f"{files.folder}: model type {model.config.model_type} {what}: {', '.join(group[:3])} ({len(group)} in all)"
+        for what, group in groups.items()
         if group
     ]
     if problems:
         raise ConfigError.many(problems)
-    return found
+    return stored

@@ -1,9 +1,9 @@
-"""Process groups: this file makes them and ends them; no other file does.
+"""Process groups: this file creates and ends them; no other file does.
 
-A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel
-group are neighbours, because they talk the most. With `replicas` > 1 the data-parallel ranks form
-`replicas` groups of neighbours, `dp_rank = replica * (dp / replicas) + shard`: parameters are sharded inside a
-group and equal in all groups, so that only gradients, once reduced inside a group, travel between groups.
+A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel group are
+neighbours, because they communicate most. With `replicas` > 1 the data-parallel ranks form `replicas` groups of neighbours,
+`dp_rank = replica * (dp / replicas) + shard`: parameters are sharded within a group and equal in all groups, so only
+gradients that have been reduced within a group travel between groups.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REPLICA, SHARD = "replica", "shard"
 class World:
     """One rank's view of its dp × tp ranks.
 
-    `mesh` has the dimensions (dp, tp), or (replica, shard, tp) where parameters are replicated as well as sharded.
-    `owned` is true where `open_world` made the default process group, so that closing ends it.
+    `mesh` has the dimensions (dp, tp), or (replica, shard, tp) if parameters are replicated as well as sharded.
+    `owned` is true if `open_world` created the default process group, so that closing ends it.
     """
 
     rank: int
@@ -57,27 +57,22 @@ class World:
         """The ranks that hold the same tensor-parallel part and see other rows."""
         return self.mesh.get_group(DP)
 
-    @property
-    def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share one model and see the same rows."""
-        return self.mesh.get_group(TP)
-
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 distributes parameters over: ("dp",), or with replicas ("replica", "shard")."""
+    """The mesh over which FSDP2 distributes parameters: ("dp",), or with replicas ("replica", "shard")."""
     return mesh[REPLICA, SHARD] if REPLICA in (mesh.mesh_dim_names or ()) else mesh[DP]
 
 
-def serve_store(host: str, world_size: int, port: int = 0) -> dist.TCPStore:
-    """Rank 0's rendezvous, on a free port of `host` or on the one given; `.port` says which. Waits for nobody."""
-    return dist.TCPStore(host, port, world_size, is_master=True, wait_for_workers=False)
+def serve_store(host: str, world_size: int) -> dist.TCPStore:
+    """Rank 0's rendezvous on a free port (`.port`) of `host`. Does not wait for the other ranks."""
+    return dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """The other ranks' end of `serve_store`.
+    """Connects another rank to the store of `serve_store`.
 
     Raises:
-        DistillError: nobody answers at that address within `timeout_s` seconds.
+        DistillError: rank 0 does not answer at that address within `timeout_s` seconds.
     """
     try:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -86,7 +81,7 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -
             f"rendezvous at {host}:{port}",
             f"rank 0 must answer within {timeout_s:g} s",
             str(error).splitlines()[0],
-            "see whether rank 0 died, or a firewall stands between the nodes",
+            "see whether rank 0 died, or a firewall separates the nodes",
         ) from error
 
 
@@ -98,22 +93,20 @@ def open_world(
     replicas: int = 1,
     device: str | torch.device = "cpu",
     store: dist.Store | None = None,
-    host: str | None = None,
-    port: int | None = None,
     timeout_s: float = 600.0,
 ) -> World:
-    """Make the process group and the mesh of this rank; collective over all dp·tp ranks.
+    """Creates the process group and the mesh of this rank. Collective over all dp·tp ranks.
 
-    The rendezvous is `store`, or `host` and `port`; a single rank needs neither. A process group that
-    exists already with dp·tp ranks (torchrun, a test, a second engine in one process) is used as it is.
-    CPUs talk gloo; GPUs talk NCCL, and gloo for tensors that lie on the CPU.
+    A process group of dp·tp ranks that exists already (torchrun, a test, a second engine in one process) is used as it is.
+    CPUs use gloo; GPUs use NCCL, and gloo for tensors on the CPU.
 
     Args:
-        replicas: groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas ranks.
-        timeout_s: seconds that a collective waits for the others.
+        replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas ranks.
+        store: the rendezvous; a single rank needs none.
+        timeout_s: seconds that a collective waits for the other ranks.
 
     Raises:
-        ConfigError: the existing group has another size, or the sizes make no sense.
+        ConfigError: the existing group has another size, or the sizes are invalid.
     """
     world_size = dp * tp
     if dp < 1 or tp < 1 or not 0 <= rank < world_size:
@@ -123,7 +116,17 @@ def open_world(
     device = _own_device(torch.device(device), rank)
     owned = not dist.is_initialized()
     if owned:
-        _init_process_group(rank, world_size, device, store, host, port, timeout_s)
+        if store is None and world_size > 1:
+            raise ConfigError("open_world", f"{world_size} ranks need a store")
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store or dist.HashStore(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
     elif dist.get_world_size() != world_size:
         raise ConfigError(
             "parallel",
@@ -134,17 +137,17 @@ def open_world(
 
 
 def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks of a world, for a thread that talks while the world's own groups are in use.
+    """A gloo group of all ranks of a world, for a thread that communicates while the world's own groups are in use.
 
-    Collective. It ends with the world, or with the process group that the world was found in.
+    Collective. The group ends with the default process group.
     """
     return dist.new_group(range(world.world_size), backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def close_world(world: World) -> None:
-    """Wait for the other ranks, then end what `open_world` made, and groups beside it; a world that was found is left alone.
+    """Waits for the other ranks, then ends all process groups, unless the default one existed before `open_world`.
 
-    Without the wait a rank that is still inside a collective aborts the process.
+    Without the wait, a rank that is still inside a collective would abort its process.
     """
     if not world.owned or not dist.is_initialized():
         return
@@ -153,7 +156,7 @@ def close_world(world: World) -> None:
 
 
 def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
-    """The flattened dimensions have process groups of their own: DP, and what the gradient norm is summed over."""
+    """Flattened dimensions get process groups of their own: DP, and the one over which the gradient norm is summed."""
     if replicas == 1:
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
         if tp > 1:
@@ -166,34 +169,8 @@ def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
     return mesh
 
 
-def _init_process_group(
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    store: dist.Store | None,
-    host: str | None,
-    port: int | None,
-    timeout_s: float,
-) -> None:
-    if store is None and host is not None and port is not None:
-        store = serve_store(host, world_size, port) if rank == 0 else join_store(host, port, world_size)
-    if store is None and world_size == 1:
-        store = dist.HashStore()
-    if store is None:
-        raise ConfigError("open_world", f"{world_size} ranks need a store, or a host and a port")
-    on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
-    )
-
-
 def _own_device(device: torch.device, rank: int) -> torch.device:
-    """The device with its index; `cuda` alone means the local rank's, and it becomes the current one."""
+    """The device with its index, made the current one. `cuda` without an index means that of the local rank."""
     if device.type != "cuda":
         return device
     if device.index is None:

@@ -1,17 +1,19 @@
-"""The student's bytes: parameters, AdamW's state and random state, written and read by every rank together.
+"""The student's checkpoint: parameters, AdamW's state and random state, written and read by every rank together.
 
-A directory holds torch.distributed.checkpoint files, which reshard on load, and `student.json`. This module knows
-nothing of where directories lie, which is the newest, or whether one is whole: `distill_rl.run.checkpoints` commits,
-prunes, and checks the manifest. DCP's `.metadata` is a pickle: only a directory that passed that check may be loaded.
+A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where directories
+are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints`, which commits, prunes and
+checks the manifest. DCP's `.metadata` is a pickle, so only a directory that passed that check may be loaded.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from distill_rl.errors import CheckpointError
+from distill_rl.parallel.mesh import World, open_group_beside
 from distill_rl.student.staging import Staging
 from distill_rl.system.files import write_json
-
-if TYPE_CHECKING:
-    from distill_rl.parallel.mesh import World
 
 STATE_FILE = "student.json"
 FORMAT = 1
@@ -32,36 +32,37 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class StudentState:
-    """What `student.json` says: `step` optimizer steps done on a (dp, tp) mesh, and what the caller wanted kept."""
+    """The content of `student.json`: `step` optimizer steps were done on a (dp, tp) mesh."""
 
     step: int
     dp: int
     tp: int
-    extra: Mapping[str, Any]
     kd_scale: float = 1.0
-    """CE / KD of the last step, which the next one scales its KD by under `loss.dynamic_scale`"""
+    """CE / KD of the last step, by which the next one scales its KD under `loss.dynamic_scale`."""
     guard: Mapping[str, Any] = field(default_factory=dict)
-    """what `StepGuard` knows of the steps before"""
+    """State of `StepGuard`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Part of the format, but not used."""
     format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank has to save."""
+    """What one rank saves."""
 
     state: StudentState
     tensors: Mapping[str, Tensor]
 
     @property
     def num_bytes(self) -> int:
-        """Of all ranks' tensors together."""
+        """Size of the tensors of all ranks together."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copied(self, staging: Staging | None = None) -> Snapshot:
-        """The same in plain host memory of its own, complete on return: what trains on does not change it.
+        """A copy in plain host memory, complete on return, which further training does not change.
 
         Args:
-            staging: what copies the tensors of a GPU; None: one that is made for this call. Tensors of a CPU are cloned.
+            staging: copies tensors on a GPU; None: one is made for this call. Tensors on a CPU are cloned.
         """
         on_gpu = {name: tensor for name, tensor in self.tensors.items() if tensor.device.type != "cpu"}
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items() if name not in on_gpu}
@@ -72,33 +73,24 @@ class Snapshot:
 
 
 def snapshot(
-    *,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    step: int,
-    extra: Mapping[str, Any],
-    kd_scale: float = 1.0,
-    guard: Mapping[str, Any] | None = None,
+    state: StudentState, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
 ) -> Snapshot:
-    """The student as it is; its tensors are those that are trained, not copies.
+    """The student as it is. The tensors are the trained ones, not copies.
 
     Args:
         parameters: everything that is trained, by name; a tied parameter once.
-        extra: anything JSON can hold; `load` gives it back.
     """
-    state = StudentState(step, world.dp, world.tp, dict(extra), kd_scale, dict(guard or {}))
     return Snapshot(state, _tensors(parameters, optimizer) | _random_state(world))
 
 
 def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Writes the student into `directory`, which is made if missing and must be on storage that all ranks share.
+    """Writes the student into `directory`, which is created if missing and must be on storage that all ranks share.
 
-    Collective over `group`, by default over all ranks' own. Everything is flushed to disk on return. A failure of one
-    rank is raised on all of them.
+    Collective over `group`, by default the default group. Everything is flushed to disk on return. A failure of one rank is
+    raised on all of them.
 
     Returns:
-        On the first rank the names of all ranks' files, none on the others.
+        On the first rank the names of all ranks' files, an empty list on the others.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -108,7 +100,7 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     writer = dcp.FileSystemWriter(directory)
     _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
     if world.rank:
-        return []  # once the first rank has told, the directory may be renamed at any time
+        return []  # as soon as the first rank returns, the directory may be renamed
     # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
     metadata = dcp.FileSystemReader(directory).read_metadata()
     return sorted({STATE_FILE, ".metadata", *(info.relative_path for info in metadata.storage_data.values())})
@@ -117,12 +109,10 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
 def load(
     directory: str | Path, *, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
 ) -> tuple[StudentState, bool]:
-    """Reads what `save` wrote into parameters and their optimizer, in place, whatever mesh wrote it.
-
-    Collective.
+    """Reads what `save` wrote, on any mesh, into the parameters and their optimizer, in place. Collective.
 
     Returns:
-        The saved state, and whether this rank's random state was restored: only where the mesh has the same sizes.
+        The saved state, and whether this rank's random state was restored, which needs a mesh of the same sizes.
 
     Raises:
         CheckpointError: missing or unreadable, from another format, or of a model with other parameters.
@@ -143,19 +133,83 @@ def load(
     return state, same_layout
 
 
+class Writer:
+    """Writes snapshots of the student while training continues, one at a time.
+
+    All ranks call each method together. The threads communicate over a process group of their own, because two threads on
+    one group can meet in different orders on different ranks.
+
+    Args:
+        timeout_s: seconds that a rank's thread waits for the others.
+    """
+
+    def __init__(self, world: World, timeout_s: float):
+        self._world, self._timeout_s = world, timeout_s
+        self._group: dist.ProcessGroup | None = None
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
+        """Copies the snapshot and returns. It is in `directory` when `marker` exists.
+
+        The first rank writes the marker atomically when all ranks are done. It is JSON: `error`, one line or null, and
+        `files`, the names in `directory`.
+
+        Raises:
+            CheckpointError: the previous save failed.
+        """
+        self.wait()
+        if self._group is None:
+            self._group = open_group_beside(self._world, self._timeout_s)
+        if self._staging is None and self._world.device.type == "cuda":
+            self._staging = Staging(self._world.device)
+        arguments = (snapshot.copied(self._staging), Path(directory), Path(marker))
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits for the save in progress, if there is one.
+
+        Raises:
+            CheckpointError: it failed. Raised once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
+        files: list[str] = []
+        try:
+            if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
+                torch.cuda.set_device(self._world.device)
+            files = save(directory, snapshot, self._world, self._group)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # `wait` raises it in the caller's thread
+            self._error = CheckpointError(f"checkpoint {directory}", "must be writable", _one_line(error))
+        if self._world.rank == 0 and marker.parent.is_dir():  # otherwise nobody waits any more
+            message = None if self._error is None else str(self._error)
+            with suppress(OSError):  # if the disk is full, `wait` raises the error
+                write_json(marker, {"error": message, "files": files})
+
+
 def read_state(directory: str | Path) -> StudentState:
-    """`student.json` of a checkpoint; opens nothing else.
+    """Reads `student.json` of a checkpoint and nothing else.
 
     Raises:
         CheckpointError: missing, not JSON, or of another format.
     """
     path = Path(directory) / STATE_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
             remedy = "use the version of distill_rl that wrote it"
-            raise CheckpointError(f"checkpoint {path}", f"its format must be {FORMAT}", found["format"], remedy)
-        return StudentState(**found)
+            raise CheckpointError(f"checkpoint {path}", f"its format must be {FORMAT}", state["format"], remedy)
+        return StudentState(**state)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path}", "must be a readable student state", _one_line(error)) from error
 
@@ -194,17 +248,17 @@ def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tu
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
-    # Whoever only exports a student does not ask for what was trained beside it.
-    beside = ("random.", "model.objective.", "optimizer.objective.")
-    unwanted = [name for name in saved if not name.startswith(beside) and name not in wanted]
+    # An export reads the student alone, without what was trained besides it.
+    optional = ("random.", "model.objective.", "optimizer.objective.")
+    unwanted = [name for name in saved if not name.startswith(optional) and name not in wanted]
     differing = [name for name, tensor in wanted.items() if saved.get(name) != tuple(tensor.shape)]
     if unwanted or differing:
         name = (differing + unwanted)[0]
-        have = f"{name} is {saved.get(name, 'missing')} there and {tuple(wanted[name].shape) if name in wanted else 'missing'} here"
+        here = tuple(wanted[name].shape) if name in wanted else "missing"
         raise CheckpointError(
             f"checkpoint {directory}",
             "must hold the parameters of student.model",
-            f"{len(unwanted) + len(differing)} that differ ({have})",
+            f"{len(unwanted) + len(differing)} that differ ({name} is {saved.get(name, 'missing')} there and {here} here)",
             "resume with the student that wrote it",
         )
 
@@ -223,7 +277,7 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
 
 
 def _together(action: Callable[[], Any], what: str) -> Any:
-    """Runs a DCP call, which already raises on every rank if one fails, and gives its error one line."""
+    """Runs a DCP call, which raises on every rank if one fails, and turns its error into one line."""
     try:
         return action()
     except CheckpointException as error:

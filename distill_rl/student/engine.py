@@ -1,15 +1,24 @@
 """The student of one rank: loss, gradients, optimizer step. Runs under Ray, plain `torchrun`, or in a test.
 
-Every method is collective: all ranks of the mesh call it together, with the same arguments but for their part of the batch.
-Gradients are sums over data-parallel ranks of losses that were already divided by the global number of labels, so
-that no split of a batch changes the gradient.
+Every method is collective: all ranks of the mesh call it together, with equal arguments except their part of the batch.
+
+One step:
+
+1. `forward_backward`, once per sub-batch, takes this rank's rows one micro-batch after another: fetch the targets, forward,
+   loss, backward. Each loss is divided by the number of labels (or chunks) of the *global* batch, so a gradient is the
+   plain sum over micro-batches, sub-batches and data-parallel ranks, and no division of a batch changes it. A micro-batch
+   without labels is computed too, because the other ranks wait for its collectives.
+2. The last call of a step completes the reduction over the data-parallel ranks (`GradientReduction`).
+3. `optim_step` sums the loss over all ranks, computes the gradient's norm, clips, and updates the weights with the step's
+   learning rate. If the loss or the norm is not finite, or is a spike, it leaves the weights alone (`StepGuard`). All
+   ranks decide alike, because they see the same two numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,14 +42,13 @@ from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.objective import Blend, LossSums, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.teacher_heads import open_heads
-from distill_rl.student.writer import Writer
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TokenRows
 
@@ -49,8 +57,8 @@ if TYPE_CHECKING:
 
 TargetSource = Callable[[int, int], AbstractContextManager[Sequence[Target | None]]]
 """`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
-the config, each flattened to [num_rows·S, …], on any device, never written to; valid inside the block. None for a
-teacher that the run has lost; an empty list where there is no teacher."""
+the config, each flattened to [num_rows·S, …], on any device, read-only and valid inside the block. None for a teacher that
+the run has lost; an empty list without teachers."""
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +68,8 @@ class StudentEngine:
 
     Args:
         config: the run's settings.
-        world: this rank's place; the student's mesh.
-        vocabulary_size: ids of the tokenizer; wider embedding tables are padding that never gets probability.
+        world: this rank of the student's mesh.
+        vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
         total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
         cross_tokenizer_specs: per teacher, None for one with the student's tokenizer; empty if all have it.
     """
@@ -82,31 +90,16 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(
-            student.model,
-            world,
-            role="student",
-            dtype=student.dtype,
-            attention=student.attention,
-            activation_checkpointing=student.activation_checkpointing,
-            compile=student.compile,
-            revision=student.revision,
-            packing=config.data.packing,
-        )
+        self.model = load_model(student, world, packing=config.data.packing)
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
-        bridges = open_projections(cross_tokenizer_specs, world, learnable=config.projection.learnable)
-        heads = open_heads(
-            running_teachers(config),
-            cross_tokenizer_specs,
-            world,
-            columns=self.model.config.vocab_size,
-            tokens=vocabulary_size,
-        )
-        self.objective = Objective(config.loss, config.teachers, bridges, heads)
+        projections = open_projections(cross_tokenizer_specs, world, learnable=config.projection.learnable)
+        columns, teachers = self.model.config.vocab_size, running_teachers(config)
+        heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
+        self.objective = Objective(config.loss, config.teachers, projections, heads)
         self.kd_scale = 1.0
-        """r of `loss.dynamic_scale`: CE / KD of the step before"""
+        """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.trained, config.optimizer, fused=world.device.type == "cuda")
@@ -114,7 +107,7 @@ class StudentEngine:
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
         self.guard = StepGuard(config.faults)
-        self._writer = Writer(world, config.ray.step_timeout_s)
+        self._writer = checkpoint.Writer(world, config.ray.step_timeout_s)
         self._begin_step()
         self._seed()
 
@@ -122,18 +115,20 @@ class StudentEngine:
         """One optimizer step on this rank's part of a global batch.
 
         Args:
-            scores: per teacher what its share of the KD falls with, the same on all ranks; empty: shares are fixed.
+            scores: per-teacher score, the same on all ranks; a higher score lowers that teacher's share of the KD. Empty:
+                shares are fixed.
 
         Returns:
-            On the first tensor-parallel rank: `train/kl_loss` (weighted over teachers, T² included), `train/nll_loss`,
-            `train/teacher_mass`, means over this rank's labelled tokens and weighted by them, so that their merge
-            over ranks is the mean of the global batch; `train/loss`, their weighted sum; `train/tokens` (labelled);
-            `train/grad_norm` before clipping and `train/lr`, `train/kd_scale` under `loss.dynamic_scale`; and
-            `train/skipped`, 1 where the step left the weights alone because a loss or a gradient was not finite. `{}` on
-            the others. The KD of chunks is a mean over chunks.
+            On the first tensor-parallel rank, `{}` on the others:
+            `train/kl_loss` (weighted over teachers, T² included; a mean over chunks where chunks are compared),
+            `train/nll_loss`, `train/teacher_mass`: means over this rank's labelled tokens with their number as weight, so
+            that merging over ranks gives the mean of the global batch;
+            `train/loss`, the weighted sum of KD and CE; `train/tokens`, the labelled tokens;
+            `train/grad_norm`, before clipping; `train/lr`; `train/kd_scale`, under `loss.dynamic_scale`;
+            `train/skipped`, 1 if the step left the weights alone.
 
         Raises:
-            NumericsError: on all ranks alike, before any weight has changed, if too many steps in a row were to be skipped.
+            NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
         """
         metrics = self.forward_backward(batch, targets, scores)
         return metrics | self.optim_step()
@@ -141,18 +136,18 @@ class StudentEngine:
     def forward_backward(
         self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
     ) -> dict[str, Metric]:
-        """Computes the gradient of `batch`, micro-batch by micro-batch, and adds it to what the step has so far.
+        """Computes the gradient of `batch`, micro-batch by micro-batch, and adds it to that of the step so far.
 
         Args:
-            last: no further call comes before `optim_step`. Only then are gradients complete in the parameters'
-                `.grad`; before, they may be in FSDP2's buffers.
+            last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`; until
+                then they may be in FSDP2's buffers.
         """
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
-                self.kd_scale = self._ratio(self._sweep(batch, targets, self.objective.blend(scores)))
+                self.kd_scale = self._ratio(self._run(batch, targets, self.objective.blend(scores)))
         blend = self.objective.blend(scores, self.kd_scale)
-        sums = self._sweep(batch, targets, blend, backward=True, last=last)
+        sums = self._run(batch, targets, blend, backward=True, last=last)
         kd, ce = sums.kd_and_ce
         self._loss += (blend.kd * kd + blend.ce * ce) / max(batch.num_labels, 1)
         if dynamic == "on":
@@ -164,8 +159,8 @@ class StudentEngine:
 
     @gpu_phase("optimizer step")
     def optim_step(self) -> dict[str, Metric]:
-        """Clips, updates the weights with this step's learning rate, and clears the gradients; or skips the step, for a
-        reason that all ranks see alike (`StepGuard`)."""
+        """Clips the gradients, updates the weights with this step's learning rate and clears the gradients, or skips the
+        update if `StepGuard` finds a reason. The returned metrics are those of `train_step`."""
         step = self.step + 1
         reshard(self.model)
         for parameter in self.objective.parameters():
@@ -193,11 +188,11 @@ class StudentEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
-        """`validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, to be merged like the training metrics."""
+        """`validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, merged like the training metrics."""
         blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
         try:
-            sums = self._sweep(batch, targets, blend)
+            sums = self._run(batch, targets, blend)
         finally:
             reshard(self.model)
             self.model.train()
@@ -205,17 +200,17 @@ class StudentEngine:
         return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
 
     @gpu_phase("checkpoint copy")
-    def save(self, directory: str | Path, state_extra: Mapping[str, Any], marker: str | Path | None = None) -> None:
-        """Writes weights, optimizer, random state and `state_extra` (JSON) into `directory`; the caller commits it.
+    def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
+        """Writes weights, optimizer and random state into `directory`. The caller commits the directory.
 
         Args:
-            marker: None: all is written on return. A file: all is copied on return and is written beside what comes
-                next; the file tells when (`Writer`).
+            marker: None: everything is written on return. A path: everything is copied on return and written in the
+                background; the file appears when that is done (`checkpoint.Writer`).
 
         Raises:
-            CheckpointError: on all ranks alike, if any of them cannot write, now or in the save before.
+            CheckpointError: on all ranks, if any of them cannot write, now or in the previous save.
         """
-        snapshot = self._snapshot(state_extra)
+        snapshot = self._snapshot()
         if marker is None:
             self.finish_saving()
             checkpoint.save(directory, snapshot, self.world)
@@ -223,32 +218,26 @@ class StudentEngine:
             self._writer.start(snapshot, Path(directory), Path(marker))
 
     def finish_saving(self) -> None:
-        """Waits for what `save` writes beside the training.
+        """Waits for a save in the background.
 
         Raises:
-            CheckpointError: on all ranks alike, if any of them could not write.
+            CheckpointError: on all ranks, if any of them could not write.
         """
         self._writer.wait()
 
     def checkpoint_bytes(self) -> int:
-        """What `save` writes on all ranks together, but for a few kilobytes."""
-        return self._snapshot({}).num_bytes
+        """What `save` writes on all ranks together, except a few kilobytes."""
+        return self._snapshot().num_bytes
 
-    def _snapshot(self, state_extra: Mapping[str, Any]) -> checkpoint.Snapshot:
-        return checkpoint.snapshot(
-            parameters=self._named_parameters(),
-            optimizer=self.optimizer,
-            world=self.world,
-            step=self.step,
-            kd_scale=self.kd_scale,
-            guard=self.guard.state(),
-            extra=state_extra,
-        )
+    def _snapshot(self) -> checkpoint.Snapshot:
+        world = self.world
+        state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
+        return checkpoint.snapshot(state, self._named_parameters(), self.optimizer, world)
 
-    def load(self, directory: str | Path) -> dict[str, Any]:
-        """Goes on from what `save` wrote, bit for bit where the mesh is the same; returns `state_extra`.
+    def load(self, directory: str | Path) -> None:
+        """Continues from what `save` wrote, bit for bit if the mesh has the same sizes.
 
-        On a mesh of other sizes weights and optimizer are resharded, and random numbers (dropout) start anew from
+        On a mesh of other sizes weights and optimizer are resharded, and random numbers (dropout) start afresh from
         run.seed and the step.
 
         Raises:
@@ -262,7 +251,6 @@ class StudentEngine:
         self._begin_step()
         if not random_restored:
             self._seed()
-        return dict(state.extra)
 
     @gpu_phase("weight export")
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
@@ -277,14 +265,14 @@ class StudentEngine:
         )
 
     def export_projections(self, folder: str | Path) -> None:
-        """Writes what was learnt of projections between vocabularies, if anything was."""
+        """Writes the learned vocabulary projections, if there are any."""
         if self.world.rank == 0:
-            save_learned(self.objective.learnt, self.cross_tokenizer_specs, Path(folder))
+            save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
-    def _sweep(
+    def _run(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False
     ) -> LossSums:
-        """All micro-batches, also those without a label: the other ranks wait for their collectives."""
+        """Forward, and on request backward, over all micro-batches."""
         sums = LossSums(len(self.objective.teachers), self.world.device)
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
@@ -292,10 +280,10 @@ class StudentEngine:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             labels = to_device(rows.labels, self.world.device)
             start = first_row - batch.first_row
-            chunks = [each and each[start : start + rows.shape[0]] for each in batch.chunks]
-            with gpu_phase("forward"), targets(first_row, rows.shape[0]) as found:
-                teachers = [target and _on_device(target, self.world.device) for target in found]
-                output = self.objective(self._logits(rows), labels, teachers, batch.num_labels, chunks, blend)
+            chunks = [part and part[start : start + rows.shape[0]] for part in batch.chunks]
+            with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
+                moved = [target and _on_device(target, self.world.device) for target in fetched]
+                output = self.objective(self._logits(rows), labels, moved, batch.num_labels, chunks, blend)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -309,16 +297,16 @@ class StudentEngine:
         return sums.metrics(prefix, self.objective, blend, num_labels)
 
     def all_agree(self, able: bool) -> bool:
-        """Whether every rank says so. Collective."""
+        """Whether `able` is true on every rank. Collective."""
         if self.world.world_size == 1:
             return able
-        unable = torch.tensor(float(not able), device=self.world.device)
-        dist.all_reduce(unable)
-        return unable.item() == 0
+        num_unable = torch.tensor(float(not able), device=self.world.device)
+        dist.all_reduce(num_unable)
+        return num_unable.item() == 0
 
     def _begin_step(self) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        """this rank's share of the loss, over the micro-batches of the step so far"""
+        """This rank's share of the loss, over the micro-batches of the step so far."""
         self._kd_scale_before = self.kd_scale
 
     def _global_loss(self) -> float:
@@ -326,23 +314,22 @@ class StudentEngine:
         if self.world.world_size == 1:
             return self._loss.item()
         total = self._loss.clone()
-        dist.all_reduce(
-            total
-        )  # over all ranks, so that the word of one is heard by all; tensor-parallel ranks repeat it
+        # Over all ranks, so that a NaN on one reaches all. Tensor-parallel ranks add the same loss tp times.
+        dist.all_reduce(total)
         return total.item() / self.world.tp
 
     def _ratio(self, sums: LossSums) -> float:
-        """CE / KD of the global batch, the same on every rank; 1 where there is no KD to scale. Collective."""
+        """CE / KD of the global batch, the same on every rank; 1 if there is no KD to scale. Collective."""
         total = sums.kd_and_ce.clone()
         dist.all_reduce(total, group=self.world.dp_group)
         kd, ce = total.tolist()
         return ce / kd if kd > 0 else 1.0
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the model by their names, and what else is trained, under `objective.`."""
+        """The model's parameters by name, and other trained ones with the prefix `objective.`."""
         reshard(self.model)
         named = dict(self.model.named_parameters())
-        return named | {f"objective.{name}": parameter for name, parameter in self.objective.named_parameters()}
+        return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _logits(self, rows: TokenRows) -> Tensor:
         device = self.world.device
@@ -352,14 +339,15 @@ class StudentEngine:
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:
-        """Draws that depend on run.seed, the step and the data-parallel rank: tensor-parallel ranks must draw alike."""
+        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same numbers."""
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
 
 
 def _on_device(target: Target, device: torch.device) -> Target:
-    values = {each.name: getattr(target, each.name) for each in fields(target)}
-    moved: dict[str, Any] = {
-        name: tensor_to_device(each, device) for name, each in values.items() if isinstance(each, Tensor)
-    }
+    moved: dict[str, Any] = {}
+    for field in fields(target):
+        value = getattr(target, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = tensor_to_device(value, device)
     return replace(target, **moved)

@@ -1,13 +1,19 @@
 """What the student minimises: kd_weight · Σᵢ wᵢ·KDᵢ + ce_weight · CE over one or several teachers.
 
-A teacher with the student's tokenizer is compared token by token, one with another tokenizer chunk by chunk.
+A teacher with the student's tokenizer is compared token by token, one with another tokenizer chunk by chunk. With L
+labels and C chunks in the global batch, a micro-batch contributes
+
+    token by token     (kd · wᵢ · Σ KD(token)  +  ce · Σ CE(token)) / L
+    chunk by chunk      kd · wᵢ · Σ KD(chunk) / C  +  ce · Σ CE(token) / L
+
+so that the sum over all micro-batches and ranks is the loss of the global batch, however it is divided.
 Shapes as in `distill_rl.types`; N = R·S tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
-from distill_rl.errors import ConfigError
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
     HiddenStates,
-    LearnableProjection,
-    VocabularyProjection,
+    TopKLogprobs,
     chunk_kd_loss,
     kd_loss,
 )
@@ -29,27 +33,28 @@ from distill_rl.losses.core.shards import split
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.inputs import to_device
 from distill_rl.observe.metrics import Metric
+from distill_rl.student.projections import CrossTokenizerLoss
 from distill_rl.student.teacher_heads import TeacherHead
 from distill_rl.types import ChunkRows
 
 Target = Wire
-"""What a teacher said of a micro-batch, as it arrives."""
+"""A teacher's targets for one micro-batch, as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """One micro-batch's share; all detached except `loss`. Sums run over the labelled tokens of the micro-batch."""
+    """Sums over the labelled tokens of one micro-batch. All but `loss` are detached."""
 
     loss: Tensor
-    """scalar: the micro-batch's share of the mean over the global batch"""
+    """Scalar: the micro-batch's share of the mean over the global batch."""
     kd: Tensor
-    """scalar: summed KD, teachers weighed by their share, T² included; KD of chunks counts as labels / chunks of the
-    global batch, so that dividing by labels gives the mean over chunks"""
+    """Scalar: summed KD, each teacher weighed by its share, T² included. KD of chunks is multiplied by labels / chunks of
+    the global batch, so that division by the labels gives the mean over chunks."""
     ce: Tensor
-    """scalar: summed cross-entropy with the labels, at T = 1"""
+    """Scalar: summed cross-entropy with the labels, at T = 1."""
     kd_per_teacher: tuple[Tensor, ...]
     teacher_mass: Tensor
-    """scalar: summed probability inside the first teacher's top k; 0 without teachers"""
+    """Scalar: summed probability inside the first teacher's top k; 0 without teachers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,20 @@ class Blend:
     kd: float
     ce: float
     shares: tuple[float, ...]
-    """per teacher; they sum to one"""
+    """Per teacher; they sum to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    logits: Tensor
+    labels: Tensor
+    num_labels: int
+    """Labelled tokens of the global batch, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """One teacher's part of a micro-batch; sums, detached but for the loss."""
+    """One teacher's part of a micro-batch: sums, detached except the loss."""
 
     loss: Tensor
     kd: Tensor
@@ -75,25 +88,22 @@ class _Term:
 class Objective(nn.Module):
     """The loss of a student with these settings.
 
-    Teachers' weights are divided by their sum. Cross-entropy comes out of the sweep of the first teacher that is there, so that n
-    teachers cost n sweeps; without a teacher it is taken alone.
+    The weights of the teachers are divided by their sum. The cross-entropy is computed in the pass over the vocabulary
+    that the first remaining teacher needs anyway, so n teachers cost n passes. Without teachers it takes a pass alone.
 
     Args:
         config: `loss.*`.
-        teachers: in the order of their targets; none are used where `loss.kd_weight` is 0.
-        cross_tokenizer: per teacher its loss across tokenizers and the bridge between the vocabularies (one to be learnt is
-            a parameter of this module), None for one that has the student's tokenizer; empty where all have.
-        heads: per teacher its output layer where it sends hidden states, else None; empty where none does.
-
-    Raises:
-        ConfigError: no term has a positive weight, or a weight is negative.
+        teachers: in the order of their targets. None of them is used if `loss.kd_weight` is 0.
+        cross_tokenizer: per teacher its cross-tokenizer loss and the projection between the vocabularies (a learnable one
+            is a parameter of this module), None for a teacher with the student's tokenizer. Empty if all are.
+        heads: per teacher its output layer if it sends hidden states, else None. Empty if no teacher does.
     """
 
     def __init__(
         self,
         config: LossConfig,
         teachers: Sequence[TeacherConfig],
-        cross_tokenizer: Sequence[tuple[str, VocabularyProjection | LearnableProjection] | None] = (),
+        cross_tokenizer: Sequence[CrossTokenizerLoss | None] = (),
         heads: Sequence[TeacherHead | None] = (),
     ):
         super().__init__()
@@ -101,22 +111,19 @@ class Objective(nn.Module):
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
         self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
         self.heads = tuple(heads) or (None,) * len(self.teachers)
-        learnt = {str(n): way[1] for n, way in enumerate(self.cross_tokenizer) if way and isinstance(way[1], nn.Module)}
-        self.projections = nn.ModuleDict(learnt)
-        _check_weights(config, [teacher.weight for teacher in self.teachers])
-
-    @property
-    def learnt(self) -> dict[str, LearnableProjection]:
-        """Projections that are trained, by their teacher's number."""
-        return {name: module for name, module in self.projections.items() if isinstance(module, LearnableProjection)}
+        self.projections = nn.ModuleDict()
+        """The projections that are trained, by the index of their teacher."""
+        for i, loss in enumerate(self.cross_tokenizer):
+            if loss is not None and isinstance(loss[1], nn.Module):
+                self.projections[str(i)] = loss[1]
 
     def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
-        """The weights of a step.
+        """The weights of a step: wᵢ ∝ weightᵢ · exp(−scoreᵢ).
 
         Args:
-            scores: per teacher, what its share falls with: its mean CE or entropy on the batch (`teachers[].score`);
-                infinity: none for a teacher that the run has lost.
-            kd_scale: r of `loss.dynamic_scale`, which takes the place of both weights.
+            scores: per teacher its mean CE or entropy on the batch (`teachers[].score`), infinity for a teacher that the
+                run has lost. Empty: shares follow from the weights alone.
+            kd_scale: r of `loss.dynamic_scale`, which replaces both weights.
         """
         weights = [teacher.weight for teacher in self.teachers]
         if scores:
@@ -139,115 +146,92 @@ class Objective(nn.Module):
 
         Args:
             logits: [R, S, V], a plain tensor or a DTensor Shard(-1); padded columns already −inf.
-            labels: int64 [R, S], shifted, IGNORE_INDEX where nothing is learnt.
-            targets: one per teacher, rows flattened to [N, …]; None for one that the run has lost, whose share is 0.
-            num_labels: labelled tokens of the global batch; the loss is divided by it, here and nowhere else.
-            chunks: of these rows, per teacher; for those with another tokenizer.
-            blend: of this step; None: the settings' weights.
+            labels: int64 [R, S], shifted; IGNORE_INDEX where nothing is trained.
+            targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost: its share is 0.
+            num_labels: labelled tokens of the global batch. The loss is divided by it, here and nowhere else.
+            chunks: of these rows, per teacher; required for those with another tokenizer.
+            blend: of this step; None: the weights of the settings.
 
         Raises:
-            ValueError: the number of targets is not that of the teachers; chunks missing, or given for no reason;
-                hidden states of a teacher without an output layer.
+            ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
+                states of a teacher without an output layer.
         """
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
-        shared = tuple(chunks) or (None,) * len(targets)
-        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, shared):
+        chunks = tuple(chunks) or (None,) * len(targets)
+        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, chunks):
             if (cross is None) != (rows is None):
                 raise ValueError(
                     f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
                 )
         blend = blend or self.blend()
-        main = next((number for number, target in enumerate(targets) if target is not None), 0)
-        terms = [
-            self._teacher_term(
-                logits, labels, target, head, rows, cross, blend.kd * share, ce=ce, denominator=max(num_labels, 1)
-            )
-            for target, head, rows, cross, share, ce in zip(
-                targets or (None,),
-                self.heads or (None,),
-                shared or (None,),
-                self.cross_tokenizer or (None,),
-                blend.shares or (0.0,),
-                [blend.ce if number == main else 0.0 for number in range(max(len(targets), 1))],
-            )
-        ]
+        batch = _MicroBatch(logits, labels, max(num_labels, 1))
+        if not self.teachers:
+            term = self._token_term(batch, None, 0.0, blend.ce)
+            return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
+
+        first = next((i for i, target in enumerate(targets) if target is not None), 0)
+        terms: list[_Term] = []
+        for i, target in enumerate(targets):
+            kd, ce, cross, rows = blend.kd * blend.shares[i], 0.0, self.cross_tokenizer[i], chunks[i]
+            if i == first:
+                ce = blend.ce
+            if target is None:
+                zero = torch.zeros((), device=labels.device)
+                terms.append(_Term(zero, zero, zero, zero))
+            elif cross is not None and rows is not None:
+                terms.append(self._chunk_term(batch, self._with_logits(target, i), rows, cross, kd, ce))
+            else:
+                terms.append(self._token_term(batch, self._with_head(target, i), kd, ce))
         return ObjectiveOutput(
-            loss=_sum(term.loss for term in terms),
-            kd=_sum(term.kd * share for term, share in zip(terms, blend.shares or (0.0,))),
-            ce=terms[main].ce,
-            kd_per_teacher=tuple(term.kd for term in terms)[: len(self.teachers)],
-            teacher_mass=terms[main].teacher_mass,
+            loss=torch.stack([term.loss for term in terms]).sum(),
+            kd=torch.stack([term.kd * share for term, share in zip(terms, blend.shares)]).sum(),
+            ce=terms[first].ce,
+            kd_per_teacher=tuple(term.kd for term in terms),
+            teacher_mass=terms[first].teacher_mass,
         )
 
-    def _teacher_term(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        target: Target | None,
-        head: TeacherHead | None,
-        shared: ChunkRows | None,
-        cross: tuple[str, VocabularyProjection | LearnableProjection] | None,
-        kd: float,
-        ce: float,
-        denominator: int,
-    ) -> _Term:
-        """By whichever loss this teacher takes; `kd` and `ce` are the weights of the two. Zero for one that was lost."""
-        if target is None and self.teachers:
-            nothing = torch.zeros((), device=labels.device)
-            return _Term(nothing, nothing, nothing, nothing)
-        if cross is not None and shared is not None and target is not None:
-            return self._cross_tokenizer_term(logits, labels, target, head, shared, cross, kd, ce, denominator)
-        return self._term(logits, labels, _completed(target, head), kd, ce, denominator)
+    def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
+        """Token by token; `kd` and `ce` are the weights of the two losses.
 
-    def _term(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        target: Teacher | None,
-        kd: float,
-        ce: float,
-        denominator: int,
-    ) -> _Term:
-        """Token by token; `kd` and `ce` are the weights of the two."""
+        `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce.
+        """
         factor = kd + ce
+        ratio = kd / factor if factor > 0 else 1.0
         if isinstance(target, DenseLogits):
-            target = _with_columns_of(logits, target)
+            target = _with_columns_of(batch.logits, target)
         output = kd_loss(
-            logits,
+            batch.logits,
             target,
-            labels=labels,
+            labels=batch.labels,
             divergence=self.config.divergence,
             beta=self.config.beta,
             temperature=self.config.temperature,
             tail=self.config.tail,
-            kd_ratio=0.0 if target is None else kd / factor if factor > 0 else 1.0,
+            kd_ratio=0.0 if target is None else ratio,
             reduction="sum",
         )
         assert output.ce_loss is not None, "labels were given"
-        return _Term(output.loss * (factor / denominator), output.kd_loss, output.ce_loss, output.teacher_mass)
+        return _Term(output.loss * (factor / batch.num_labels), output.kd_loss, output.ce_loss, output.teacher_mass)
 
-    def _cross_tokenizer_term(
+    def _chunk_term(
         self,
-        logits: Tensor,
-        labels: Tensor,
-        target: Target,
-        head: TeacherHead | None,
-        shared: ChunkRows,
-        cross: tuple[str, VocabularyProjection | LearnableProjection],
+        batch: _MicroBatch,
+        target: TopKLogprobs | DenseLogits,
+        rows: ChunkRows,
+        cross: CrossTokenizerLoss,
         kd: float,
         ce: float,
-        denominator: int,
     ) -> _Term:
         """Chunk by chunk: KD is a mean over the chunks of the global batch, CE over its labels."""
-        method, way = cross
+        method, projection = cross
         output = chunk_kd_loss(
-            logits,
-            _given(head).logits(target) if isinstance(target, HiddenStates) else target,
-            flat_chunks(shared, labels.device),
-            way() if isinstance(way, nn.Module) else way,
+            batch.logits,
+            target,
+            flat_chunks(rows, batch.labels.device),
+            projection() if isinstance(projection, nn.Module) else projection,
             method=method,
-            labels=labels,
+            labels=batch.labels,
             divergence=self.config.divergence,
             beta=self.config.beta,
             temperature=self.config.temperature,
@@ -258,14 +242,28 @@ class Objective(nn.Module):
             relaxed=self.config.gold_relaxed,
             tau=self.config.alm_tau,
         )
-        compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
-        per_label = denominator / max(compared, 1)
-        loss = output.kd * (kd * per_label / denominator) + output.ce * (ce / denominator)
-        return _Term(loss, output.kd.detach() * per_label, output.ce.detach(), output.teacher_mass)
+        num_chunks = rows.num_one_to_one if method == "strict" else rows.num_chunks
+        labels_per_chunk = batch.num_labels / max(num_chunks, 1)
+        loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
+        return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
+
+    def _with_head(self, target: Target, teacher: int) -> Teacher:
+        """Hidden states with the output layer, whose logits are then computed a chunk at a time."""
+        return self._head(teacher).attach(target) if isinstance(target, HiddenStates) else target
+
+    def _with_logits(self, target: Target, teacher: int) -> TopKLogprobs | DenseLogits:
+        """Hidden states turned into logits."""
+        return self._head(teacher).logits(target) if isinstance(target, HiddenStates) else target
+
+    def _head(self, teacher: int) -> TeacherHead:
+        head = self.heads[teacher]
+        if head is None:
+            raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
+        return head
 
 
 def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
-    """Chunks of a micro-batch numbered through, over its flattened rows."""
+    """Chunks of a micro-batch over its flattened rows, numbered consecutively; rows number theirs from 0 each."""
     counts = rows.student.max(axis=1, initial=-1) + 1
     first = np.cumsum(counts) - counts
 
@@ -275,48 +273,19 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
     return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
 
 
-def _completed(target: Target | None, head: TeacherHead | None) -> Teacher | None:
-    return _given(head).attach(target) if isinstance(target, HiddenStates) else target
-
-
-def _given(head: TeacherHead | None) -> TeacherHead:
-    if head is None:
-        raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
-    return head
-
-
 def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
-    """A teacher's whole logits cut, or filled up with −inf, to this rank's columns of the student's.
+    """A teacher's whole logits, cut or padded with −inf to this rank's columns of the student's logits.
 
-    Both models know the same tokens; their output layers may be padded differently.
+    Both models have the same tokens, but their output layers may be padded differently.
     """
     _, shard = split(logits, None, dim=-1, name="logits")
     missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
-    theirs = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
-    return DenseLogits(theirs[:, shard.offset : shard.offset + shard.size], target.label_logprob)
-
-
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(tensors)).sum()
-
-
-def _check_weights(config: LossConfig, weights: Sequence[float]) -> None:
-    if min([config.kd_weight, config.ce_weight, *weights]) < 0:
-        raise ConfigError(
-            "loss weights",
-            "none may be negative",
-            f"kd {config.kd_weight}, ce {config.ce_weight}, teachers {list(weights)}",
-        )
-    if (weights and sum(weights) == 0) or (not weights and config.ce_weight == 0):
-        raise ConfigError(
-            "loss.kd_weight, loss.ce_weight, teachers[].weight",
-            "some term must have a positive weight",
-            f"kd {config.kd_weight}, ce {config.ce_weight}, {len(weights)} teachers",
-        )
+    padded = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
+    return DenseLogits(padded[:, shard.offset : shard.offset + shard.size], target.label_logprob)
 
 
 class LossSums:
-    """Losses of several micro-batches, added up on the device in fp64 and read once."""
+    """Losses of several micro-batches, summed on the device in fp64 and read by the host once."""
 
     def __init__(self, num_teachers: int, device: torch.device):
         self._num_teachers = num_teachers
@@ -327,11 +296,11 @@ class LossSums:
 
     @property
     def kd_and_ce(self) -> Tensor:
-        """fp64 [2], this rank's sums."""
+        """fp64 [2]: this rank's sums of KD and CE."""
         return self._sums[:2]
 
     def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
-        """Means over this rank's `num_labels` labelled tokens, and weighted by them; `{prefix}/tokens` is their number."""
+        """Means over this rank's `num_labels` labelled tokens, with that number as their weight and as `{prefix}/tokens`."""
         kd, ce, mass, *kd_per_teacher = (self._sums / max(num_labels, 1)).tolist()
         means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
         if self._num_teachers:
@@ -339,7 +308,8 @@ class LossSums:
             if objective.cross_tokenizer[0] is None:
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
-            told = zip(objective.teachers, kd_per_teacher, blend.shares)
-            means |= {f"kl_loss/{t.name}": value for t, value, share in told if share > 0 or t.weight == 0}
+            for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):
+                if share > 0 or teacher.weight == 0:  # otherwise the run has lost it
+                    means[f"kl_loss/{teacher.name}"] = value
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}

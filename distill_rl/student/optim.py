@@ -1,6 +1,6 @@
 """AdamW over sharded parameters, the learning rate as a pure function of the step, and global-norm clipping.
 
-Every parameter is a DTensor on one mesh (`World.parameter_mesh`), so that all of this is plain torch without a special case.
+Every parameter is a DTensor on one mesh (`World.parameter_mesh`), so all of this is plain torch without special cases.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with decoupled decay on matrices only.
 
-    Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg`, `exp_avg_sq` like
-    the parameter, `step` fp32 scalar) exists from the start: memory is known before the first step, and a
-    checkpoint has the same content at any step. The learning rate is set before each step from a `Schedule`.
+    Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg` and `exp_avg_sq` like the
+    parameter, `step` an fp32 scalar) exists from the start, so that memory is known before the first step and a checkpoint
+    has the same content at any step. The learning rate is set before each step from a `Schedule`.
 
     Args:
-        fused: one kernel per step that reads and writes everything once and needs no temporaries; else torch's foreach
-            implementation. `step` lies on the parameter's device for the fused kernel and on the CPU for foreach, which
-            reads it there; checkpoints of one load into the other.
+        fused: use one kernel per step that reads and writes everything once and needs no temporaries, instead of torch's
+            foreach implementation. `step` is on the parameter's device for the fused kernel and on the CPU for foreach;
+            checkpoints of one load into the other.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -54,13 +54,13 @@ class Schedule:
 
     With warm-up w and horizon h (`schedule.steps`, or else the last step of the run), step s, counted from 1, has
     `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
-    x = (s − 1 − w)/(h − w) and shape from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has the peak,
-    and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
+    x = (s − 1 − w)/(h − w) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has the
+    peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
 
-    The rate depends on nothing but s and h, which gives the rule for a run that is extended by a larger
-    `train.steps`: with `schedule.steps` set the horizon stays, and the steps added behind it run at the minimum;
-    with `schedule.steps: null` the horizon moves to the new last step, so that from the first step after the resume the
-    rate is that of the longer schedule (a jump upwards, unless `kind: constant`).
+    The rate depends on s and h alone. So if a run is extended by a larger `train.steps`:
+    with `schedule.steps` set, the horizon stays, and the steps beyond it run at the minimum;
+    with `schedule.steps: null`, the horizon moves to the new last step, and from the first step after the resume the rate
+    is that of the longer schedule (a jump upwards, unless `kind: constant`).
 
     Args:
         peak: the rate at the end of the warm-up.
@@ -84,13 +84,13 @@ class Schedule:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales all gradients by one factor so that their global L2 norm is at most `max_norm`; 0: leaves them alone.
+    """Scales all gradients by one factor so that their global L2 norm is at most `max_norm`. 0 leaves them alone.
 
     The norm is that of the whole gradient: sharded parts are summed over the mesh, replicated ones count once.
     Collective.
 
     Returns:
-        The norm before clipping, a scalar that is equal on every rank; NaN or Inf if any gradient holds one.
+        The norm before clipping, a scalar equal on all ranks. NaN or Inf if any gradient holds one.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)

@@ -1,9 +1,9 @@
-"""Vocabulary projections from their files to the student's device; done once, at the start."""
+"""Loads vocabulary projections onto the student's device, once at the start, and saves those that were learned."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +18,16 @@ from distill_rl.types import CrossTokenizerSpec
 log = logging.getLogger(__name__)
 
 CrossTokenizerLoss = tuple[str, VocabularyProjection | LearnableProjection]
-"""The loss across tokenizers, and the way from one vocabulary to the other."""
+"""The cross-tokenizer method (`loss.cross_tokenizer`) and the projection between the two vocabularies."""
 
 
 def open_projections(
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
 ) -> list[CrossTokenizerLoss | None]:
-    """Per teacher how the student learns from it, None for one that has the student's tokenizer.
+    """Per teacher its cross-tokenizer loss, None for a teacher with the student's tokenizer.
 
     Args:
-        learnable: train the projections that are projected through (xtoken).
+        learnable: make the projections of `xtoken` trainable.
 
     Raises:
         ValueError: a damaged projection.
@@ -36,20 +36,20 @@ def open_projections(
 
 
 def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
-    found = load_projection(spec.projection)
-    same = found.student_hash == found.teacher_hash
-    if world.rank == 0 and not same and not (len(found.student_stops) and len(found.teacher_stops)):
+    stored = load_projection(spec.projection)
+    same = stored.student_hash == stored.teacher_hash
+    if world.rank == 0 and not same and not (len(stored.student_stops) and len(stored.teacher_stops)):
         log.warning(
-            "%s holds no stop tokens of both sides, as files of earlier versions do not: they are compared like other "
-            "tokens where an answer ends, and a teacher that stops by another may teach not to stop; leave "
+            "%s holds no stop tokens of both sides, as written by earlier versions: where an answer ends, they are "
+            "compared like other tokens, so a teacher with another stop token may teach not to stop; leave "
             "projection.path out to have the file built anew",
             spec.projection,
         )
-    bridge = VocabularyProjection.from_projection(found).to(world.device)
+    fixed = VocabularyProjection.from_projection(stored).to(world.device)
     if not learnable or spec.method != "xtoken":
-        return spec.method, bridge
-    projection = LearnableProjection(bridge)
-    # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints know one kind.
+        return spec.method, fixed
+    projection = LearnableProjection(fixed)
+    # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
     mesh = world.parameter_mesh
     placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     projection.logits = nn.Parameter(placed)
@@ -57,24 +57,24 @@ def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossToken
 
 
 def save_learned(
-    projections: Mapping[str, LearnableProjection],
+    projections: nn.ModuleDict,
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
     folder: Path,
 ) -> None:
-    """Writes what was learnt of each projection into `folder`, in the form that `projection.path` takes.
+    """Writes the learned projections into `folder`, in the format that `projection.path` takes.
 
     Args:
-        projections: by the teacher's number, as `Objective` keeps them.
+        projections: by the index of the teacher, as in `Objective`.
     """
-    for number, projection in projections.items():
-        spec = cross_tokenizer_specs[int(number)]
+    for teacher, projection in projections.items():
+        spec = cross_tokenizer_specs[int(teacher)]
         assert spec is not None
         values = projection().values.detach().cpu().numpy()
         folder.mkdir(exist_ok=True)
-        save_projection(replace(load_projection(spec.projection), values=values), folder / f"{number}.safetensors")
+        save_projection(replace(load_projection(spec.projection), values=values), folder / f"{teacher}.safetensors")
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """Adds up a replicated parameter's gradient, of which every rank has a share. Collective over the mesh."""
+    """Sums the gradient of a replicated parameter over the ranks, which have a share each. Collective over the mesh."""
     if isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

@@ -1,8 +1,8 @@
-"""Copies of what is trained in plain host memory, through a small page-locked buffer."""
+"""Copies of GPU tensors in plain host memory, through a small page-locked buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BUFFER_BYTES = 64 * 2**20
-"""Of both halves together. A copy of 32 MiB takes about a millisecond on PCIe, far more than starting it."""
+"""Of both halves together. A copy of 32 MiB takes about a millisecond on PCIe, far more than launching it."""
 
 
 @dataclass
 class _Half:
-    """One half of the buffer, and where its content goes."""
+    """One half of the buffer, and the destination of its content."""
 
     memory: Tensor
     target: Tensor | None = None
@@ -27,17 +27,17 @@ class Staging:
     """Copies tensors of a GPU into pageable host memory, at the speed of page-locked memory.
 
     The driver copies straight into pageable memory at a fraction of the bus, and page-locking the whole copy would
-    take three times the weights from the node. So each tensor goes in pieces through two page-locked halves: while the
-    GPU fills one on a stream of its own, the host empties the other.
+    lock three times the size of the weights on the node. So each tensor goes in pieces through two page-locked halves:
+    while the GPU fills one on a stream of its own, the host empties the other.
 
         gpu    ── piece 0 → A ─ piece 1 → B ─ piece 2 → A ─ …
         host            ─────── A → target ── B → target ── …
 
-    On a CPU the same steps run with plain memory and without streams; production code clones there instead.
+    On a CPU the same steps run with plain memory and without streams; product code clones there instead.
 
     Args:
         device: of the tensors.
-        buffer_bytes: of both halves together.
+        buffer_bytes: size of both halves together.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES):
@@ -48,32 +48,27 @@ class Staging:
 
     @torch.no_grad()
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in host memory of their own; a DTensor stays one, of the same mesh, with its part on the host.
+        """Copies of the tensors in host memory. A DTensor remains one on the same mesh, with its local part on the host.
 
-        The copies see all work that was queued on the current stream before the call. The call returns when they are
-        complete: nothing queued afterwards (the next optimizer step) can change them, and no event is left to wait for.
+        The copies include all work queued on the current stream before the call, and are complete when it returns: nothing
+        queued afterwards (the next optimizer step) can change them.
 
         Args:
             tensors: contiguous, on `device` or on the CPU.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        copies = {name: _empty_copy(tensor) for name, tensor in tensors.items()}
-        turn = 0
+        copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        turn, size = 0, self._halves[0].memory.numel()
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for name, tensor in tensors.items():
-                for source, target in self._pieces(_local(tensor), _local(copies[name])):
+                for source, target in zip(_bytes(tensor).split(size), _bytes(copies[name]).split(size)):
                     self._empty(self._halves[turn])
                     self._fill(self._halves[turn], source, target)
                     turn = 1 - turn
             for half in (self._halves[turn], self._halves[1 - turn]):
                 self._empty(half)
         return copies
-
-    def _pieces(self, source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of both, at most half a buffer at a time."""
-        size = self._halves[0].memory.numel()
-        yield from zip(_bytes(source).split(size), _bytes(target).split(size))
 
     def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
         half.memory[: source.numel()].copy_(source, non_blocking=True)
@@ -82,7 +77,7 @@ class Staging:
             half.done = self._stream.record_event()
 
     def _empty(self, half: _Half) -> None:
-        """Waits until the half is filled and moves its content on."""
+        """Waits until the half is filled and copies its content to the target."""
         if half.target is None:
             return
         if half.done is not None:
@@ -91,13 +86,7 @@ class Staging:
         half.target, half.done = None, None
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _empty_copy(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu")
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    """The local part of a tensor as bytes."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view(-1).view(torch.uint8)

@@ -1,7 +1,8 @@
-"""Which steps are not taken: those whose loss or gradient is not finite and, if asked for, those that are a spike.
+"""Which steps are skipped: those whose loss or gradient norm is not finite and, on request, those that are a spike.
 
-A guard sees numbers that are equal on every rank and is itself a pure function of them, so that all ranks take or skip
-a step together without asking each other.
+A value is a spike if it exceeds `spike_factor` times the median of the last `spike_window` steps that were taken.
+The guard sees numbers that are equal on all ranks and is a pure function of them, so all ranks take or skip a step
+together without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distill_rl.errors import NumericsError
 
 _REMEDY = (
     "lower optimizer.lr, set train.max_grad_norm, look for broken rows or teacher weights, or allow more by "
-    "faults.skipped_steps; --resume goes on from the last checkpoint"
+    "faults.skipped_steps; --resume continues from the last checkpoint"
 )
 
 
@@ -30,17 +31,17 @@ class StepGuard:
         self._config = config
         self._in_a_row = 0
         self._seen: list[tuple[float, float]] = []
-        """(loss, gradient norm) of the steps taken, the newest `spike_window`"""
+        """(loss, gradient norm) of the newest `spike_window` steps that were taken."""
 
     def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
-        """Why a step is not to be taken, or None.
+        """Why a step must be skipped, or None.
 
         Args:
             loss: of the global batch.
             norm: of the whole gradient, before clipping.
 
         Raises:
-            NumericsError: `faults.skipped_steps` were skipped in a row before this one.
+            NumericsError: `faults.skipped_steps` steps in a row have already been skipped.
         """
         reason = self._reason(loss, norm)
         if reason is None:
@@ -68,7 +69,7 @@ class StepGuard:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON holds it."""
+        """What a resumed run needs, as JSON."""
         return {"in_a_row": self._in_a_row, "seen": [list(pair) for pair in self._seen]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,12 +1,11 @@
-"""Output layers of teachers that send hidden states; opened once, at the start, frozen, and no part of a checkpoint."""
+"""Output layers of teachers that send hidden states: opened once at the start, frozen, not part of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from distill_rl.config.schema import TeacherConfig
@@ -14,31 +13,23 @@ from distill_rl.losses import DenseLogits, HiddenStates, TeacherHidden
 from distill_rl.losses.core.head import Head
 from distill_rl.losses.core.streaming import accumulator
 from distill_rl.models.hub import tokenizer_of, vocabulary_size
-from distill_rl.models.output_layer import read_output_layer
+from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
-from distill_rl.parallel.vocabulary import own_columns
+from distill_rl.parallel.shards import own_columns
 from distill_rl.types import CrossTokenizerSpec
 
 _CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True)
-class TeacherHead:
-    """What makes logits of a teacher's hidden states: the columns that this rank compares."""
+class TeacherHead(OutputLayer):
+    """Computes logits from a teacher's hidden states, for the columns that this rank compares.
 
-    weight: Tensor
-    """[n, Ht]"""
-    bias: Tensor | None
-    """[n], −inf where a column stands for no token"""
-    scale: float = 1.0
-    softcap: float | None = None
-    _head: Head = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_head", Head(self.weight, self.bias, self.softcap, self.scale))
+    The bias is −inf in columns that stand for no token.
+    """
 
     def attach(self, states: HiddenStates) -> TeacherHidden:
-        """A target whose logits are made a chunk at a time."""
+        """A target whose logits are computed a chunk at a time."""
         return TeacherHidden(
             states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
         )
@@ -47,9 +38,10 @@ class TeacherHead:
     def logits(self, states: HiddenStates) -> DenseLogits:
         """All logits at once, fp32 [N, n]."""
         rows, columns = states.hidden.shape[0], self.weight.shape[0]
+        head = Head(self.weight, self.bias, self.softcap, self.scale)
         logits = torch.empty(rows, columns, dtype=accumulator(self.weight.dtype), device=self.weight.device)
         for hidden, out in zip(states.hidden.split(_CHUNK_ROWS), logits.split(_CHUNK_ROWS)):
-            self._head.logits(hidden, out)
+            head.logits(hidden, out)
         return DenseLogits(logits, states.label_logprob)
 
 
@@ -61,13 +53,13 @@ def open_heads(
     columns: int,
     tokens: int,
 ) -> list[TeacherHead | None]:
-    """Per teacher its output layer, None for one that sends something else.
+    """Per teacher its output layer, None for a teacher that does not send hidden states.
 
-    Of a teacher with the student's tokenizer a rank holds what belongs to its own columns of the student's logits; of
-    one with another tokenizer everything, because chunks are compared over the whole of the teacher's vocabulary.
+    If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits. Otherwise it
+    holds all rows, because chunks are compared over the teacher's whole vocabulary.
 
     Args:
-        cross_tokenizer_specs: per teacher, None where the tokenizer is the student's; empty where all are.
+        cross_tokenizer_specs: per teacher, None if its tokenizer is the student's; empty if all are.
         columns: of the student's logits over all ranks.
         tokens: ids of the student's tokenizer.
 
@@ -75,27 +67,28 @@ def open_heads(
         ConfigError: a model or tokenizer that cannot be read.
     """
     own = own_columns(columns, world.mesh[TP])
-    return [
-        None
-        if teacher.export != "hidden"
-        else _open(teacher, own, tokens, world.device)
-        if spec is None
-        else _open(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device)
-        for teacher, spec in zip(teachers, tuple(cross_tokenizer_specs) or (None,) * len(teachers))
-    ]
+    heads: list[TeacherHead | None] = []
+    for teacher, spec in zip(teachers, tuple(cross_tokenizer_specs) or (None,) * len(teachers)):
+        if teacher.export != "hidden":
+            heads.append(None)
+        elif spec is None:
+            heads.append(_open(teacher, own, tokens, world.device))
+        else:
+            heads.append(_open(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device))
+    return heads
 
 
 def _open(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
+    """Reads these rows of a teacher's output layer, pads missing rows with zeros, and masks columns beyond `tokens`."""
     layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
     weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start
     missing = 0 if rows is None else rows.stop - rows.start - len(weight)
-    weight = pad(weight, (0, 0, 0, missing))  # both models know the same tokens; their tables may be padded differently
+    weight = pad(weight, (0, 0, 0, missing))  # both models have the same tokens; their tables may be padded differently
     known = min(max(tokens - first, 0), len(weight))
     if bias is not None or known < len(weight):
         bias = weight.new_zeros(len(weight)) if bias is None else pad(bias, (0, missing))
         bias[known:] = -torch.inf
-    # A CPU works in fp32 anyway, so that it need not convert the weight for every micro-batch.
+    # A CPU computes in fp32; converting once saves converting for every micro-batch.
     dtype = weight.dtype if device.type == "cuda" else accumulator(weight.dtype)
-    return TeacherHead(
-        weight.to(device, dtype), None if bias is None else bias.to(device, dtype), layer.scale, layer.softcap
-    )
+    bias = None if bias is None else bias.to(device, dtype)
+    return TeacherHead(weight.to(device, dtype), bias, layer.scale, layer.softcap)

@@ -1,10 +1,9 @@
-"""A teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a test."""
+"""The teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.teacher.targets import chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
+from distill_rl.teacher.targets import TargetHead, chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
@@ -33,12 +32,12 @@ class TeacherEngine:
 
     Args:
         config: the run's settings.
-        teacher: which of `config.teachers` this is.
-        world: this rank's place; the teacher's mesh.
-        vocabulary_size: ids of the tokenizer; wider output layers are padding that gets no probability.
+        teacher: one of `config.teachers`.
+        world: this rank of the teacher's mesh.
+        vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
 
     Raises:
-        ConfigError: a backend that this engine does not have.
+        ConfigError: the teacher's backend is not supported.
     """
 
     @gpu_phase("teacher load")
@@ -48,30 +47,26 @@ class TeacherEngine:
         be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher
         self.world = world
-        self.vocabulary_size = vocabulary_size
         self.micro_batch_size = teacher_rows(config, teacher)
         self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
-        self.model = load_model(
-            teacher.model,
-            world,
-            role="teacher",
-            dtype=teacher.dtype,
-            attention=teacher.attention,
-            revision=teacher.revision,
-            packing=config.data.packing,
+        self.model = load_model(teacher, world, packing=config.data.packing)
+        self.head = TargetHead(
+            partial(families.head, self.model),
+            temperature=config.loss.temperature,
+            vocabulary_size=vocabulary_size,
+            chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp)),
         )
-        self.chunk = chunk_tokens(-(-self.model.config.vocab_size // world.tp))
         self.score = 0.0
-        """what the last `forward` that ran to its end summed up: −log p of the labels, or the entropy where they stand"""
+        """Of the last complete `forward`: sum over labelled positions of −log p(label), or of the entropy."""
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
-        """The targets of this rank's part of a global batch, one micro-batch at a time, computed as they are asked for.
+        """The targets of this rank's part of a global batch. A micro-batch is computed when it is requested.
 
-        Rows that only fill the batch up are computed like any other, so that every slot has one shape.
+        Rows that only fill the batch are computed like any other, so that all slots have one shape.
 
         Yields:
-            The rows covered, and `to_tensors` of their tokens' TopKLogprobs, HiddenStates or DenseLogits in the wire
-            dtype, on this rank's device; the same on every tensor-parallel rank.
+            The rows covered, and their TopKLogprobs, HiddenStates or DenseLogits as tensors in the wire dtype, on this
+            rank's device; the same on every tensor-parallel rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
@@ -84,7 +79,7 @@ class TeacherEngine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the tensors that `forward` yields."""
+        """Size of the tensors that `forward` yields."""
         export, model = self.teacher.export, self.model
         if export == "hidden":
             return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
@@ -94,22 +89,16 @@ class TeacherEngine:
     @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
-        """And the entropy per token, where it is the score and the target does not tell it."""
-        device, loss = self.world.device, self.config.loss
+        """The target, and the entropy per token if it is the score and does not follow from the target."""
+        device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        hidden = families.body(self.model, ids, positions, documents)
-        flat, head = hidden.flatten(0, 1), partial(families.head, self.model)
-        common: dict[str, Any] = {
-            "temperature": loss.temperature,
-            "vocabulary_size": self.vocabulary_size,
-            "chunk": self.chunk,
-        }
+        hidden = families.body(self.model, ids, positions, documents).flatten(0, 1)
         if self.teacher.export == "hidden":
-            return hidden_targets(flat, head, labels, with_entropy=self.teacher.score == "entropy", **common)
+            return hidden_targets(hidden, labels, self.head, with_entropy=self.teacher.score == "entropy")
         if self.teacher.export == "logits":
-            return logits_targets(flat, head, labels, wire_dtype=self.wire_dtype, **common), None
-        return topk_targets(flat, head, labels, k=loss.top_k, **common), None
+            return logits_targets(hidden, labels, self.head, wire_dtype=self.wire_dtype), None
+        return topk_targets(hidden, labels, self.head, k=self.config.loss.top_k), None
 
     @torch.no_grad()
     def _score(self, target: Wire, entropies: Tensor | None, labels: Tensor) -> Tensor | float:
@@ -121,12 +110,12 @@ class TeacherEngine:
             values = entropies
         elif self.teacher.score == "entropy":
             assert not isinstance(target, HiddenStates)
-            values = entropy(target, self.config.loss.temperature, self.chunk)
+            values = entropy(target, self.head.temperature, self.head.chunk)
         return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 
 def wire_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype in which log-probabilities travel; `auto`: fp16 on GPUs, fp32 on CPUs."""
+    """The dtype in which log-probabilities are sent. `auto` means fp16 on GPUs, fp32 on CPUs."""
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
     return WIRE_DTYPES[name]

@@ -1,1 +1,1 @@
-"""The teacher's outputs on their way to the student."""
+"""How a teacher's outputs reach the student."""

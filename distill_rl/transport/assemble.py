@@ -1,7 +1,11 @@
-"""Re-sharding: which slots, and which tokens of them, make up the rows a student wants.
+"""Re-sharding: which slots, and which tokens in them, make up the rows that a student rank needs.
 
-Teacher and student may split a global batch over different numbers of ranks and micro-batches; rows keep
-their global numbers, so the rest is interval arithmetic.
+Teacher and student may split a global batch over different numbers of ranks and micro-batches. Rows keep their global
+numbers, so the pieces follow from intervals of row numbers. For a student that needs rows 2 to 6:
+
+    teacher micro-batches    [0 1 2] [3 4 5] [6 7 8]
+    student rows                 [2   3 4 5   6]
+    pieces                       2 of the first, 3 4 5 of the second, 6 of the third
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from distill_rl.transport.base import Handle, Layout
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` to `stop` of source number `source`."""
+    """Tokens `start` to `stop` of the source with index `source`."""
 
     source: int
     start: int
@@ -27,19 +31,23 @@ class Piece:
 
 
 def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, tp: int) -> tuple[int, ...]:
-    """The student ranks that read some row of `layout`, where `dp` x `tp` of them share `num_rows` rows from `first_row`:
-    every data-parallel rank as many as the others, in order, and all its tensor-parallel ranks the same."""
-    size = num_rows // dp
+    """The student ranks that read some row of `layout`.
+
+    The `num_rows` rows from `first_row` are divided evenly, in order, over `dp` data-parallel ranks. All tensor-parallel
+    ranks of a data-parallel rank read the same rows; rank = data-parallel rank · tp + tensor-parallel rank.
+    """
+    rows_per_rank = num_rows // dp
     start = layout.first_row - first_row
     stop = start + layout.num_rows
-    return tuple(rank * tp + t for rank in range(start // size, -(-stop // size)) for t in range(tp))
+    dp_ranks = range(start // rows_per_rank, -(-stop // rows_per_rank))
+    return tuple(dp_rank * tp + tp_rank for dp_rank in dp_ranks for tp_rank in range(tp))
 
 
 def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece]:
-    """The pieces that make up rows `first_row … first_row + num_rows`, in row order.
+    """The pieces that make up the `num_rows` rows from `first_row`, in row order.
 
     Raises:
-        TransportError: some row is covered by no source, or by two.
+        TransportError: a row is in no source, or in two.
     """
     pieces: list[Piece] = []
     row, end = first_row, first_row + num_rows
@@ -49,15 +57,17 @@ def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece
         if start >= stop:
             continue
         if start != row:
-            raise TransportError(
-                f"row {min(start, row)} of a batch", "must come from exactly one teacher micro-batch", "none or two"
-            )
+            raise _not_once(min(start, row), "none or two")
         offset, width = layout.first_row, layout.tokens_per_row
         pieces.append(Piece(source, (start - offset) * width, (stop - offset) * width))
         row = stop
     if row != end:
-        raise TransportError(f"row {row} of a batch", "must come from exactly one teacher micro-batch", "none")
+        raise _not_once(row, "none")
     return pieces
+
+
+def _not_once(row: int, sources: str) -> TransportError:
+    return TransportError(f"row {row} of a batch", "must come from exactly one teacher micro-batch", sources)
 
 
 @contextmanager
@@ -67,10 +77,10 @@ def fetch_rows(
     first_row: int,
     num_rows: int,
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors of these global rows, `[num_rows · S, …]`; views where one slot holds them all.
+    """The tensors of these global rows, `[num_rows · S, …]`. They are views if one slot holds all of the rows.
 
     Args:
-        fetch: a transport's, or one that knows which transport a handle is of.
+        fetch: `Transport.fetch`, or a function that calls the one of the handle's transport.
     """
     pieces = plan([handle.layout for handle in handles], first_row, num_rows)
     with ExitStack() as stack:

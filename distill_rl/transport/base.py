@@ -1,10 +1,17 @@
-"""How a teacher's tensors reach a student: rings of slots, handles, generations, acknowledgements.
+"""What crosses from a teacher to a student, and what a transport promises: rings of slots, handles, offers, receipts.
 
-A *slot* is room for one teacher micro-batch. A teacher rank owns a ring of them, which every reader opens before the
-first step. The driver says with each call which slots to write and which generation they get, so that a call that fails
-or a teacher that is replaced can never shift the count. A generation is odd from before the first byte is written until
-after the last, then even; a reader checks it before and after reading, and acknowledges it. A slot is written again only
-after the driver has heard from all its readers; `publish` verifies that, and never waits.
+The protocol, the same for every medium:
+
+1. A teacher rank owns a *ring* of *slots*; a slot has room for one teacher micro-batch. Before the first step every
+   student rank that reads from the teacher opens the ring: the writer makes an `Offer`, the reader answers with a
+   `Receipt`, the writer accepts it.
+2. The driver decides which slots a call writes and which *generation* each of them gets, and passes both as arguments.
+   The teacher keeps no count of its own, so a call that fails, or a teacher that is replaced, cannot shift it.
+3. `publish` sets the slot's generation to an odd number, copies the tensors, sets it to the even number it was given,
+   and returns a small `Handle`. The handle travels through Ray as the result of the call.
+4. `fetch` compares the slot's generation with the handle's before and after its block, and then acknowledges it.
+5. The driver reuses a slot only after all calls that read it have returned. `publish` verifies this from the
+   acknowledgements and raises if a reader is late. It never waits.
 """
 
 from __future__ import annotations
@@ -24,13 +31,13 @@ class Ring:
 
     num_slots: int
     slot_bytes: int
-    """room of one slot, the gaps between its tensors included (`bytes_needed`)"""
+    """Size of one slot, including the gaps between its tensors (`bytes_needed`)."""
     readers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where to write: `index` in the ring, and the even `generation` that the finished write will bear."""
+    """Where to write: the index in the ring, and the even generation that marks the finished write."""
 
     index: int
     generation: int
@@ -44,12 +51,12 @@ class Layout:
     num_rows: int
     tokens_per_row: int
     readers: tuple[int, ...] | None = None
-    """student ranks that read these rows; None: all of the ring's"""
+    """Student ranks that read these rows. None: all readers of the ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype (`"float32"`) of one tensor in a slot; its first dimension is tokens."""
+    """Name, shape and dtype (`"float32"`) of one tensor in a slot. Its first dimension is tokens."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,19 +66,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A small, picklable claim on one written slot.
-
-    `payload` belongs to the transport that made it (an object reference, a ring's nonce).
-    """
+    """A small, picklable reference to the content of one slot."""
 
     transport: str
     node_id: str
-    device: str
-    """`"cpu"` or a GPU's UUID"""
+    """Where it was written."""
     slot: Slot
     layout: Layout
     tensors: tuple[TensorSpec, ...]
     payload: Any = field(repr=False, default=None)
+    """Private to the transport that made the handle: an object reference, or the name and nonce of a ring."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,20 +84,26 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one reader needs to open one writer's ring; small, picklable, and good for that reader alone."""
+    """What one reader needs to open one writer's ring. Small, picklable, and valid for that reader alone."""
 
     transport: str
     source: str
-    """whose ring it is; a later offer of the same source takes the place of the earlier one"""
+    """Name of the writer. A later offer with the same source replaces the earlier ring."""
     node_id: str
     device: str
+    """`"cpu"` or the UUID of a GPU."""
     reader: int
     payload: Any = field(repr=False, default=None)
+
+    @property
+    def ring_name(self) -> str:
+        """For messages."""
+        return f"ring of {self.source or 'a writer'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a reader hands back to the writer whose ring it has opened."""
+    """A reader's answer to the writer whose ring it has opened."""
 
     reader: int
     payload: Any = field(repr=False, default=None)
@@ -108,48 +118,38 @@ def describe(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 class Transport(Protocol):
-    """One medium. The writing side calls offer, accept, publish and release; the reading side open and fetch."""
+    """One medium. The writing side calls offer, accept and publish; the reading side calls open and fetch."""
 
     name: str
 
     def offer(self, reader: int) -> Offer:
-        """The writer's ring for one of its readers; to be asked once per reader."""
-        ...
+        """Describes the ring for one of its readers. Call it once per reader."""
 
     def open(self, offer: Offer) -> Receipt:
-        """Opens a writer's ring for reading, before the first step: a dead writer's ring cannot be opened any more.
+        """Opens a writer's ring for reading. Call it before the first step: the ring of a dead writer cannot be opened.
 
         Raises:
-            TransportError: the ring is on another node, gone, or not to be reached from this process.
+            TransportError: the ring is on another node, is gone, or cannot be reached from this process.
         """
-        ...
 
     def accept(self, receipt: Receipt) -> None:
-        """Completes what `open` began, on the writer's side."""
-        ...
+        """Completes on the writer's side what `open` began on the reader's."""
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Copies the tensors into the slot. Never waits.
 
         Raises:
-            TransportError: a reader has not acknowledged the slot's last content, the generation is odd or does not
-                grow, or the tensors do not fit.
+            TransportError: a reader has not acknowledged the previous content, the generation is odd or not larger
+                than the previous one, or the tensors do not fit.
         """
-        ...
 
     def fetch(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
-        """The tensors, valid inside the block only; never write into them. Acknowledged when the block ends well.
+        """The tensors, valid inside the block and read-only. A block that ends without an error is acknowledged.
 
         Raises:
-            TransportError: the slot bears another generation than the handle, before or after the block; its ring was
-                not opened; or a tensor was written to.
+            TransportError: the slot's generation differs from the handle's, before or after the block; the ring was
+                not opened; or the block wrote to a tensor.
         """
-        ...
-
-    def release(self, slot: Slot) -> None:
-        """Frees a slot whatever its readers did. Releasing a slot twice, or one never written, does nothing."""
-        ...
 
     def close(self) -> None:
-        """Gives back everything; the transport is unusable afterwards."""
-        ...
+        """Frees everything. The transport is unusable afterwards."""

@@ -1,8 +1,8 @@
 """Ray's object store: from any node to any node, through shared memory on one node.
 
-Tensors travel as numpy arrays, which readers map without a copy; a bare `torch.Tensor` would be pickled
-(8.6 ms against 79 ms for 64 MiB). The object is immutable, so a handle can never read a later write:
-the slot only bounds how many objects a teacher keeps alive.
+Tensors travel as numpy arrays, which readers map without a copy; a bare `torch.Tensor` would be pickled (8.6 ms against
+79 ms for 64 MiB). An object is immutable, so a handle can never read a later write, and nothing is acknowledged. A slot
+only bounds how many objects a teacher keeps alive.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from distill_rl.transport.ring import unwritten
 
 
 class ObjectStoreTransport:
-    """Keeps each slot's last object alive until the slot is written again or released.
+    """Keeps each slot's last object alive until the slot is written again.
 
     Args:
-        deadline_s: how long a fetch may wait for an object to arrive.
-        ring: bounds the slot numbers; None for a side that only reads.
+        ring: bounds the slots; None for a side that only reads.
+        deadline_s: how long a fetch may wait for an object.
     """
 
     name = "object_store"
@@ -35,6 +35,7 @@ class ObjectStoreTransport:
         self._ring, self._source = ring, source
         self._deadline_s, self._node_id = deadline_s, node_id
         self._kept: dict[int, tuple[int, ray.ObjectRef]] = {}
+        """Generation and object by slot."""
 
     def offer(self, reader: int) -> Offer:
         return Offer(self.name, self._source, self._node_id, "cpu", reader)
@@ -53,7 +54,7 @@ class ObjectStoreTransport:
             raise TransportError(f"slot {slot.index}", f"the generation must be even and above {last}", slot.generation)
         reference = ray.put([_to_numpy(tensor) for tensor in tensors.values()])
         self._kept[slot.index] = (slot.generation, reference)
-        return Handle(self.name, self._node_id, "cpu", slot, layout, describe(tensors), reference)
+        return Handle(self.name, self._node_id, slot, layout, describe(tensors), reference)
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
@@ -70,10 +71,6 @@ class ObjectStoreTransport:
         with unwritten(tensors, handle.slot):
             yield tensors
 
-    def release(self, slot: Slot) -> None:
-        if self._kept.get(slot.index, (0, None))[0] == slot.generation:
-            del self._kept[slot.index]
-
     def close(self) -> None:
         self._kept.clear()
 
@@ -84,7 +81,7 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """A view that shares the object's memory, so writing to it would change what other readers see."""
+    """A view of the object's memory: a write to it would change what other readers see."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Where a rank's tensors are, as far as a transport cares."""
+"""Where a rank's tensors are: what the choice of a transport depends on."""
 
 from __future__ import annotations
 
@@ -10,49 +10,47 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs, as far as a transport cares."""
+    """Where one rank's tensors are."""
 
     node_id: str
     device: str
-    """`"cpu"` or the GPU's UUID"""
+    """`"cpu"` or the UUID of a GPU."""
     uid: int
     expandable: str = ""
-    """the environment variable that turns expandable segments on; their memory cannot be shared"""
+    """The environment variable that turns expandable segments on, whose memory cannot be shared. Empty: none."""
     reaches: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose memory this process can map: its own, and visible peers"""
+    """UUIDs of the GPUs whose memory this process can map: its own, and visible peers."""
 
 
 def place_of(device: torch.device, node_id: str) -> Place:
-    """The place of the process that calls this, whose model is on `device`."""
+    """The place of the calling process, whose model is on `device`."""
     expandable = expandable_segments(os.environ)
     if device.type != "cuda":
         return Place(node_id, "cpu", os.getuid(), expandable)
     import torch
 
-    own = torch.cuda.current_device() if device.index is None else device.index
+    this_gpu = torch.cuda.current_device() if device.index is None else device.index
     reaches = tuple(
         gpu_uuid(index)
         for index in range(torch.cuda.device_count())
-        if index == own or torch.cuda.can_device_access_peer(own, index)
+        if index == this_gpu or torch.cuda.can_device_access_peer(this_gpu, index)
     )
-    return Place(node_id, gpu_uuid(own), os.getuid(), expandable, reaches)
+    return Place(node_id, gpu_uuid(this_gpu), os.getuid(), expandable, reaches)
 
 
 def gpu_uuid(index: int) -> str:
-    """What names a GPU in every process of a node; its index depends on CUDA_VISIBLE_DEVICES."""
+    """The name of a GPU that is the same in all processes. Its index depends on CUDA_VISIBLE_DEVICES."""
     import torch
 
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str:
-    """The variable that turns them on; empty if none does."""
-    for variable in _ALLOCATOR_SETTINGS:
+    """The environment variable that turns expandable segments on; empty if none does."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         settings = environment.get(variable, "").replace(" ", "").lower().split(",")
         if "expandable_segments:true" in settings:
             return variable

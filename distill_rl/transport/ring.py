@@ -1,24 +1,41 @@
-"""The rules of a ring of slots, the same for every medium: generations, acknowledgements, where tensors lie in a slot.
+"""The rules of a ring of slots, the same for every medium: generations, acknowledgements, the layout of a slot.
 
-A ring's state is a row of 8-byte words: a nonce, then per slot its generation and one acknowledgement per reader. Each
-word has a cache line and one process that writes it, so nobody needs an atomic addition (a shared `+= 1` loses almost half of
-its counts). `SlotWriter` and `SlotReader` are the two sides of it; where the words lie is for the medium to say.
+The state of a ring is an array of 8-byte words, one per cache line (R readers):
+
+    line 0                    nonce of the ring
+    line 1 + i·(1 + R)        generation of slot i, written by the writer alone
+    the R lines after that    acknowledgement of each reader of slot i, written by that reader alone
+
+Every word has exactly one writer, so no atomic addition is needed; a counter shared by the readers (`+= 1`) would lose
+almost half of its counts. A slot goes through these states:
+
+    generation even, g        whole; readable by handles of generation g
+    generation odd, g + 1     being written, or left half-written by a writer that died
+    generation even, g + 2    whole again; handles of generation g are refused
+
+The writer moves from g to g + 1 only if every reader of generation g has acknowledged g. `SlotWriter` and `SlotReader`
+implement the two sides, and `RingTransport` the calls of a transport around them. A medium decides where the words and
+the slots are stored.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Ring, Slot, TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, TensorSpec, describe
 
 ALIGNMENT = 256
-"""what a tensor's offset in a slot is a multiple of: more than any dtype or vector load asks for"""
+"""Offsets of tensors in a slot are multiples of this, which is more than any dtype or vector load needs."""
+PAGE = 4096
 LINE = 64
 _WORDS_PER_LINE = LINE // 8
 
@@ -30,7 +47,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def place(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """The offset of each tensor in a slot, and the room that all of them need."""
+    """The offset of each tensor in a slot, and the size of all of them together."""
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -38,22 +55,27 @@ def place(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def slot_stride(ring: Ring) -> int:
+    """Distance from one slot to the next in the buffer of a ring."""
+    return round_up(ring.slot_bytes, PAGE)
+
+
 def bytes_needed(sizes: Sequence[int]) -> int:
-    """Room in a slot for tensors of these sizes in bytes."""
+    """Size of a slot for tensors of these sizes in bytes."""
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
 def state_bytes(ring: Ring) -> int:
-    """Room for a ring's words: a line for the nonce, per slot one for the generation and one for each reader."""
-    return LINE * (1 + ring.num_slots * (1 + len(ring.readers)))
+    """Size of a ring's words, in whole pages: a line for the nonce, and per slot one for the generation and each reader."""
+    return round_up(LINE * (1 + ring.num_slots * (1 + len(ring.readers))), PAGE)
 
 
 @contextmanager
 def unwritten(tensors: dict[str, Tensor], slot: Slot) -> Iterator[dict[str, Tensor]]:
-    """Fetched tensors for a block that must not write to them; they must have been made outside inference mode.
+    """Checks that the block does not write to the fetched tensors, which must have been made outside inference mode.
 
     Raises:
-        TransportError: at the end of the block, if it wrote to one or to a view of one.
+        TransportError: at the end of the block, if it wrote to a tensor or to a view of one.
     """
     before = {name: tensor._version for name, tensor in tensors.items()}
     yield tensors
@@ -61,86 +83,79 @@ def unwritten(tensors: dict[str, Tensor], slot: Slot) -> Iterator[dict[str, Tens
         if tensors[name]._version != version:
             raise TransportError(
                 f"tensor {name} of slot {slot.index}",
-                "what was fetched must not be written to: other readers see the same memory",
+                "fetched tensors must not be written to, because other readers see the same memory",
                 remedy="clone it first",
             )
 
 
 class _State:
-    """A ring's words, by name."""
+    """Access to a ring's words."""
 
     def __init__(self, words: Words, ring: Ring):
         self._words, self._ring = words, ring
 
-    def _line(self, index: int, reader: int | None = None) -> int:
+    def _word(self, index: int, reader: int | None = None) -> int:
+        """Position of a slot's generation, or of one reader's acknowledgement."""
         line = 1 + index * (1 + len(self._ring.readers))
         if reader is not None:
             line += 1 + self._ring.readers.index(reader)
         return line * _WORDS_PER_LINE
 
     def generation(self, index: int) -> int:
-        return self._words[self._line(index)]
+        return self._words[self._word(index)]
 
 
 class SlotWriter(_State):
-    """The writer's side: which slots may be written, and when their content counts."""
+    """The writer's side: decides whether a slot may be written, and marks the write."""
 
     def __init__(self, words: Words, ring: Ring):
         super().__init__(words, ring)
-        self._awaited: dict[int, tuple[int, ...]] = {}
-        """per slot the readers of its last content, until it is released"""
+        self._readers: dict[int, tuple[int, ...]] = {}
 
     def readers_of(self, index: int) -> tuple[int, ...]:
-        """Who reads, or has read, what the slot holds now."""
-        return self._awaited.get(index, ())
+        """The readers of the slot's current content. Empty if there is none, or its write failed."""
+        return self._readers.get(index, ())
 
     @contextmanager
     def writing(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> Iterator[None]:
-        """The block writes the slot; it stays odd, and so unreadable, if the block fails.
+        """The block writes the slot. If it fails, the generation stays odd, so that nobody can read the slot.
 
         Raises:
             TransportError: see `Transport.publish`.
         """
         readers = self._check(slot, specs, layout)
-        word = self._line(slot.index)
+        word = self._word(slot.index)
         self._words[word] = slot.generation - 1
-        self._awaited.pop(slot.index, None)
+        self._readers.pop(slot.index, None)
         yield
-        self._awaited[slot.index] = readers
+        self._readers[slot.index] = readers
         self._words[word] = slot.generation
-
-    def release(self, slot: Slot) -> bool:
-        """Stops waiting for the readers of this content; whether it was there."""
-        if slot.index in self._awaited and self.generation(slot.index) == slot.generation:
-            del self._awaited[slot.index]
-            return True
-        return False
 
     def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
         ring, what = self._ring, f"slot {slot.index}"
         if not 0 <= slot.index < ring.num_slots:
             raise TransportError(what, f"the ring has {ring.num_slots} slots")
-        now = self.generation(slot.index)
-        if slot.generation % 2 or slot.generation <= now:
-            raise TransportError(what, f"the generation must be even and above {now}", slot.generation)
-        late = [reader for reader in self.readers_of(slot.index) if self._words[self._line(slot.index, reader)] != now]
+        current = self.generation(slot.index)
+        if slot.generation % 2 or slot.generation <= current:
+            raise TransportError(what, f"the generation must be even and above {current}", slot.generation)
+        late = [i for i in self.readers_of(slot.index) if self._words[self._word(slot.index, i)] != current]
         if late:
             raise TransportError(
                 what,
-                f"every reader must be done with generation {now} before it is written again",
+                f"every reader must be done with generation {current} before it is written again",
                 f"still reading: {', '.join(map(str, late))}",
             )
         _, size = place(specs)
         if size > ring.slot_bytes:
-            raise TransportError(what, f"its {ring.slot_bytes} bytes must hold what is published", f"{size} bytes")
+            raise TransportError(what, f"its {ring.slot_bytes} bytes must hold the tensors", f"{size} bytes")
         readers = ring.readers if layout.readers is None else layout.readers
-        if strangers := set(readers) - set(ring.readers):
-            raise TransportError(what, f"the ring is for readers {list(ring.readers)}", f"{sorted(strangers)}")
+        if unknown := set(readers) - set(ring.readers):
+            raise TransportError(what, f"the ring is for readers {list(ring.readers)}", f"{sorted(unknown)}")
         return readers
 
 
 class SlotReader(_State):
-    """One reader's side."""
+    """One reader's side: compares generations, and acknowledges."""
 
     def __init__(self, words: Words, ring: Ring, reader: int):
         super().__init__(words, ring)
@@ -148,64 +163,158 @@ class SlotReader(_State):
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[None]:
-        """The block reads the slot; acknowledged when it ends well.
+        """The block reads the slot. It is acknowledged if it ends without an error.
 
         Raises:
-            TransportError: the slot holds, or held by the end, something else than the handle says.
+            TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.
         """
         self._check(handle)
         yield
         self._check(handle)
-        self._words[self._line(handle.slot.index, self._reader)] = handle.slot.generation
+        self._words[self._word(handle.slot.index, self._reader)] = handle.slot.generation
 
     def _check(self, handle: Handle) -> None:
-        now = self.generation(handle.slot.index)
-        if now != handle.slot.generation:
-            state = "being written, or left by a writer that died" if now % 2 else "written again"
+        current = self.generation(handle.slot.index)
+        if current != handle.slot.generation:
+            state = "being written, or left by a writer that died" if current % 2 else "written again"
             raise TransportError(
                 f"slot {handle.slot.index}",
                 f"the handle is for generation {handle.slot.generation}",
-                f"generation {now} ({state})",
+                f"generation {current} ({state})",
             )
 
 
-def check_offer(offer: Offer, transport: str, node_id: str) -> None:
-    """Raises TransportError if a ring of another transport or another node is opened here."""
-    what = f"ring of {offer.source or 'a writer'}"
-    if offer.transport != transport:
-        raise TransportError(what, f"its transport is {offer.transport}", f"a reader of {transport}")
-    if offer.node_id != node_id:
-        remedy = "use transport=object_store, which goes from any node to any node"
-        raise TransportError(what, f"it is on node {offer.node_id}", f"a reader on node {node_id}", remedy)
+@dataclass(frozen=True)
+class _Memory:
+    ring: Ring
+    nonce: bytes
+    buffer: Tensor
+    """All slots: uint8 [slots · `slot_stride`], made outside inference mode."""
+
+    def views(self, index: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """The tensors of a slot, without a copy."""
+        offsets, _ = place(specs)
+        start = index * slot_stride(self.ring)
+        # Tensors made in inference mode have no version counter for `unwritten`.
+        with torch.inference_mode(False):
+            return {spec.name: self._view(start + offset, spec) for spec, offset in zip(specs, offsets)}
+
+    def _view(self, offset: int, spec: TensorSpec) -> Tensor:
+        dtype = getattr(torch, spec.dtype)
+        if not prod(spec.shape):
+            return torch.empty(spec.shape, dtype=dtype, device=self.buffer.device)
+        # `.data` gives each view a version counter of its own; plain views would share the buffer's.
+        return self.buffer[offset : offset + spec.num_bytes].view(dtype).view(spec.shape).data
 
 
-def check_reader(ring: Ring, reader: int, source: str) -> None:
-    """Raises TransportError if the ring is not for this reader."""
-    if reader not in ring.readers:
-        raise TransportError(f"ring of {source or 'a writer'}", f"its readers are {list(ring.readers)}", reader)
+@dataclass(frozen=True)
+class WrittenRing(_Memory):
+    """A ring that this process writes."""
+
+    writer: SlotWriter
 
 
-class OpenRing(Protocol):
-    """What a process keeps of a ring that it has opened."""
+@dataclass(frozen=True)
+class OpenedRing(_Memory):
+    """A ring that this process reads, usually another process's."""
 
-    @property
-    def nonce(self) -> bytes: ...
-
-
-R = TypeVar("R", bound=OpenRing)
+    reader: SlotReader
 
 
-def find_ring(opened: Mapping[str, R], handle: Handle) -> R:
-    """The opened ring, by source, that a handle's slot lies in; the handle's payload is (source, nonce).
+W = TypeVar("W", bound=WrittenRing)
+R = TypeVar("R", bound=OpenedRing)
 
-    Raises:
-        TransportError: it was never opened, or another has taken its place.
+
+class RingTransport(ABC, Generic[W, R]):
+    """A transport whose slots are memory that is written again and again: everything except the memory itself.
+
+    Args:
+        written: the ring that this process writes; None for a side that only reads.
+        source: name of the ring.
+        node_id: node of this process; offers from other nodes are refused.
+        device: where the slots are, `"cpu"` or the UUID of a GPU.
     """
-    source, nonce = handle.payload
-    what = f"slot {handle.slot.index} of {source or 'a ring'}"
-    ring = opened.get(source)
-    if ring is None:
-        raise TransportError(what, "its ring must be opened before it is fetched", f"opened: {sorted(opened)}")
-    if ring.nonce != nonce:
-        raise TransportError(what, "its ring was replaced by that of a newer writer")
-    return ring
+
+    name: str
+
+    def __init__(self, written: W | None, source: str, node_id: str, device: str = "cpu"):
+        self._written, self._source, self._node_id, self._device_name = written, source, node_id, device
+        self._opened: dict[str, R] = {}
+        """By source."""
+
+    @abstractmethod
+    def _payload(self, written: W) -> Any:
+        """What a reader needs to open the ring."""
+
+    @abstractmethod
+    def _attach(self, offer: Offer) -> R:
+        """Opens the ring of an offer."""
+
+    def offer(self, reader: int) -> Offer:
+        written = self._writing_side()
+        if reader not in written.ring.readers:
+            what = f"ring of {self._source or 'a writer'}"
+            raise TransportError(what, f"its readers are {list(written.ring.readers)}", reader)
+        payload = self._payload(written)
+        return Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
+
+    def open(self, offer: Offer) -> Receipt:
+        check_offer(offer, self.name, self._node_id)
+        self._opened[offer.source] = self._attach(offer)
+        return Receipt(offer.reader)
+
+    def accept(self, receipt: Receipt) -> None:
+        pass
+
+    def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        written, specs = self._writing_side(), describe(tensors)
+        with written.writer.writing(slot, specs, layout):
+            self._copy(written, slot.index, written.views(slot.index, specs), tensors)
+        payload = (self._source, written.nonce)
+        return Handle(self.name, self._node_id, slot, layout, specs, payload)
+
+    @contextmanager
+    def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        opened, slot = self._ring_of(handle), handle.slot
+        with opened.reader.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
+            yield views
+
+    def close(self) -> None:
+        self._opened.clear()
+        self._written = None
+
+    def _copy(self, written: W, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Copies tensors into a slot."""
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and written.buffer.is_cuda)
+
+    def _writing_side(self) -> W:
+        if self._written is None:
+            raise TransportError(f"transport {self.name}", "this side has no ring to write, or has closed it")
+        return self._written
+
+    def _ring_of(self, handle: Handle) -> R:
+        """The opened ring that a handle refers to.
+
+        Raises:
+            TransportError: the ring was never opened, or was replaced by another one of the same source.
+        """
+        source, nonce = handle.payload
+        what = f"slot {handle.slot.index} of {source or 'a ring'}"
+        opened = self._opened.get(source)
+        if opened is None:
+            raise TransportError(
+                what, "its ring must be opened before it is fetched", f"opened: {sorted(self._opened)}"
+            )
+        if opened.nonce != nonce:
+            raise TransportError(what, "its ring was replaced by that of a newer writer")
+        return opened
+
+
+def check_offer(offer: Offer, transport: str, node_id: str) -> None:
+    """Raises TransportError if the ring belongs to another transport or another node."""
+    if offer.transport != transport:
+        raise TransportError(offer.ring_name, f"its transport is {offer.transport}", f"a reader of {transport}")
+    if offer.node_id != node_id:
+        remedy = "use transport=object_store, which works between any two nodes"
+        raise TransportError(offer.ring_name, f"it is on node {offer.node_id}", f"a reader on node {node_id}", remedy)

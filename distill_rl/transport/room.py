@@ -1,4 +1,4 @@
-"""How much memory there is to take: what the machine has, or what a container or a batch job leaves of it."""
+"""How much memory is available: what the machine has, within the limits of a container or a batch job."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 LEAST_OBJECT_STORE = 80 * 2**20
-"""bytes; Ray starts with no less"""
+"""Bytes. Ray does not start with less."""
 
 
 def object_store_room() -> int:
-    """Bytes of /dev/shm that the object store of a Ray started here may have.
+    """Bytes of /dev/shm that are available to the object store of a Ray instance started here.
 
     Raises:
         ConfigError: fewer than `LEAST_OBJECT_STORE`.
@@ -34,18 +34,20 @@ def object_store_room() -> int:
 
 
 def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
-    """Memory that this process may take: free or reclaimable on this machine, within the limits of its control groups.
+    """Memory that this process may use: free or reclaimable on this machine, within the limits of its control groups.
+
+    The smallest amount counts of what the machine has and what each group leaves (limit − usage + pages of files).
 
     Args:
-        membership: the groups of this process, as the kernel lists them.
-        mount: where control groups are, of version 1 or 2. Limits that cannot be read do not count.
+        membership: file in which the kernel lists the groups of this process.
+        mount: where control groups are mounted, version 1 or 2. Limits that cannot be read are ignored.
     """
-    limits = [_left(folder) for folder in _groups(membership, mount)]
-    return max(0, min([_machine_bytes(), *(left for left in limits if left is not None)]))
+    remaining = [_remaining(folder) for folder in _groups(membership, mount)]
+    return max(0, min([_machine_bytes(), *(size for size in remaining if size is not None)]))
 
 
 def _machine_bytes() -> int:
-    """What the kernel estimates that programs can take before the machine swaps."""
+    """The kernel's estimate of what programs can use before the machine swaps."""
     try:
         (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
@@ -56,9 +58,9 @@ def _machine_bytes() -> int:
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[Path]:
-    """The folders of this process's groups and of all groups around them: each may have a limit.
+    """The folders of this process's groups and of all their parents, because each may have a limit.
 
-    In a container the listed path may be one of the machine's, while its own group is the root of the mount.
+    In a container the listed path may be one of the machine's, while the container's group is the root of the mount.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -74,8 +76,8 @@ def _groups(membership: Path, mount: Path) -> Iterator[Path]:
             yield root.joinpath(*parts[:depth])
 
 
-def _left(group: Path) -> int | None:
-    """What a group may still take; pages of files count as free, as the kernel gives them up first."""
+def _remaining(group: Path) -> int | None:
+    """What a group may still use. Pages of files count as free, because the kernel reclaims them first."""
     for limit_name, usage_name, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -90,7 +92,7 @@ def _left(group: Path) -> int | None:
 
 
 def _file_pages(group: Path, prefix: str) -> int:
-    """0 where it cannot be read. Shared memory is not among them: it has no file to go to."""
+    """Bytes of cached files; 0 if unreadable. Shared memory does not count, because it has no file to be written to."""
     try:
         entries = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
         return sum(int(value) for name, value in entries if name in (f"{prefix}active_file", f"{prefix}inactive_file"))

@@ -1,8 +1,8 @@
-"""Memory that several processes map: a memfd, or where that cannot be, a file in /dev/shm.
+"""Memory that several processes map: a memfd, or a file in /dev/shm where a memfd cannot be used.
 
-A memfd has no name, so no kill can leave it behind; a reader opens it through `/proc/<pid>/fd`, which takes the same
-user and PID namespace, and while the writer lives. The file lies in a folder whose owner holds a lock: a folder without
-a living owner is removed by the next process that makes a segment.
+A memfd has no name, so a killed process leaves nothing behind. A reader opens it through `/proc/<pid>/fd`, which needs the
+same user and PID namespace and a living writer. A file is in a folder of its own, whose owner holds a lock on it. The next
+process that makes a segment removes all folders whose owner is dead.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from distill_rl.transport.room import available_bytes
 Backing = Literal["memfd", "file"]
 SHM = Path("/dev/shm")
 RING, OWNER = "ring", "owner"
-"""files in a folder: the memory, and what its owner has locked"""
+"""Files in a folder: the memory, and the file that the owner has locked."""
 NONCE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where another process of this node finds a segment."""
+    """How another process of this node finds a segment."""
 
     path: str
     size: int
     nonce: bytes
     pid: int
-    """of the process that made it"""
+    """Of the process that made it."""
     folder: str = ""
-    """whose lock that process holds, if the segment is a file"""
+    """The folder that the process has locked, if the segment is a file."""
 
 
 class Segment:
-    """Mapped memory whose first bytes are its nonce. `view` stays good until it and everything made from it is dropped."""
+    """Mapped memory that begins with its nonce. It stays mapped as long as `view`, or anything made from it, exists."""
 
     def __init__(self, mapped: mmap.mmap, address: Address, folder: _OwnedFolder | None = None, fd: int = -1):
         self.view, self.address = memoryview(mapped), address
@@ -54,20 +54,21 @@ class Segment:
         """`size` bytes, all pages present, for this process to write.
 
         Raises:
-            TransportError: there is not so much shared memory, or it cannot be made.
+            TransportError: there is too little shared memory, or it cannot be created.
         """
         try:
             sweep()
             return cls._create(size, backing)
         except OSError as error:
-            rule = "shared memory for the slots of one teacher rank must be made"
+            rule = "the slots of one teacher rank need shared memory, which could not be created"
             raise TransportError("transport", rule, error.strerror, "use transport=object_store") from error
 
     @classmethod
     def _create(cls, size: int, backing: Backing) -> Segment:
         nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
         with ExitStack() as undo:
-            fd, folder = (_memfd() if backing == "memfd" else -1), None
+            fd = _memfd() if backing == "memfd" else -1
+            folder = None
             if fd < 0:
                 folder = _OwnedFolder()
                 undo.callback(folder.remove)
@@ -86,10 +87,10 @@ class Segment:
 
     @classmethod
     def attach(cls, address: Address, what: str) -> Segment:
-        """Another process's segment.
+        """Maps another process's segment.
 
         Raises:
-            TransportError: it is gone, not to be reached from here, or not the one that was meant.
+            TransportError: it is gone, cannot be reached from here, or is a different one.
         """
         remedy = "use transport=object_store if its writer lives, as another user or in another PID namespace"
         try:
@@ -100,7 +101,7 @@ class Segment:
         except OSError as error:
             raise TransportError(what, "its shared memory must be there to open", error.strerror, remedy) from None
         try:
-            # A number that was given away again leads to some other file.
+            # A reused process id or file descriptor leads to some other file.
             if os.fstat(fd).st_size != address.size or os.pread(fd, NONCE_BYTES, 0) != address.nonce:
                 raise TransportError(what, "its shared memory must be the writer's", "another file", remedy)
             return cls(_map(fd, address.size), address)
@@ -111,17 +112,17 @@ class Segment:
 
     @property
     def words(self) -> memoryview:
-        """The segment as 8-byte words, as far as whole ones go."""
+        """The segment as 8-byte words, without an incomplete one at the end."""
         return self.view[: len(self.view) // 8 * 8].cast("Q")
 
     def forget_name(self) -> None:
-        """Nobody needs to open it any more: a file goes now, so that no kill can leave it behind."""
+        """Call it when nobody needs to open the segment any more. Removes a file, so that a kill cannot leave it behind."""
         if self._folder:
             self._folder.remove()
             self._folder = None
 
     def close(self) -> None:
-        """Gives the memory back as soon as nobody holds a view of it."""
+        """Frees the memory as soon as nobody holds a view of it."""
         self.forget_name()
         if self._fd >= 0:
             os.close(self._fd)
@@ -130,7 +131,7 @@ class Segment:
 
 
 def sweep(root: Path = SHM) -> list[Path]:
-    """Removes the folders of this user whose owners are dead; which they were."""
+    """Removes the folders of this user whose owners are dead, and returns them."""
     swept = []
     for path in root.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):
@@ -146,7 +147,7 @@ class _OwnedFolder:
     """A folder in /dev/shm, locked until this process ends.
 
     Raises:
-        OSError: it cannot be made or locked; nothing is left of it.
+        OSError: it cannot be made or locked. Nothing of it is left.
     """
 
     def __init__(self, root: Path = SHM):
@@ -158,7 +159,7 @@ class _OwnedFolder:
             except OSError:
                 _remove(self.path)
                 raise
-            # A sweeper may take the folder between its making and its locking; then another is made.
+            # `sweep` in another process may remove the folder before it is locked here. Then make another one.
             if lock is not None:
                 self._lock = lock
                 return
@@ -169,7 +170,7 @@ class _OwnedFolder:
 
 
 def _remove(folder: Path) -> None:
-    """Takes no descriptor, as `shutil.rmtree` does: there may be none left."""
+    """Needs no file descriptor, unlike `shutil.rmtree`, because there may be none left."""
     with contextlib.suppress(OSError):
         for name in (RING, OWNER):
             (folder / name).unlink(missing_ok=True)
@@ -177,10 +178,10 @@ def _remove(folder: Path) -> None:
 
 
 def _claim(folder: Path) -> int | None:
-    """The lock of a folder; None if another process holds it or has removed the folder meanwhile.
+    """Locks a folder and returns the descriptor. None if another process holds the lock or has removed the folder.
 
     Raises:
-        OSError: whose it is cannot be told, as for want of descriptors.
+        OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
     """
     owner = folder / OWNER
     with contextlib.suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
@@ -198,7 +199,7 @@ def _prefix() -> str:
 
 
 def _memfd() -> int:
-    """A memfd that others can open; -1 where there is none."""
+    """A memfd that other processes can open; -1 if that is not possible."""
     try:
         fd = os.memfd_create("distill_rl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -212,8 +213,8 @@ def _memfd() -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Takes the pages now: with `ftruncate` alone a full memory would be a bus error at the first write."""
-    free = available_bytes()  # a memfd has no limit of its own, and would take all there is
+    """Allocates all pages now. With `ftruncate` alone, a lack of memory would be a bus error at the first write."""
+    free = available_bytes()  # nothing limits a memfd
     try:
         if size > free:
             raise OSError(errno.ENOMEM, f"{free} bytes of memory are free")
@@ -230,5 +231,5 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
-    """First touch of a page costs several times its copy, so all are touched here."""
+    """Maps all pages now, because the first access to a page costs several times what copying it does."""
     return mmap.mmap(fd, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

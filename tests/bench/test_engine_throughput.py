@@ -18,9 +18,9 @@ from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projec
 from distill_rl.bench.gpu.phases import Clock, phase_seconds
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_LLAMA, TINY_PAIRS, Pair
 from distill_rl.losses.cross_tokenizer.chunks import pair as pair_chunks
-from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.student.objective import flat_chunks
+from tests.helpers.load import load_model
 
 CPU = torch.device("cpu")
 BODY, HEAD, FORWARD, LOSS, BACKWARD, OPTIMIZER = PHASES

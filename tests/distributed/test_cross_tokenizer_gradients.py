@@ -172,7 +172,7 @@ def train_projection(
     losses = []
     for step in range(3):
         if folder is not None and step == 2:
-            engine.save(folder, {})
+            engine.save(folder)
             for parameter in engine.parameters:  # so that loading has something to restore
                 parameter.data.zero_()
             engine.kd_scale = 0.0

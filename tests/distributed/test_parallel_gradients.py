@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from distill_rl.models import families
 from distill_rl.models.fsdp import GradientReduction, reshard
-from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import close_world, data_mesh, open_world
 from tests.helpers import ranks
 from tests.helpers.engines import relative_l2
+from tests.helpers.load import load_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import write_model
 

@@ -83,11 +83,11 @@ def straight_and_resumed(
         engine = engine_on(world, student, teacher)
         if first:
             torch.manual_seed(999)
-            assert engine.load(folder / f"step-{first}") == {"cursor": [first, 0.5]}
+            engine.load(folder / f"step-{first}")
             assert engine.step == first
         losses += run_steps(engine, teacher, first, last)
         marker = folder / f"written-{last}" if beside else None
-        engine.save(folder / f"step-{last}", {"cursor": [last, 0.5]}, marker)
+        engine.save(folder / f"step-{last}", marker)
         engine.finish_saving()
         if last == STEPS:
             outcomes.append((losses, whole_state(engine), torch.get_rng_state()))
@@ -104,9 +104,9 @@ def resharded(
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     engine = engine_on(world, student, teacher)
-    extra = engine.load(source)
+    engine.load(source)
     loaded = whole_state(engine)
-    engine.save(target, extra)
+    engine.save(target)
     run_steps(engine, teacher, 5, STEPS)
     return loaded, whole_state(engine)
 
@@ -196,7 +196,7 @@ def exchanged(dp: int, tp: int, student: Path, teacher: Path, folder: Path) -> l
     for fused in (False, True):
         writer, reader = engine(fused), engine(not fused)
         run_steps(writer, teacher, 0, 2)
-        writer.save(folder / str(fused), {})
+        writer.save(folder / str(fused))
         reader.load(folder / str(fused))
         saved, loaded = whole_state(writer), whole_state(reader)
         equal = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
@@ -242,7 +242,7 @@ def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, f
         patch.setattr(
             checkpoint.dcp.FileSystemReader, "read_metadata", lambda reader: read.append(1) or original(reader)
         )
-        engine.save(folder, {}, folder.parent / "written.json")
+        engine.save(folder, folder.parent / "written.json")
         engine.finish_saving()
     close_world(world)
     return bool(read)
@@ -258,7 +258,7 @@ def test_only_the_first_rank_reads_back_the_metadata(folders, tmp_path):
 def save_error(folder: Path, student: Path, teacher: Path) -> str:
     engine = engine_on(open_world(rank=ranks.rank(), dp=2, tp=1), student, teacher)
     with pytest.raises(CheckpointError) as caught:
-        engine.save(folder / "checkpoint", {})
+        engine.save(folder / "checkpoint")
     return str(caught.value)
 
 
@@ -279,7 +279,7 @@ def write_error_of_one_rank(folder: Path, student: Path, teacher: Path) -> str:
         (folder / "__1_0.distcp").mkdir()
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as caught:
-        engine.save(folder, {})
+        engine.save(folder)
     return str(caught.value)
 
 
@@ -310,7 +310,7 @@ def dropout_runs(dp: int, tp: int, student: Path, folder: Path) -> tuple[list[fl
 
     first = engine()
     steps(first, 2)
-    first.save(folder, {})
+    first.save(folder)
     straight = steps(first, 2)
     resumed = engine()
     resumed.load(folder)

@@ -40,7 +40,7 @@ def targets_on(dp: int, tp: int, teachers: dict[str, Path], chunk_tokens: int) -
     for name, path in teachers.items():
         config = engine_config("unused", [path], loss__top_k=TOP, loss__temperature=TEMPERATURE)
         engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
-        assert engine.chunk == chunk_tokens
+        assert engine.head.chunk == chunk_tokens
         assert not any(parameter.requires_grad for parameter in engine.model.parameters())
         targets[name] = engine_targets(engine, batch)
     return targets

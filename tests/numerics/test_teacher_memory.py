@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from distill_rl.bench.losses import peak_bytes
-from distill_rl.teacher.targets import hidden_targets, logits_targets, topk_targets
+from distill_rl.teacher.targets import TargetHead, hidden_targets, logits_targets, topk_targets
 
 CHUNK, VOCABULARY, HIDDEN, K = 64, 8192, 16, 8
 COPIES = 2
@@ -30,7 +30,7 @@ PER_TOKEN = {"topk": 8 * K + 8, "hidden": 4, "hidden and entropy": 8, "logits": 
 def test_only_one_chunk_of_logits_exists_at_a_time(export: str, chunks: int) -> None:
     weight, tokens = torch.randn(VOCABULARY, HIDDEN), chunks * CHUNK
     hidden, labels = torch.randn(tokens, HIDDEN), torch.zeros(tokens, dtype=torch.int64)
-    common = {"temperature": 1.0, "vocabulary_size": VOCABULARY - 5, "chunk": CHUNK}
-    peak = peak_bytes(lambda: MAKE[export](hidden, lambda rows: linear(rows, weight), labels, **common))
+    head = TargetHead(lambda rows: linear(rows, weight), 1.0, VOCABULARY - 5, CHUNK)
+    peak = peak_bytes(lambda: MAKE[export](hidden, labels, head))
     logits = CHUNK * VOCABULARY * 4
     assert logits <= peak <= COPIES * logits + tokens * PER_TOKEN[export]

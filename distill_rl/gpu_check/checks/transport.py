@@ -36,7 +36,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     connection, reader_end = context.Pipe()
     reader = context.Process(target=_read, args=(reader_end, name, str(device)), daemon=True)
-    writer = make(name, deadline_s=REPLY_S, node_id=_NODE, ring=ring, source="teacher", device=device)
+    writer = make(name, deadline_s=REPLY_S, node_id=_NODE, ring=ring, source="teacher", device=str(device))
     reader.start()
     reader_end.close()
     try:
@@ -176,7 +176,7 @@ class _Reader:
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
         self.device, self.means = device, list[Tensor]()
-        self.transport = make(name, deadline_s=REPLY_S, node_id=_NODE, device=device)
+        self.transport = make(name, deadline_s=REPLY_S, node_id=_NODE, device=str(device))
 
     def handle(self, what: str, argument: Any) -> Any:
         if what == "open":

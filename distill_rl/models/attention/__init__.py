@@ -1,1 +1,1 @@
-"""Attention implementations: which one a model gets, and attention over packed documents."""
+"""Attention implementations: which one a model takes, and attention over packed documents."""

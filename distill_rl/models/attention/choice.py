@@ -1,7 +1,16 @@
-"""Which attention implementation a model takes, by the settings, the device, what is installed and what the model needs.
+"""Which attention implementation a model takes, from the settings, the device, the packages and the model.
 
-Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic
-is in `varlen.py`.
+An implementation named in the settings is taken as it is. `varlen` takes the first package of `VARLEN` without an obstacle,
+or fails. `auto` takes the first line that applies:
+
+    a CPU                                             sdpa, or eager if the model has a soft cap on its scores
+    a family that is not proven to pass documents     the same
+    a package without an obstacle                     its variable-length kernels, no mask
+    one document per row, no soft cap, no window      this package's attention function in SDPA's causal case, no mask
+    otherwise                                         sdpa or eager, with a mask
+
+Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic is in
+`varlen.py`.
 """
 
 from __future__ import annotations
@@ -9,32 +18,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.families import family_of
+from distill_rl.models.families import family_of, head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 VARLEN = {"flash_attn": "documents_fa", "torch": "documents_torch"}
-"""Package that brings the variable-length kernels → the name under which transformers knows this package's attention
-with them, the preferred one first. Names that contain `flash` or `sdpa` mean something to transformers."""
+"""By package with variable-length kernels, in order of preference: the name under which this package's attention is
+registered with transformers. The names must not contain `flash` or `sdpa`, which transformers would interpret."""
 ON_CPU = "the variable-length kernels run on GPUs only"
 LARGEST_HEAD = 256
-"""Features per head that the kernels are compiled for."""
+"""Largest number of features per head for which the kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     implementation: str
-    """as transformers calls it"""
+    """Its name in transformers."""
     why: str
-    """for the log"""
+    """For the log."""
 
 
 def choose(
-    asked: str,
+    attention: str,
     hf_config: PreTrainedConfig,
     *,
     dtype: str,
@@ -45,22 +54,22 @@ def choose(
     """The implementation for one model.
 
     Args:
-        asked: the setting `attention`, or an implementation by the name that transformers has for it.
-        dtype: that the model computes in: fp32, bf16 or fp16.
+        attention: the setting `attention`, or transformers' name of an implementation.
+        dtype: in which the model computes: fp32, bf16 or fp16.
         packing: rows may hold several documents.
-        training: the model is trained, so that its attention dropout counts.
-        no_kernel: why the device has no variable-length kernels, `ON_CPU` for a CPU; None where it has.
+        training: the model is trained, so its attention dropout counts.
+        no_kernel: why the device has no variable-length kernels, `ON_CPU` for a CPU; None if it has them.
 
     Raises:
-        ConfigError: `varlen` is asked for and cannot be had.
+        ConfigError: `varlen` is requested and not available.
     """
-    if asked not in ("auto", "varlen"):
-        return Choice(asked, "as configured")
+    if attention not in ("auto", "varlen"):
+        return Choice(attention, "as configured")
     blocked = {name: next(obstacles(name, hf_config, dtype=dtype, training=training), None) for name in VARLEN}
     if no_kernel is not None:
         blocked = dict.fromkeys(VARLEN, no_kernel)
     package = next((name for name in VARLEN if blocked[name] is None), None)
-    if asked == "varlen":
+    if attention == "varlen":
         if package is None:
             key = "student.attention" if training else "teachers[].attention"
             raise ConfigError(key, str(blocked["torch"]), "varlen", "set it to auto")
@@ -69,7 +78,7 @@ def choose(
     if no_kernel == ON_CPU:
         return plain
     if not family_of(hf_config).proven:
-        return Choice(plain.implementation, f"{plain.why}; the family is not proven to hand on where documents end")
+        return Choice(plain.implementation, f"{plain.why}; the family is not proven to pass on where documents end")
     if package is not None:
         return Choice(VARLEN[package], f"no mask; packed rows by variable-length kernels of {package}")
     if not packing and softcap_of(hf_config) is None and window_of(hf_config) is None:
@@ -84,10 +93,10 @@ def _without_kernels(hf_config: PreTrainedConfig) -> Choice:
 
 
 def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, training: bool) -> Iterator[str]:
-    """What keeps a model from the variable-length kernels of a package, on any device.
+    """Why a model cannot use the variable-length kernels of a package, on any device.
 
     Args:
-        hf_config: None where it could not be read.
+        hf_config: None if it could not be read.
     """
     if package == "flash_attn" and not installed("flash_attn"):
         yield "flash_attn is not installed"
@@ -97,7 +106,7 @@ def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, t
         return
     size = head_size(hf_config)
     if size is not None and (size > LARGEST_HEAD or size % 8):
-        yield f"the kernels have heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {size}"
+        yield f"the kernels support heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {size}"
     if package == "torch":
         if softcap_of(hf_config) is not None:
             yield "torch's kernels have no soft cap on attention scores, which the model needs"
@@ -106,15 +115,9 @@ def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, t
 
 
 def installed(package: str) -> bool:
-    """A folder of this name where Python was started, such as W&B leaves behind, is no package."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def head_size(hf_config: PreTrainedConfig) -> int | None:
-    config: Any = hf_config
-    heads = getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    """Whether a package is installed. A mere folder of this name, such as W&B creates, does not count."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def softcap_of(hf_config: PreTrainedConfig) -> float | None:
@@ -123,7 +126,7 @@ def softcap_of(hf_config: PreTrainedConfig) -> float | None:
 
 
 def window_of(hf_config: PreTrainedConfig) -> int | None:
-    """Positions that a layer of sliding attention sees, itself among them."""
+    """Number of positions, itself included, that a position sees in a layer with sliding attention."""
     return getattr(hf_config, "sliding_window", None) or None
 
 

@@ -1,17 +1,17 @@
-"""Attention inside of documents without a mask, for rows that hold one document or several.
+"""Attention within documents without a mask, for rows that hold one document or several.
 
-transformers finds documents by restarts of the positions and builds a mask [R, 1, S, S] of them for every forward.
-That costs twice the products (no kernel skips what a mask excludes), rules out grouped key-value heads, and waits for
-the GPU to learn whether there are several documents at all. Here the host reads from the numpy rows where documents
-begin (`Documents.of`), before they go to the device, and the boundaries travel through the model as the keyword
-arguments that transformers has for them. `attend` then takes
+transformers finds documents from restarts of the positions and builds a mask [R, 1, S, S] in every forward. That doubles
+the number of products (no kernel skips what a mask excludes), rules out grouped key-value heads, and makes the host wait
+for the GPU to learn whether there are several documents at all. Here the host reads the boundaries of the documents from the
+numpy rows before these go to the device (`Documents.of`), and passes them through the model in the keyword arguments that
+transformers has for them. `attend` then uses
 
     one document per row     SDPA with `is_causal`, grouped heads, no mask
-    several                  a variable-length kernel over all rows in one sequence, [R·S, heads, head size]
+    several                  a variable-length kernel over all rows as one sequence, [R·S, heads, head size]
     several, on a CPU        SDPA document by document: the same function in plain torch
 
-It is registered as an attention function only, without a mask function, for which transformers makes no mask and looks
-at no position (`masking_utils._preprocess_mask_arguments`).
+It is registered as an attention function without a mask function, so transformers makes no mask and does not inspect the
+positions (`masking_utils._preprocess_mask_arguments`).
 
 Shapes: R rows, S positions, T = R·S, H query heads, K key-value heads, E features per head, D documents.
 """
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _TILE = 128
-"""Queries that a block of a kernel works on; bounds that are multiples of it make few different programs."""
+"""Queries per block of a kernel. Rounding bounds up to multiples of it keeps the number of compiled programs small."""
 _GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11 takes fewer key-value heads than queries without being told, later versions ask to be told."""
+"""torch 2.11 accepts fewer key-value heads than query heads as it is; later versions need this option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where the documents of some rows lie when these are read as one sequence.
+    """Boundaries of the documents of some rows, read as one sequence.
 
-    A document ends where the next begins or the row ends, so that trailing padding belongs to the last one.
+    A document ends where the next one begins or the row ends, so trailing padding belongs to the last document.
     """
 
     starts: Tensor
-    """int32 [D + 1], R·S at its end"""
+    """int32 [D + 1]; the last entry is R·S."""
     longest: int
-    """a bound on the positions of a document"""
+    """Upper bound of the length of a document."""
     one_per_row: bool
 
     @classmethod
@@ -69,12 +69,12 @@ class Documents:
         starts = np.append(np.flatnonzero(position_ids == 0), position_ids.size).astype(np.int32)
         longest = -(-int(np.diff(starts).max()) // _TILE) * _TILE
         moved = torch.from_numpy(starts)
-        if device.type == "cuda":  # from pinned memory, or the copy would wait for the device
+        if device.type == "cuda":  # from pinned memory; otherwise the copy would wait for the device
             moved = moved.pin_memory().to(device, non_blocking=True)
         return cls(moved, longest, len(starts) == len(position_ids) + 1)
 
     def arguments(self) -> dict[str, Any]:
-        """As transformers hands them on to attention functions."""
+        """The keyword arguments by which transformers passes them to attention functions."""
         length = dict.fromkeys(("max_length_q", "max_length_k"), self.longest)
         return {"cu_seq_lens_q": self.starts, "cu_seq_lens_k": self.starts, **length}
 
@@ -84,33 +84,32 @@ class Scoring:
     """How a model turns products of queries and keys into weights."""
 
     scale: float
-    """of the products"""
+    """Factor on the products."""
     window: int | None = None
-    """positions that a query sees, itself among them; None: all before it"""
+    """Number of positions that a query sees, its own included. None: all up to its own."""
     softcap: float | None = None
-    """bound of the scores"""
+    """Bound of the scores."""
     dropout: float = 0.0
-    """of the weights"""
+    """Applied to the weights."""
 
 
 def documents_for(hf_config: PreTrainedConfig, position_ids: np.ndarray, device: torch.device) -> Documents | None:
-    """The documents of some rows, for a model whose attention function asks for them; else None."""
+    """The documents of some rows, if the model's attention function takes them, else None."""
     return Documents.of(position_ids, device) if reads_documents(hf_config) else None
 
 
 def reads_documents(hf_config: PreTrainedConfig) -> bool:
-    """Whether the model's attention function takes the boundaries of documents: this module's, or transformers' flash
-    attention."""
+    """Whether the attention function takes boundaries of documents: this module's does, and transformers' flash attention."""
     name = str(hf_config._attn_implementation)
     return name in VARLEN.values() or name.startswith("flash")
 
 
 def needs_documents(hf_config: PreTrainedConfig, width: int, *, one_per_row: bool) -> bool:
-    """Whether a causal kernel over whole rows of `width` positions would not do."""
+    """Whether the boundaries matter: a causal kernel over whole rows of `width` positions would give another result."""
     if not one_per_row:
         return True
     if hf_config._attn_implementation not in VARLEN.values():
-        return False  # transformers' flash attention has windows and soft caps for whole rows, too
+        return False  # transformers' flash attention supports windows and soft caps on whole rows
     window = window_of(hf_config)
     return softcap_of(hf_config) is not None or (window is not None and window < width)
 
@@ -131,20 +130,20 @@ def attend(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it; causal, inside of documents.
+    """Causal attention within documents, with the signature that transformers expects.
 
     Args:
         query: [R, H, S, E], `key` and `value` [R, K, S, E].
-        attention_mask: None; see above.
-        package: of the kernels, a key of `VARLEN`.
-        cu_seq_lens_q: `Documents.starts`; None: every row is one document.
+        attention_mask: must be None.
+        package: whose kernels to use, a key of `VARLEN`.
+        cu_seq_lens_q: `Documents.starts`. None: every row is one document.
         max_length_q: `Documents.longest`.
 
     Returns:
-        [R, S, H, E]; and no weights.
+        [R, S, H, E], and None instead of weights.
 
     Raises:
-        ValueError: a mask or a bias, which no kernel here knows.
+        ValueError: a mask or a bias, which no kernel here supports.
     """
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} has a mask or a bias on its scores: set attention=sdpa")
@@ -155,8 +154,8 @@ def attend(
     assert max_length_q is not None
     rows, heads, width, size = query.shape
     query, key, value = (
-        each.transpose(1, 2).to(value.dtype).reshape(rows * width, each.shape[1], size).contiguous()
-        for each in (query, key, value)
+        tensor.transpose(1, 2).to(value.dtype).reshape(rows * width, tensor.shape[1], size).contiguous()
+        for tensor in (query, key, value)
     )
     kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
     scoring = Scoring(size**-0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
@@ -166,19 +165,19 @@ def attend(
 
 @torch.compiler.disable
 def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
-    """What the kernels compute, one document after another: the twin for CPUs, on a GPU a reference.
+    """Computes what the kernels do, one document after another: for CPUs, and as a reference on GPUs.
 
     Args:
         query: [T, H, E], `key` and `value` [T, K, E].
         starts: int32 [D + 1].
-        longest: not used; the kernels need it.
+        longest: not used here, but by the kernels.
 
     Returns:
         [T, H, E]
     """
     parts = []
     for start, stop in itertools.pairwise(starts.tolist()):
-        q, k, v = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
+        q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
         if scoring.softcap is None and (scoring.window is None or scoring.window >= stop - start):
             options: dict[str, Any] = {"dropout_p": scoring.dropout, "scale": scoring.scale, "is_causal": True}
             part = scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
@@ -189,53 +188,53 @@ def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, long
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """One document [1, heads, n, E]; the scores are whole."""
+    """One document [1, heads, n, E], with all scores in memory."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query.float() @ key.float().transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = (scores / scoring.softcap).tanh() * scoring.softcap
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if scoring.window is not None:
-        seen = seen.triu(1 - scoring.window)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
+        visible = visible.triu(1 - scoring.window)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(value.dtype)
     return torch.dropout(weights, scoring.dropout, scoring.dropout > 0) @ value
 
 
 def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
-    """FlashAttention 2 as torch brings it: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
+    """torch's FlashAttention 2: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
     if scoring.softcap is not None or scoring.dropout:
         raise ValueError("torch's variable-length attention has neither a soft cap nor dropout")
-    # A query sees itself and `left` positions before it. (-1, 0) is how torch asks for plain causal attention.
+    # A query sees itself and `left` positions before it. (-1, 0) means plain causal attention.
     left = -1 if scoring.window is None else scoring.window - 1
     options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **_GROUPED_HEADS}
     out = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-    assert isinstance(out, Tensor)  # nothing else is asked for
+    assert isinstance(out, Tensor)
     return out
 
 
 def _package_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring
 ) -> Tensor:
-    """FlashAttention 2 of the package flash_attn, which has soft caps and dropout, too."""
+    """FlashAttention 2 of the package flash_attn, which also supports soft caps and dropout."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return flash_attn_varlen_func(
-        query, key, value, starts, starts, longest, longest,
+        *(query, key, value, starts, starts, longest, longest),
         dropout_p=scoring.dropout,
         softmax_scale=scoring.scale,
         causal=True,
         window_size=(-1, -1) if scoring.window is None else (scoring.window - 1, 0),
         softcap=scoring.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    )
 
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {"flash_attn": _package_kernel, "torch": _torch_kernel}
 
 
 def no_kernel(device: torch.device) -> str | None:
-    """Why variable-length kernels do not run on a device; None where they do."""
+    """Why variable-length kernels do not run on a device; None if they do."""
     if device.type != "cuda":
         return ON_CPU if device.type == "cpu" else f"there are no variable-length kernels for {device.type}"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -245,7 +244,7 @@ def no_kernel(device: torch.device) -> str | None:
 
 
 def register() -> None:
-    """Makes the implementations known to transformers, in this process."""
+    """Registers the implementations with transformers, in this process."""
     from transformers import AttentionInterface
 
     for package, name in VARLEN.items():

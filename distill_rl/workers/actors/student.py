@@ -181,7 +181,7 @@ class StudentWorker(RankWorker):
         return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
 
     def save(self, directory: str, marker: str | None) -> None:
-        self._engine.save(directory, {}, marker)
+        self._engine.save(directory, marker)
 
     def finish_saving(self) -> None:
         self._engine.finish_saving()

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from distill_rl.errors import DistillError
 from distill_rl.models import export, families
 from distill_rl.models.export import export_model
-from distill_rl.models.load import load_model, read_tokenizer, tokenizer_hash
+from distill_rl.models.hub import read_tokenizer, tokenizer_hash
 from distill_rl.parallel.mesh import World
+from tests.helpers.load import load_model
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 IDS = torch.arange(3, 15)[None]
@@ -32,7 +33,7 @@ def logits_of(folder: Path) -> Tensor:
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_untrained_student_is_exported_byte_for_byte(tmp_path: Path, world: World, family: str, tie: bool) -> None:
+def test_untrained_student_is_exported_byte_for_byte(tmp_path: Path, world: World, family: str, tie: bool) -> None:
     source = write_tiny_model(tmp_path / "source", family, tie=tie, dtype="bfloat16")
     student = load_model(source, world, role="student", dtype="fp32")
     export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=tmp_path / "out")
@@ -40,7 +41,7 @@ def test_an_untrained_student_is_exported_byte_for_byte(tmp_path: Path, world: W
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(source))
 
 
-def test_a_trained_student_is_what_transformers_loads(tmp_path: Path, world: World) -> None:
+def test_transformers_loads_the_trained_student(tmp_path: Path, world: World) -> None:
     source = write_tiny_model(tmp_path / "source", "llama", tie=True)
     student = load_model(source, world, role="student", dtype="fp32")
     with torch.no_grad():
@@ -52,7 +53,7 @@ def test_a_trained_student_is_what_transformers_loads(tmp_path: Path, world: Wor
     assert not torch.equal(logits_of(source), wanted)
 
 
-def test_the_folder_holds_what_a_user_needs(tmp_path: Path, world: World) -> None:
+def test_folder_is_complete_for_users(tmp_path: Path, world: World) -> None:
     source = write_tiny_model(tmp_path / "source", "qwen2", dtype="float16")
     GenerationConfig(temperature=0.25, do_sample=True, eos_token_id=1).save_pretrained(source)
     config = json.loads((source / "config.json").read_text())
@@ -74,7 +75,7 @@ def test_the_folder_holds_what_a_user_needs(tmp_path: Path, world: World) -> Non
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_a_big_model_is_written_in_parts(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_model_is_written_in_shards(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
     source = write_tiny_model(tmp_path / "source", "llama")
     student = load_model(source, world, role="student", dtype="fp32")
@@ -85,7 +86,7 @@ def test_a_big_model_is_written_in_parts(tmp_path: Path, world: World, monkeypat
     assert torch.equal(families.logits(again, IDS, torch.arange(12)[None]), logits_of(source))
 
 
-def test_an_older_export_is_replaced_whole_and_left_overs_are_swept(tmp_path: Path, world: World) -> None:
+def test_older_export_and_leftovers_are_replaced(tmp_path: Path, world: World) -> None:
     source = write_tiny_model(tmp_path / "source", "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale.txt").touch()
@@ -96,9 +97,7 @@ def test_an_older_export_is_replaced_whole_and_left_overs_are_swept(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def test_a_failure_while_writing_leaves_the_older_export_alone(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_older_export(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tiny_model(tmp_path / "source", "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").touch()

@@ -19,7 +19,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [False, True])
-def test_facts_are_those_of_the_loaded_model(tmp_path, family, tie):
+def test_facts_match_the_loaded_model(tmp_path, family, tie):
     folder = write_tiny_model(tmp_path / family, family, tie=tie, vocab_size=384)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = read_model_facts(folder, AutoConfig.from_pretrained(folder))
@@ -31,7 +31,7 @@ def test_facts_are_those_of_the_loaded_model(tmp_path, family, tie):
     assert found.bytes_on_disk == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def test_a_model_in_several_files_is_counted_once(tmp_path, llama):
+def test_sharded_model_is_counted_once(tmp_path, llama):
     AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(weight_files(tmp_path)) > 1
     config = AutoConfig.from_pretrained(llama)
@@ -52,14 +52,14 @@ def only(lines):
     return line
 
 
-def test_a_folder_without_a_config_or_with_a_damaged_one_is_named(tmp_path, llama):
+def test_missing_or_damaged_config_is_named(tmp_path, llama):
     bare = copy(llama, tmp_path / "bare", "config.json")
     assert "must hold a config.json" in only(folder_problems("student.model", bare))
     (bare / "config.json").write_text("{")
     assert "config.json cannot be read" in only(folder_problems("student.model", bare))
 
 
-def test_pickled_weights_alone_are_refused_and_never_read(tmp_path, llama):
+def test_pickled_weights_are_refused_unread(tmp_path, llama):
     folder = copy(llama, tmp_path / "bin", "model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"\x80 not even a pickle")
     assert "weights must be safetensors; the folder has only pickled ones" in only(
@@ -67,13 +67,13 @@ def test_pickled_weights_alone_are_refused_and_never_read(tmp_path, llama):
     )
 
 
-def test_a_folder_without_weights_is_named(tmp_path, llama):
+def test_folder_without_weights_is_named(tmp_path, llama):
     folder = copy(llama, tmp_path / "empty", "model.safetensors")
     assert "must hold model.safetensors" in only(folder_problems("student.model", folder))
     assert folder_problems("student.model", folder, weights=False) == []
 
 
-def test_a_family_that_needs_its_own_code_is_refused(tmp_path, llama):
+def test_family_with_own_code_is_refused(tmp_path, llama):
     folder = copy(llama, tmp_path / "remote")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mystery", "auto_map": {"AutoModelForCausalLM": "modeling_mystery.Mystery"}}
@@ -88,7 +88,7 @@ def test_a_family_that_needs_its_own_code_is_refused(tmp_path, llama):
     )
 
 
-def test_code_beside_a_family_that_transformers_has_is_no_obstacle(tmp_path, llama):
+def test_code_beside_a_known_family_is_ignored(tmp_path, llama):
     folder = copy(llama, tmp_path / "both")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "x.Y"}}))
@@ -105,7 +105,7 @@ def test_code_beside_a_family_that_transformers_has_is_no_obstacle(tmp_path, lla
         (lambda data: b"\xff" * 64, "not a safetensors file, or cut off"),
     ],
 )
-def test_a_damaged_weight_file_is_named(tmp_path, llama, damage, expected):
+def test_damaged_weight_file_is_named(tmp_path, llama, damage, expected):
     folder = copy(llama, tmp_path / "damaged")
     file = folder / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
@@ -114,7 +114,7 @@ def test_a_damaged_weight_file_is_named(tmp_path, llama, damage, expected):
     assert "model.safetensors" in line
 
 
-def test_every_missing_part_of_a_model_in_several_files_is_named(tmp_path, llama):
+def test_every_missing_shard_is_named(tmp_path, llama):
     AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="40KB")
     first, second = weight_files(tmp_path)[:2]
     first.unlink()
@@ -127,7 +127,7 @@ def test_every_missing_part_of_a_model_in_several_files_is_named(tmp_path, llama
     assert "index.json cannot be read" in only(folder_problems("student.model", tmp_path))
 
 
-def test_a_path_is_told_from_a_hub_name(tmp_path, monkeypatch):
+def test_paths_and_hub_names_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert looks_like_hub_name("meta-llama/Llama-3.2-1B")
     assert not any(map(looks_like_hub_name, ("gpt2", "/a/b", "./a/b", "~/a", "a/b/c", "../b", "")))
@@ -140,7 +140,7 @@ def test_a_path_is_told_from_a_hub_name(tmp_path, monkeypatch):
     assert str(locate("student.model", "models").folder) == "models"
 
 
-def test_a_hub_name_is_unreachable_offline_and_not_a_problem():
+def test_hub_name_is_unreachable_offline_not_wrong():
     code = (
         "from distill_rl.models.facts import locate, find_data_set; "
         "where = locate('student.model', 'some-org/some-model'); "
@@ -159,14 +159,14 @@ def test_a_hub_name_is_unreachable_offline_and_not_a_problem():
     assert data.startswith("data.path: some-org/some-data is neither a file nor a folder here")
 
 
-def test_a_hub_that_never_answers_is_given_up(monkeypatch):
-    """A server that accepts and stays silent; the limit is the module's, not the client's."""
+def test_silent_hub_times_out(monkeypatch):
+    """A server that accepts connections and never answers. The module's deadline ends the wait, not the client's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(facts, "HUB_TIMEOUT_S", 0.2)
         answer = facts._in_time(lambda: socket.create_connection(server.getsockname()).recv(1))
     assert answer is None
 
 
-def test_an_answer_in_time_is_the_answer_or_the_error():
+def test_timely_answer_or_error_is_returned():
     assert facts._in_time(lambda: 7) == 7
     assert isinstance(facts._in_time(lambda: 1 / 0), ZeroDivisionError)

@@ -19,11 +19,11 @@ def llama(**settings: int) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 6])
-def test_sizes_that_divide_are_no_problem_whatever_the_vocabulary(tp: int) -> None:
+def test_divisible_sizes_pass_with_any_vocabulary(tp: int) -> None:
     assert tensor_parallel_problems(llama(), tp) == []
 
 
-def test_every_size_that_does_not_divide_is_shown_with_its_arithmetic() -> None:
+def test_indivisible_sizes_are_shown_with_arithmetic() -> None:
     assert tensor_parallel_problems(llama(num_key_value_heads=2, intermediate_size=98), 4) == [
         "6 attention heads cannot be split evenly over parallel.tp = 4: 6 = 1 * 4 + 2",
         "2 key-value heads cannot be split evenly over parallel.tp = 4: 2 = 0 * 4 + 2",
@@ -31,7 +31,7 @@ def test_every_size_that_does_not_divide_is_shown_with_its_arithmetic() -> None:
     ]
 
 
-def test_projections_that_hold_several_in_one_are_cut_by_features_whatever_the_heads() -> None:
+def test_fused_projections_are_split_by_features() -> None:
     assert tensor_parallel_problems(GPT2Config(), 8) == []  # 12 heads of 64
     assert tensor_parallel_problems(Phi3Config(num_attention_heads=32, num_key_value_heads=2), 8) == []
     assert tensor_parallel_problems(GPT2Config(n_embd=20, n_head=5, n_inner=42), 4) == [
@@ -44,7 +44,7 @@ def test_projections_that_hold_several_in_one_are_cut_by_features_whatever_the_h
     ]
 
 
-def test_a_family_without_a_plan_runs_on_one_rank_only() -> None:
+def test_family_without_plan_needs_one_rank() -> None:
     config = Gemma2Config()
     assert tensor_parallel_problems(config, 1) == []
     (problem,) = tensor_parallel_problems(config, 2)
@@ -53,7 +53,7 @@ def test_a_family_without_a_plan_runs_on_one_rank_only() -> None:
     assert problem.endswith("set parallel.tp: 1")
 
 
-def test_an_unknown_family_is_neither_planned_nor_proven() -> None:
+def test_unknown_family_has_no_plan_and_is_not_proven() -> None:
     config = llama()
     config.model_type = "never-heard-of"
     family = family_of(config)
@@ -67,6 +67,6 @@ def test_decoder_layers_are_the_repeated_blocks_in_order(config: LlamaConfig) ->
     assert families.decoder_layers(model) == list(model.model.layers)
 
 
-def test_judging_a_plan_does_not_import_torch(tmp_path: Path) -> None:
+def test_checking_a_plan_does_not_import_torch(tmp_path: Path) -> None:
     code = "import sys, distill_rl.models.families; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

@@ -38,7 +38,7 @@ def change_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_a_folder_is_itself_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_folder_is_used_whatever_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve("org/name") == Path("org/name")
@@ -46,26 +46,26 @@ def test_a_folder_is_itself_whatever_its_name(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["./gone", "/gone/for/good", "~/gone-for-good", "a/b/c"])
-def test_a_missing_folder_is_never_looked_up_on_the_hub(name: str) -> None:
+def test_missing_folder_is_not_sought_on_the_hub(name: str) -> None:
     with pytest.raises(ConfigError, match="no such folder") as caught:
         resolve(name)
     assert not isinstance(caught.value, HubUnreachable)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="must be a folder"):
         resolve(tmp_path / "model.safetensors")
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_hub_name_without_a_network_is_unreachable_rather_than_wrong() -> None:
+def test_hub_name_without_network_is_unreachable() -> None:
     with pytest.raises(HubUnreachable, match=r"org/name.*HF_HUB_OFFLINE is set.*hf download"):
         resolve("org/name")
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+def test_cached_hub_name_needs_no_network(tmp_path: Path) -> None:
     stored = tmp_path / "cache" / "models--org--name"
     write_tiny_model(stored / "snapshots" / "abc123", "llama")
     (stored / "refs").mkdir()
@@ -75,12 +75,12 @@ def test_a_hub_name_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     assert read_tokenizer("org/name").is_fast
 
 
-def test_a_name_that_no_hub_could_have_is_wrong() -> None:
+def test_invalid_hub_name_is_wrong() -> None:
     with pytest.raises(ConfigError, match="must be a folder, or a name"):
         resolve("not a name!")
 
 
-def test_a_model_type_that_needs_its_own_code_is_refused_and_the_code_not_run(tmp_path: Path) -> None:
+def test_model_with_own_code_is_refused_and_not_run(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama")
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     change_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
@@ -96,7 +96,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"hidden_size": "wide", "model_type": "llama"}'])
-def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_unreadable_config_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -104,14 +104,14 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str | 
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_unreadable_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="must hold a tokenizer"):
         read_tokenizer(tmp_path)
 
 
-def test_the_hash_survives_saving_and_ignores_what_decides_no_id(tmp_path: Path) -> None:
+def test_hash_ignores_saving_and_template(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     wanted = tokenizer_hash(tokenizer)
     tokenizer.chat_template = "{{ messages }}"
@@ -123,7 +123,7 @@ def test_the_hash_survives_saving_and_ignores_what_decides_no_id(tmp_path: Path)
     assert tokenizer_hash(read_tokenizer(tmp_path)) == wanted
 
 
-def test_the_hash_changes_with_vocabulary_merges_and_added_tokens(tmp_path: Path) -> None:
+def test_hash_depends_on_vocabulary_merges_and_added_tokens(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     original = json.loads((tmp_path / "tokenizer.json").read_text())
     hashes = {tokenizer_hash(tiny_tokenizer())}
@@ -141,7 +141,7 @@ def test_the_hash_changes_with_vocabulary_merges_and_added_tokens(tmp_path: Path
     assert len(hashes) == 4
 
 
-def test_the_vocabulary_counts_added_tokens_and_gaps() -> None:
+def test_vocabulary_size_includes_added_tokens_and_gaps() -> None:
     tokenizer = tiny_tokenizer()
     size = vocabulary_size(tokenizer)
     assert size == max(tokenizer.get_vocab().values()) + 1
@@ -149,14 +149,14 @@ def test_the_vocabulary_counts_added_tokens_and_gaps() -> None:
     assert vocabulary_size(tokenizer) == size + 2
 
 
-def test_no_pickle_is_fetched_from_the_hub() -> None:
+def test_pickles_are_not_fetched_from_the_hub() -> None:
     from fnmatch import fnmatch
 
     for name in ("pytorch_model.bin", "model.pt", "training_args.pth", "modeling_own.py"):
         assert not any(fnmatch(name, pattern) for pattern in hub._WEIGHTS), name
 
 
-def test_a_tokenizer_file_means_the_same_beside_every_family_of_model(tmp_path: Path) -> None:
+def test_tokenizer_file_means_the_same_for_every_family(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     text = "Kaé 42  中\n7"
     for family in ("llama", "qwen2"):
@@ -171,14 +171,14 @@ def test_a_tokenizer_file_means_the_same_beside_every_family_of_model(tmp_path: 
     ({"config.json": {"eos_token_id": 7}}, (7,)),
     ({}, ()),
 ])  # fmt: skip
-def test_a_model_stops_by_what_its_generation_config_says(tmp_path, files, expected):
+def test_stops_come_from_the_generation_config(tmp_path, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert configured_stops(tmp_path) == expected
 
 
 @pytest.mark.parametrize("content", ["{", "[3]"])
-def test_a_generation_config_that_is_no_table_is_refused_by_name(tmp_path, content):
+def test_malformed_generation_config_is_named(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json must be JSON"):
         configured_stops(tmp_path)

@@ -1,4 +1,4 @@
-"""`student.kernels: liger`: what it refuses, and what it replaces (on the real package, where that can be imported)."""
+"""`student.kernels: liger`: what it refuses, and what it replaces (with the real package, if it can be imported)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = {
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-def test_families_and_activations_without_kernels_are_named():
+def test_unsupported_families_and_activations_are_named():
     assert CONFIGS.keys() == LIGER.keys()
     assert [liger_problems(make(**SIZES)) for make in CONFIGS.values()] == [[]] * 4
     assert liger_problems(Gemma2Config(**SIZES)) == ["liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2"]
     assert liger_problems(LlamaConfig(**SIZES, hidden_act="gelu")) == ["liger's MLP needs hidden_act silu; got gelu"]
 
 
-def test_missing_package_and_family_are_one_line_each(monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_and_family_give_one_line_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     model = skeleton(LlamaConfig(**SIZES), dtype=torch.float32, attention="sdpa")
     with pytest.raises(
@@ -45,12 +45,12 @@ def test_missing_package_and_family_are_one_line_each(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", LIGER)
-def test_norms_mlp_and_rotary_embedding_are_replaced_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_only_norms_mlp_and_rotary_embedding_are_replaced(name: str, monkeypatch: pytest.MonkeyPatch):
     liger = pytest.importorskip("liger_kernel.transformers")
     model = skeleton(CONFIGS[name](**SIZES), dtype=torch.float32, attention="sdpa")
     module = sys.modules[type(model).__module__]
     for replaced in [each for each in vars(module) if each.endswith(("RMSNorm", "MLP", "rotary_pos_emb"))]:
-        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # put back after the test
+        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # restored after the test
     names, forward = list(model.state_dict()), model.forward
     use_liger(model)
     assert module.apply_rotary_pos_emb is liger.liger_rotary_pos_emb

@@ -14,15 +14,15 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
-from distill_rl.models.load import load_model
 from distill_rl.parallel.mesh import World
+from tests.helpers.load import load_model
 from tests.helpers.zoo import write_model
 
 FIRST, SECOND = [7, 3, 11, 5, 9], [8, 2, 6, 4, 12, 10, 3]
 
 
 def packed() -> tuple[Tensor, Tensor]:
-    """Two documents in one row, and the same two the other way round."""
+    """Two documents in one row, and the same two in reverse order."""
     ids = torch.tensor([FIRST + SECOND, SECOND + FIRST])
     positions = torch.tensor([[*range(5), *range(7)], [*range(7), *range(5)]])
     return ids, positions
@@ -33,7 +33,7 @@ def plain_model(path: Path, **settings: Any) -> nn.Module:
 
 
 def one_by_one(model: nn.Module) -> Tensor:
-    """Logits of `packed` from documents that are alone in their forward pass."""
+    """Logits of `packed`, with each document in a forward pass of its own."""
     first, second = (model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in (FIRST, SECOND))
     return torch.stack([torch.cat([first, second]), torch.cat([second, first])])
 
@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, name: str, attention: str) -> None:
     path = write_model(tmp_path, name)
-    # The soft cap of Gemma 2, which sdpa leaves out
+    # sdpa omits the soft cap of Gemma 2
     wanted = one_by_one(plain_model(path, attn_implementation="sdpa" if attention == "sdpa" else "eager"))
     student = load_model(path, world, role="student", dtype="fp32", attention=attention)
     teacher = load_model(path, world, role="teacher", dtype="fp32", attention=attention)
@@ -66,7 +66,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, na
 
 @pytest.mark.parametrize("name", ["llama-rope-scaled", "llama-biased", "qwen3-wide-heads", "gemma3", "olmo2"])
 @torch.no_grad()
-def test_a_loaded_model_has_the_logits_of_transformers(tmp_path: Path, world: World, name: str) -> None:
+def test_loaded_model_has_the_logits_of_transformers(tmp_path: Path, world: World, name: str) -> None:
     path = write_model(tmp_path, name)
     ids = torch.arange(3, 43)[None]
     wanted = plain_model(path)(input_ids=ids, use_cache=False).logits
@@ -76,7 +76,7 @@ def test_a_loaded_model_has_the_logits_of_transformers(tmp_path: Path, world: Wo
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_a_student_keeps_fp32_weights_and_computes_in_bf16(tmp_path: Path, world: World, stored: str) -> None:
+def test_student_keeps_fp32_weights_and_computes_in_bf16(tmp_path: Path, world: World, stored: str) -> None:
     path = write_model(tmp_path, "llama", dtype=stored)
     model = load_model(path, world, role="student", dtype="bf16")
     assert model.training
@@ -91,7 +91,7 @@ def test_a_student_keeps_fp32_weights_and_computes_in_bf16(tmp_path: Path, world
 
 
 @pytest.mark.parametrize(("dtype", "wanted"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_a_teacher_is_frozen_and_has_its_weights_in_its_dtype(
+def test_teacher_is_frozen_with_weights_in_its_dtype(
     tmp_path: Path, world: World, dtype: str, wanted: torch.dtype
 ) -> None:
     model = load_model(write_model(tmp_path, "llama"), world, role="teacher", dtype=dtype)
@@ -100,7 +100,7 @@ def test_a_teacher_is_frozen_and_has_its_weights_in_its_dtype(
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_recomputed_activations_change_no_gradient(tmp_path: Path, world: World) -> None:
+def test_recomputed_activations_leave_the_gradient_unchanged(tmp_path: Path, world: World) -> None:
     path = write_model(tmp_path, "qwen3", tie=True)
     kept = gradients(load_model(path, world, role="student", dtype="fp32"))
     model = load_model(path, world, role="student", dtype="fp32", activation_checkpointing=True)
@@ -121,47 +121,47 @@ def test_tied_embeddings_are_one_parameter_with_both_gradients(tmp_path: Path, w
     torch.testing.assert_close(gradients(model)["model.embed_tokens.weight"], plain.lm_head.weight.grad)
 
 
-def test_a_family_that_mixes_packed_documents_is_refused_only_with_packing(tmp_path: Path, world: World) -> None:
+def test_leaking_family_is_refused_only_with_packing(tmp_path: Path, world: World) -> None:
     path = write_model(tmp_path, "opt")
     with pytest.raises(ConfigError, match=r"opt.*must not see each other.*data\.packing: false"):
         load_model(path, world, role="student", dtype="fp32")
     load_model(path, world, role="student", dtype="fp32", packing=False)
 
 
-def test_a_teacher_whose_logits_do_not_follow_from_hidden_states_is_refused(tmp_path: Path, world: World) -> None:
+def test_teacher_with_unknown_head_is_refused(tmp_path: Path, world: World) -> None:
     path = write_model(tmp_path, "recurrent-gemma")
     with pytest.raises(ConfigError, match="recurrent_gemma: logits must follow from hidden states"):
         load_model(path, world, role="teacher", dtype="fp32", packing=False)
     load_model(path, world, role="student", dtype="fp32", packing=False)
 
 
-def test_a_buffer_that_cannot_be_recomputed_is_named(tmp_path: Path, world: World) -> None:
+def test_unrecomputable_buffer_is_named(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match=r"falcon_h1: every buffer must be recomputable; got .*mup_vector"):
         load_model(write_model(tmp_path, "falcon-h1"), world, role="teacher", dtype="fp32", packing=False)
 
 
-def test_an_attention_that_is_not_installed_is_named(tmp_path: Path, world: World) -> None:
+def test_missing_attention_package_is_named(tmp_path: Path, world: World) -> None:
     if importlib.util.find_spec("flash_attn"):
         pytest.skip("flash_attn is installed")
     with pytest.raises(ConfigError, match=r"llama.*flash_attention_2"):
         load_model(write_model(tmp_path, "llama"), world, role="student", dtype="fp32", attention="flash_attention_2")
 
 
-def test_a_family_with_merged_experts_says_which_tensors_are_missing(tmp_path: Path, world: World) -> None:
+def test_missing_tensors_of_merged_experts_are_named(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match=r"mixtral needs tensors that are not there: .*experts"):
         load_model(write_model(tmp_path, "mixtral"), world, role="student", dtype="fp32")
 
 
 @torch.no_grad()
-def test_transformers_flash_attention_is_told_where_documents_begin(tmp_path: Path, world: World) -> None:
-    """By the arguments that it has for this; here under its name, on a CPU, with the twin's arithmetic."""
+def test_flash_attention_receives_document_boundaries(tmp_path: Path, world: World) -> None:
+    """Through its own arguments. Here a CPU implementation is registered under its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    told = []
+    boundaries = []
 
     def attend(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told.append((kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]))
+        boundaries.append((kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"].tolist(), kwargs["max_length_k"]))
         return varlen.attend(module, query, *args, package="torch", **kwargs)
 
     AttentionInterface.register("flash_on_cpu", attend)
@@ -173,10 +173,10 @@ def test_transformers_flash_attention_is_told_where_documents_begin(tmp_path: Pa
     found = families.logits(teacher, *packed())
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
     torch.testing.assert_close(families.head(teacher, families.body(teacher, *packed())), wanted, rtol=0, atol=5e-6)
-    assert told == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
+    assert boundaries == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
 
 
-def test_what_was_chosen_is_said_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_choice_is_logged_once(tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
     path = write_model(tmp_path, "llama")
     with caplog.at_level("INFO", logger="distill_rl.models.load"):
         load_model(path, world, role="student", dtype="fp32")
@@ -184,6 +184,6 @@ def test_what_was_chosen_is_said_once(tmp_path: Path, world: World, caplog: pyte
     assert lines == [f"{path}: attention of the student is sdpa (sdpa)"]
 
 
-def test_variable_length_attention_is_refused_on_a_cpu(tmp_path: Path, world: World) -> None:
+def test_varlen_is_refused_on_a_cpu(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match=r"student\.attention: .* on GPUs only; got varlen; set it to auto"):
         load_model(write_model(tmp_path, "llama"), world, role="student", dtype="bf16", attention="varlen")

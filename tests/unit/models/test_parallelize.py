@@ -14,7 +14,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "num_attention_heads": 4, "num_hid
 
 
 @pytest.mark.parametrize(("tie", "units"), [(False, 5), (True, 3)])
-def test_layers_and_untied_embeddings_are_units_of_their_own(tie: bool, units: int) -> None:
+def test_layers_and_untied_embeddings_are_fsdp_units(tie: bool, units: int) -> None:
     config = LlamaConfig(**SIZES, tie_word_embeddings=tie)
     model = skeleton(config, dtype=torch.float32, attention="sdpa")
     world = open_world(rank=0, dp=1, tp=1)

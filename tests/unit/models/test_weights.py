@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
-from distill_rl.models.load import load_model
 from distill_rl.models.weights import WeightFiles
 from distill_rl.parallel.mesh import World
+from tests.helpers.load import load_model
 from tests.helpers.models import write_tiny_model
 
 
@@ -26,7 +26,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def split_into_parts(folder: Path) -> None:
-    """Rewrite the folder as three parts and an index."""
+    """Rewrites the folder as three files and an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     part_of = {name: f"model-{number % 3 + 1:05d}-of-00003.safetensors" for number, name in enumerate(tensors)}
@@ -48,23 +48,26 @@ def logits_of(folder: Path) -> Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
 
 
-def test_a_read_returns_the_slice_that_was_asked_for(tmp_path: Path) -> None:
+def test_read_returns_the_requested_slice(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6).bfloat16()
     save_file({"x": whole, "scalar": torch.tensor(7.0)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
     assert torch.equal(files.read("x", (slice(1, 3), slice(2, 5))), whole[1:3, 2:5])
     assert files.read("scalar", ()) == 7.0
-    assert (files.shape("x"), files.dtype("x")) == ((4, 6), torch.bfloat16)
+    assert files.dtype("x") == torch.bfloat16
+    files.require_shape("x", whole)
+    with pytest.raises(ConfigError, match=r"shape must be \[6, 4\] by config\.json; got \[4, 6\]"):
+        files.require_shape("x", whole.T)
 
 
-def test_weights_in_parts_are_found_through_their_index(tmp_path: Path, world: World) -> None:
+def test_sharded_files_are_found_through_the_index(tmp_path: Path, world: World) -> None:
     folder = write_tiny_model(tmp_path, "qwen2")
     wanted = logits_of(folder)
     split_into_parts(folder)
     assert_loads(folder, wanted, world)
 
 
-def test_files_of_the_bare_inner_model_load(tmp_path: Path, world: World) -> None:
+def test_files_of_a_bare_inner_model_load(tmp_path: Path, world: World) -> None:
     folder = write_tiny_model(tmp_path, "gpt2", tie=True)
     wanted = logits_of(folder)
 
@@ -77,7 +80,7 @@ def test_files_of_the_bare_inner_model_load(tmp_path: Path, world: World) -> Non
 
 
 @pytest.mark.parametrize("kept", ["both", "lm_head.weight", "model.embed_tokens.weight"])
-def test_a_tied_head_may_be_stored_under_either_name_or_both(tmp_path: Path, world: World, kept: str) -> None:
+def test_tied_head_is_found_under_either_name(tmp_path: Path, world: World, kept: str) -> None:
     folder = write_tiny_model(tmp_path, "llama", tie=True)
     wanted = logits_of(folder)
 
@@ -91,7 +94,7 @@ def test_a_tied_head_may_be_stored_under_either_name_or_both(tmp_path: Path, wor
     assert_loads(folder, wanted, world)
 
 
-def test_frequencies_stored_by_early_llama_models_are_ignored(tmp_path: Path, world: World) -> None:
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path, world: World) -> None:
     folder = write_tiny_model(tmp_path, "llama")
     wanted = logits_of(folder)
     rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
@@ -123,7 +126,7 @@ def integer_norm(tensors: dict[str, Tensor]) -> None:
         (integer_norm, r"tensor model\.norm\.weight: dtype must be one of .*; got I8"),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_refused(
+def test_weights_unlike_the_config_are_refused(
     tmp_path: Path, world: World, change: Callable[[dict[str, Tensor]], None], message: str
 ) -> None:
     folder = write_tiny_model(tmp_path, "llama", vocab_size=320)
@@ -132,44 +135,50 @@ def test_weights_that_do_not_fit_the_config_are_refused(
         load_model(folder, world, role="student", dtype="fp32")
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path: Path, world: World) -> None:
+def test_differing_tied_weights_are_refused(tmp_path: Path, world: World) -> None:
     folder = write_tiny_model(tmp_path, "llama", tie=True)
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight and lm_head\.weight: must be equal"):
         load_model(folder, world, role="student", dtype="fp32")
 
 
-def test_a_pickle_is_not_opened_and_the_remedy_is_named(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin, a pickle.*save_pretrained"):
+    with pytest.raises(ConfigError, match=r"only pickled ones.*save_pretrained"):
         WeightFiles(tmp_path)
 
 
-def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must hold model\.safetensors.*no weights"):
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must hold model\.safetensors"):
         WeightFiles(tmp_path)
 
 
-def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_truncated_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1000)}, file)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors: must be a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"cut off: .* bytes; got .*model\.safetensors"):
         WeightFiles(tmp_path)
 
 
-def test_an_index_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_index_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"index\.json: must map tensors to files"):
+    with pytest.raises(ConfigError, match=r"index\.json cannot be read"):
         WeightFiles(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gone.safetensors", "../outside/model.safetensors"])
-def test_an_index_reaches_neither_missing_files_nor_out_of_the_folder(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone.safetensors", r"a file that the index names is missing; got .*gone\.safetensors"),
+        ("../outside/model.safetensors", "every file in the index must be in the folder"),
+    ],
+)
+def test_index_must_name_files_in_the_folder(tmp_path: Path, name: str, message: str) -> None:
     folder = tmp_path / "model"
-    for each in (folder, tmp_path / "outside"):
-        each.mkdir()
+    folder.mkdir()
+    (tmp_path / "outside").mkdir()
     save_file({"x": torch.ones(3)}, tmp_path / "outside" / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ConfigError, match="every file in the index must be in the folder"):
+    with pytest.raises(ConfigError, match=message):
         WeightFiles(folder)

@@ -7,7 +7,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.parallel.mesh import close_world, join_store, open_world, serve_store
 
 
-def test_one_rank_needs_no_rendezvous_and_a_closed_world_can_be_opened_again() -> None:
+def test_one_rank_needs_no_rendezvous_and_can_reopen() -> None:
     for _ in range(2):
         world = open_world(rank=0, dp=1, tp=1)
         assert (world.world_size, world.dp_rank, world.tp_rank) == (1, 0, 0)
@@ -16,7 +16,7 @@ def test_one_rank_needs_no_rendezvous_and_a_closed_world_can_be_opened_again() -
         assert not dist.is_initialized()
 
 
-def test_a_second_world_shares_the_group_and_leaves_it_to_the_first() -> None:
+def test_second_world_shares_the_group_of_the_first() -> None:
     first = open_world(rank=0, dp=1, tp=1)
     second = open_world(rank=0, dp=1, tp=1)
     close_world(second)
@@ -25,7 +25,7 @@ def test_a_second_world_shares_the_group_and_leaves_it_to_the_first() -> None:
     close_world(first)
 
 
-def test_a_world_that_does_not_fit_the_running_group_is_refused() -> None:
+def test_world_unlike_the_running_group_is_refused() -> None:
     world = open_world(rank=0, dp=1, tp=1)
     try:
         with pytest.raises(ConfigError, match=r"running process group \(1\); got 2 \* 1 = 2"):
@@ -35,7 +35,7 @@ def test_a_world_that_does_not_fit_the_running_group_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("rank", "dp", "tp"), [(2, 1, 2), (-1, 1, 1), (0, 0, 1), (0, 1, 0)])
-def test_a_rank_outside_its_world_is_refused(rank: int, dp: int, tp: int) -> None:
+def test_rank_outside_the_world_is_refused(rank: int, dp: int, tp: int) -> None:
     with pytest.raises(ConfigError, match=rf"rank={rank}, dp={dp}, tp={tp}"):
         open_world(rank=rank, dp=dp, tp=tp)
 
@@ -45,14 +45,14 @@ def test_several_ranks_need_a_rendezvous() -> None:
         open_world(rank=0, dp=2, tp=1)
 
 
-def test_a_store_takes_a_free_port_and_is_found_there() -> None:
+def test_store_serves_on_a_free_port() -> None:
     served = serve_store("127.0.0.1", 2)
     joined = join_store("127.0.0.1", served.port, 2)
     joined.set("key", "value")
     assert served.get("key") == b"value"
 
 
-def test_a_rendezvous_that_nobody_serves_is_named() -> None:
+def test_unserved_rendezvous_is_named() -> None:
     served = serve_store("127.0.0.1", 2)
     port = served.port
     del served

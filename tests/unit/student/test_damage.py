@@ -1,4 +1,4 @@
-"""R4: a real checkpoint, every file of it damaged in every way; nothing of a damaged one is loaded."""
+"""R4: every file of a real checkpoint, damaged in every way. Nothing of a damaged checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = ("student/__0_0.distcp", "student/.metadata", "student/student.json", "s
 
 
 def flip(file: Path) -> None:
-    """One bit, in the middle: of weights, not of a header."""
+    """Flips one bit in the middle, where weights are, not headers."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
@@ -56,30 +56,30 @@ def saved(engine, tmp_path_factory):
         rows = token_rows([[document] for document in random_documents(4, seed=step)], 24)
         engine.train_step(rank_batch(rows, index=step), no_targets)
         draft = store.begin(SavedState(TrainState(step)))
-        engine.save(draft.student, {})
+        engine.save(draft.student)
         store.commit(draft)
         weights.append(whole_parameters(engine.model))
     return root, weights[0]
 
 
-def test_these_are_all_files(saved):
+def test_checkpoint_holds_exactly_these_files(saved):
     folder = saved[0] / "step-2"
     assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == set(FILES)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_loaded(engine, saved, tmp_path, name, harm):
+def test_damaged_file_is_named_and_previous_checkpoint_loads(engine, saved, tmp_path, name, harm):
     root = tmp_path / "checkpoints"
     shutil.copytree(saved[0], root)
     HARMS[harm](root / "step-2" / name)
     culprit = "__9_0.distcp" if harm == "stranger" else Path(name).name
     with pytest.raises(CheckpointError, match=culprit):
         checkpoints.read(root / "step-2")
-    said: list[str] = []
-    found = checkpoints.find(CheckpointStore(root, keep_last=2, keep_best=0), "latest", said.append)
+    lines: list[str] = []
+    found = checkpoints.find(CheckpointStore(root, keep_last=2, keep_best=0), "latest", lines.append)
     assert found.path.name == "step-1"
-    assert culprit in said[0]
-    assert "step-1 is taken instead" in said[0]
+    assert culprit in lines[0]
+    assert "step-1 is taken instead" in lines[0]
     engine.load(found.student)
     assert all(torch.equal(ours, saved[1][key]) for key, ours in whole_parameters(engine.model).items())

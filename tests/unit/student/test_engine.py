@@ -1,4 +1,4 @@
-"""One rank, real models: what a training step promises whatever the layout. Sharded layouts: tests/distributed."""
+"""One rank, real models: what a training step promises on any layout. Sharded layouts: tests/distributed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def gradient_of(world, path, rows: TokenRows, teacher, **settings) -> dict[str, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_gradient_equals_the_plain_reference_for_any_micro_batch_size(world, folders, rows, size: int):
+def test_gradient_is_exact_for_any_micro_batch_size(world, folders, rows, size: int):
     found = gradient_of(world, folders["student"], rows, folders["teacher"], train__micro_batch_size=size)
     model = plain_model(folders["student"])
     target = plain_topk(plain_model(folders["teacher"]), rows, VOCABULARY, TOP)
@@ -81,7 +81,7 @@ def test_gradient_equals_the_plain_reference_for_any_micro_batch_size(world, fol
     assert relative_l2(found, whole_gradients(model)) < 1e-5
 
 
-def test_packed_and_padded_rows_of_the_same_documents_give_one_gradient(world, folders):
+def test_packed_and_padded_rows_give_one_gradient(world, folders):
     documents = [Encoded(ids, np.ones(len(ids), bool), False) for ids in random_documents(7, seed=3)]
     share = BatchSharding(1, 2)
     padded, packed = (lay_out(documents, BatchPlan(share, (), 3 * WIDTH, packing, 2)) for packing in (False, True))
@@ -91,7 +91,7 @@ def test_packed_and_padded_rows_of_the_same_documents_give_one_gradient(world, f
     assert relative_l2(one, other) < 1e-5
 
 
-def test_activation_checkpointing_does_not_change_the_gradient(world, folders, rows):
+def test_activation_checkpointing_keeps_the_gradient(world, folders, rows):
     engine = student(
         world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0, student__activation_checkpointing=True
     )
@@ -102,8 +102,8 @@ def test_activation_checkpointing_does_not_change_the_gradient(world, folders, r
     assert relative_l2(whole_gradients(engine.model), whole_gradients(plain.model)) < 1e-6
 
 
-def test_student_that_equals_its_teacher_has_nothing_to_learn(world, folders, rows):
-    # AdamW divides a gradient by its own size: an epsilon well above rounding noise keeps noise small.
+def test_student_equal_to_its_teacher_does_not_move(world, folders, rows):
+    # AdamW divides a gradient by its size, so an epsilon well above rounding noise keeps the noise small.
     settings = {"optimizer__lr": 1e-3, "optimizer__eps": 1e-4, "optimizer__weight_decay": 0.0}
     engine = student(world, folders["student"], [folders["student"]], **settings)
     before = whole_parameters(engine.model)
@@ -113,7 +113,7 @@ def test_student_that_equals_its_teacher_has_nothing_to_learn(world, folders, ro
     assert relative_l2(whole_parameters(engine.model), before) < 1e-6
 
 
-def test_steps_lower_the_loss_and_report_what_they_did(world, folders, rows):
+def test_steps_lower_the_loss_and_report_metrics(world, folders, rows):
     settings = {"optimizer__lr": 5e-3, "loss__ce_weight": 0.25, "schedule__kind": "linear"}
     engine = student(world, folders["student"], [folders["teacher"]], total_steps=8, **settings)
     source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
@@ -128,7 +128,7 @@ def test_steps_lower_the_loss_and_report_what_they_did(world, folders, rows):
     assert engine.step == 8
 
 
-def test_step_uses_the_rate_of_the_schedule_and_clears_the_gradient(world, folders, rows):
+def test_step_uses_scheduled_rate_and_clears_gradients(world, folders, rows):
     settings = {"loss__kd_weight": 0.0, "loss__ce_weight": 1.0, "schedule__kind": "linear", "optimizer__lr": 1e-2}
     engine = student(world, folders["student"], total_steps=1, **settings)
     weights = [whole_parameters(engine.model)]
@@ -140,7 +140,7 @@ def test_step_uses_the_rate_of_the_schedule_and_clears_the_gradient(world, folde
     assert relative_l2(weights[2], weights[1]) == 0, "behind its end the schedule has a rate of zero"
 
 
-def test_evaluation_reports_the_losses_of_a_batch_and_changes_nothing(world, folders, rows):
+def test_evaluation_reports_losses_and_changes_nothing(world, folders, rows):
     source = fixed_targets([targets_of(world, folders["teacher"], rows)], WIDTH)
     weights = []
     for evaluated in (False, True):
@@ -156,7 +156,7 @@ def test_evaluation_reports_the_losses_of_a_batch_and_changes_nothing(world, fol
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_evaluation_uses_no_dropout_and_draws_no_random_number(world, folders, rows):
+def test_evaluation_uses_no_dropout(world, folders, rows):
     engine = student(world, folders["dropout"], loss__kd_weight=0.0, loss__ce_weight=1.0)
     for module in engine.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -169,7 +169,7 @@ def test_evaluation_uses_no_dropout_and_draws_no_random_number(world, folders, r
     assert train[0] != train[1]
 
 
-def test_without_teachers_only_the_cross_entropy_is_trained_and_reported(world, folders, rows):
+def test_without_teachers_only_cross_entropy_is_trained(world, folders, rows):
     engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0)
     metrics = engine.train_step(rank_batch(rows), no_targets)
     model = plain_model(folders["student"])
@@ -179,7 +179,7 @@ def test_without_teachers_only_the_cross_entropy_is_trained_and_reported(world, 
     assert engine.evaluate(rank_batch(rows), no_targets).keys() == {"validation/nll_loss"}
 
 
-def test_padded_columns_of_either_table_never_receive_probability_or_gradient(world, folders, rows):
+def test_padded_columns_get_no_probability_or_gradient(world, folders, rows):
     target = targets_of(world, folders["wide-teacher"], rows)
     assert int(target["ids"].max()) < VOCABULARY
     exact = plain_topk(plain_model(folders["wide-teacher"]), rows, VOCABULARY, TOP)
@@ -218,7 +218,7 @@ def test_top_k_of_the_whole_vocabulary_is_dense_distillation(world, folders, row
     assert all(torch.isfinite(tensor).all() for tensor in whole_gradients(engine.model).values())
 
 
-def test_bf16_computes_in_bf16_and_keeps_weights_and_optimizer_in_fp32(world, folders, rows):
+def test_bf16_keeps_weights_and_optimizer_in_fp32(world, folders, rows):
     engine = student(world, folders["student"], [folders["teacher"]], student__dtype="bf16", optimizer__lr=5e-3)
     seen = []
     engine.model.get_output_embeddings().register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
@@ -232,7 +232,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_optimizer_in_fp32(world, fo
     assert losses[0] == pytest.approx(exact["validation/kl_loss"].value, rel=0.03)
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone_and_too_many_in_a_row_end_the_run(world, folders, rows):
+def test_non_finite_gradient_is_skipped_until_the_limit(world, folders, rows):
     engine = student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0, faults__skipped_steps=1)
     before = whole_parameters(engine.model)
 
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone_and_too_many_in_
     assert all(not value.any() for state in engine.optimizer.state.values() for value in state.values())
 
 
-def test_a_step_after_one_that_was_skipped_is_as_if_that_had_not_been(world, folders, rows):
+def test_skipped_step_leaves_no_trace(world, folders, rows):
     undisturbed, engine = (student(world, folders["student"], loss__kd_weight=0.0, loss__ce_weight=1.0) for _ in "ab")
     engine.forward_backward(rank_batch(rows), no_targets)
     next(iter(engine.parameters)).grad.mul_(math.inf)
@@ -261,7 +261,7 @@ def test_a_step_after_one_that_was_skipped_is_as_if_that_had_not_been(world, fol
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole_parameters(engine.model).items())
 
 
-def test_arrays_that_are_read_only_are_taken_without_a_warning_and_left_alone(world, folders, rows, recwarn):
+def test_read_only_arrays_are_accepted_silently(world, folders, rows, recwarn):
     frozen = TokenRows(*(np.array(array) for array in (rows.input_ids, rows.labels, rows.position_ids)))
     for array in (frozen.input_ids, frozen.labels, frozen.position_ids):
         array.flags.writeable = False
@@ -293,7 +293,7 @@ def test_clipping_limits_the_step_to_the_global_norm(world, folders, rows):
     assert math.sqrt(sum(t.square().sum().item() for t in clipped[0].values())) == pytest.approx(0.01, rel=1e-3)
 
 
-def test_one_seed_gives_one_run_and_another_gives_another(world, folders, rows):
+def test_seed_determines_the_run(world, folders, rows):
     def run(seed: int) -> list[float]:
         engine = student(world, folders["dropout"], loss__kd_weight=0.0, loss__ce_weight=1.0, run__seed=seed)
         for module in engine.model.modules():

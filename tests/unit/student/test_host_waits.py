@@ -28,38 +28,38 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 OURS, THEIRS, WIDTH = 320, 600, 40
 PACKING = {("_local_scalar_dense", "masking_utils.py:find_packed_sequence_indices"): 1}
-"""transformers asks whether positions restart, in every forward"""
+"""In every forward, transformers checks whether positions restart."""
 CHUNKS = {
     ("nonzero", "losses/cross_tokenizer/chunks.py:of"): 2,
     ("nonzero", "losses/cross_tokenizer/task.py:make_task"): 1,
 }
-"""the positions of either side that belong to a chunk, and those with a label: their number is the shape of what follows"""
+"""Positions in a chunk on either side, and positions with a label: their numbers are shapes of later tensors."""
 ONE_TO_ONE = {("nonzero", "losses/cross_tokenizer/chunks.py:one_to_one"): 1}
-"""chunks of one token on either side"""
-SWEEP = {("nonzero", "losses/cross_tokenizer/task.py:sweep"): 1}
-"""an order of chunks in which longer ones come last"""
+"""Chunks of one token on both sides."""
+LABELLED_ROWS = {("nonzero", "losses/cross_tokenizer/task.py:labelled_rows"): 1}
+"""The order of chunks, longer ones last."""
 ENDS = {("tolist", "losses/cross_tokenizer/task.py:ends"): 1}
-"""where groups of chunks end"""
+"""Where groups of chunks end."""
 STOPS = {("_local_scalar_dense", "losses/cross_tokenizer/stops.py:with_stops"): 1}
-"""how many of the chunks are stop tokens"""
+"""How many of the chunks are stop tokens."""
 MICRO_BATCH = {
     "/topk": {},
     "/hidden": {},
     "/logits": {},
     "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
     "alm/topk": CHUNKS | STOPS,
-    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
-    "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS,
-    "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
+    "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS,
+    "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
-    "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | SWEEP | ENDS
+    "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {
         ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,
         ("_unique2", "losses/cross_tokenizer/xtoken.py:xtoken"): 1,
         ("nonzero", "losses/cross_tokenizer/projection.py:__init__"): 1,
     },
 }  # fmt: skip
-"""Of the loss, per micro-batch of the student, by loss across tokenizers / export of the teacher."""
+"""Of the loss, per micro-batch of the student, by cross-tokenizer method / export of the teacher."""
 SUB_BATCH = {("tolist", "student/objective.py:metrics"): 1}
 STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
@@ -81,7 +81,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch) -> None:
-    """Arguments are looked at on CPU tensors only (`validate=None`): here they are taken as a GPU's."""
+    """Treats CPU tensors like a GPU's, whose values are not validated (`validate=None`)."""
     for module in (checks, chunks, chunk_task.checks):
         monkeypatch.setattr(module, "looked_at", lambda validate, tensor: False)
 
@@ -116,16 +116,16 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
 
 def counted(engine: StudentEngine, batch: RankBatch, source: object, size: int) -> Counter:
     engine.config.train.micro_batch_size = size
-    engine.train_step(batch, source)  # what is computed once and kept
+    engine.train_step(batch, source)  # computes what is cached
     with HostWaits() as waits:
         engine.train_step(batch, source)
     return waits.counts
 
 
 @pytest.mark.parametrize("case", MICRO_BATCH)
-def test_a_step_waits_for_the_device_only_where_it_is_documented(world, folders, case: str):
+def test_step_waits_only_where_documented(world, folders, case: str):
     engine, batch, source = step(world, folders, case)
-    # As on a GPU, where the step counts lie on the device: the foreach kernel reads them from the host's memory.
+    # As on a GPU, where step counts are on the device. The foreach kernel reads them from host memory.
     engine.optimizer = build_optimizer(engine.trained, engine.config.optimizer, fused=True)
     for size, micro_batches in ((4, 2), (1, 8)):
         wanted = Counter(SUB_BATCH | STEP)
@@ -135,7 +135,7 @@ def test_a_step_waits_for_the_device_only_where_it_is_documented(world, folders,
 
 
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
-def test_a_teacher_waits_only_for_what_transformers_asks(world, folders, export: str):
+def test_teacher_waits_only_inside_transformers(world, folders, export: str):
     config = engine_config(folders["student"], [folders["teacher"]])
     config.teachers[0].export = export
     config.train.micro_batch_size = 2
@@ -147,7 +147,7 @@ def test_a_teacher_waits_only_for_what_transformers_asks(world, folders, export:
     assert waits.counts == Counter({place: 4 * times for place, times in PACKING.items()})
 
 
-def test_what_waits_is_counted():
+def test_host_waits_are_counted():
     values = torch.arange(6.0)
     with HostWaits() as waits:
         if values[1]:

@@ -15,34 +15,34 @@ def rates(last: int, total: int, **settings) -> list[float]:
     return [schedule(step) for step in range(1, last + 1)]
 
 
-def test_warm_up_rises_linearly_to_the_peak_and_its_first_step_is_not_lost():
+def test_warm_up_rises_linearly_from_the_first_step():
     assert rates(5, 100, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
-def test_cosine_falls_from_the_peak_to_the_minimum_at_the_horizon():
+def test_cosine_falls_to_the_minimum_at_the_horizon():
     got = rates(12, 10, kind="cosine", min_lr_ratio=0.1)
     want = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * i / 10)) / 2) for i in range(10)] + [0.2, 0.2]
     assert got == pytest.approx(want)
 
 
-def test_linear_falls_evenly_and_no_step_of_the_run_has_a_rate_of_zero():
+def test_linear_falls_evenly_and_never_reaches_zero():
     assert rates(5, 4, kind="linear") == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0])
 
 
-def test_constant_stays_at_the_peak_after_the_warm_up():
+def test_constant_stays_at_the_peak():
     assert rates(6, 4, kind="constant", warmup_steps=2) == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
 
-def test_warm_up_longer_than_the_run_is_cut_off_by_the_end_of_the_run():
+def test_long_warm_up_ends_with_the_run():
     assert rates(3, 3, warmup_steps=10) == pytest.approx([0.2, 0.4, 0.6])
 
 
-def test_extended_run_keeps_its_rates_when_the_schedule_has_its_own_end():
+def test_extended_run_with_fixed_horizon_keeps_rates():
     assert rates(8, 8, steps=8) == rates(8, 16, steps=8)
     assert rates(16, 16, steps=8, min_lr_ratio=0.25)[8:] == pytest.approx([0.5] * 8)
 
 
-def test_extended_run_follows_the_longer_schedule_when_it_has_none():
+def test_extended_run_without_horizon_follows_longer_run():
     longer = rates(16, 16)
     assert longer[7] > rates(8, 8)[7]
     assert longer == rates(16, 16, steps=16)
@@ -53,7 +53,7 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
 
 
-def test_decay_touches_matrices_and_leaves_vectors_alone():
+def test_decay_applies_to_matrices_only():
     model = small_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.1))
@@ -65,7 +65,7 @@ def test_decay_touches_matrices_and_leaves_vectors_alone():
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
 
 
-def test_optimizer_state_exists_before_the_first_step_and_changes_nothing_of_adamw():
+def test_early_optimizer_state_does_not_change_adamw():
     config = OptimizerConfig(lr=1e-2, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.3)
     ours, plain = small_model(), small_model()
     optimizer = build_optimizer(ours, config)
@@ -93,7 +93,7 @@ def test_frozen_parameters_are_not_optimized():
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(2.5, 0.5), (5.0, 1.0), (100.0, 1.0), (0.0, 1.0)])
-def test_clipping_scales_all_gradients_by_one_factor_and_returns_the_norm_before(limit: float, factor: float):
+def test_clipping_scales_all_gradients_by_one_factor(limit: float, factor: float):
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 1)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([0.0, 3.0]), torch.tensor([[4.0], [0.0]])
     assert clip_gradients(parameters, limit).item() == pytest.approx(5.0)

@@ -1,4 +1,4 @@
-"""Projections on their way to the student's device."""
+"""Projections on the student's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_projection_that_knows_no_stop_tokens_is_said(
+def test_projection_without_stop_tokens_warns(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     path = tmp_path / "projection.safetensors"
@@ -25,6 +25,6 @@ def test_a_projection_that_knows_no_stop_tokens_is_said(
     nothing = np.zeros(0, np.int32)
     save_projection(made if known else replace(made, student_stops=nothing, teacher_stops=nothing), path)
     with caplog.at_level(logging.WARNING):
-        ((method, bridge),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
-    assert (method, len(bridge.student_stops)) == ("hybrid", 2 if known else 0)
+        ((method, projection),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
+    assert (method, len(projection.student_stops)) == ("hybrid", 2 if known else 0)
     assert ("holds no stop tokens" in caplog.text) != known

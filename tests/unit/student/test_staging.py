@@ -1,4 +1,4 @@
-"""Copies through a small buffer are the tensors themselves, whatever their sizes; here with plain memory, on a CPU."""
+"""Copies through a small buffer equal their sources for any sizes; here on a CPU, with plain memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIZES = [(), (1,), (0, 3), (7,), (16,), (5, 3), (33,), (64, 9)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_staged_copies_equal_their_sources(buffer_bytes: int, dtype: torch.dtype):
     staging = Staging(CPU, buffer_bytes)
-    for seed in range(2):  # a buffer is used again by the next save
+    for seed in range(2):  # the next save uses the buffer again
         draw = torch.Generator().manual_seed(seed)
         tensors = {str(size): torch.randint(-9, 9, size, generator=draw).to(dtype) for size in SIZES}
         wanted = {name: tensor.clone() for name, tensor in tensors.items()}
         copies = staging.copied(tensors)
         for tensor in tensors.values():
-            tensor.fill_(99)  # what trains on
+            tensor.fill_(99)  # training continues
         assert copies.keys() == wanted.keys()
         for name, copy in copies.items():
             assert copy.dtype == dtype

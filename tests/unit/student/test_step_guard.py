@@ -1,4 +1,4 @@
-"""Which steps are skipped, and which one ends the run."""
+"""Which steps are skipped, and when the run ends."""
 
 import math
 
@@ -15,14 +15,14 @@ def skipped(guard: StepGuard, *steps: tuple[float, float]) -> list[bool]:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_not_finite_is_skipped_and_named(bad, place):
+def test_non_finite_values_are_skipped_and_named(bad, place):
     values = [2.0, 3.0]
     values[place] = bad
     reason = StepGuard(FaultsConfig()).reason_to_skip(1, *values)
     assert reason == f"its {('loss', 'gradient norm')[place]} must be finite; got {bad}"
 
 
-def test_only_skips_in_a_row_add_up():
+def test_only_consecutive_skips_count():
     guard = StepGuard(FaultsConfig(skipped_steps=2))
     bad, good = (math.nan, 1.0), (1.0, 1.0)
     assert skipped(guard, bad, bad, good, bad, bad) == [True, True, False, True, True]
@@ -30,12 +30,12 @@ def test_only_skips_in_a_row_add_up():
         guard.reason_to_skip(6, *bad)
 
 
-def test_none_may_be_skipped():
+def test_zero_allowed_skips():
     with pytest.raises(NumericsError, match=r"step 1: its loss must be finite; got nan; lower"):
         StepGuard(FaultsConfig(skipped_steps=0)).reason_to_skip(1, math.nan, 1.0)
 
 
-def test_a_spike_is_told_by_the_median_of_a_full_window_of_steps_that_were_taken():
+def test_spike_exceeds_the_median_of_a_full_window():
     guard = StepGuard(FaultsConfig(spike_window=3, spike_factor=4.0, skipped_steps=9))
     calm = [(1.0, 2.0), (1.2, 2.2), (50.0, 2.4)]
     assert skipped(guard, *calm) == [False] * 3  # nothing is a spike before the window is full
@@ -44,11 +44,11 @@ def test_a_spike_is_told_by_the_median_of_a_full_window_of_steps_that_were_taken
     assert reason == "its gradient norm must be at most 4 x 2.4, the median before it; got 99"
 
 
-def test_without_a_window_no_finite_value_is_too_large():
+def test_without_a_window_nothing_is_a_spike():
     assert skipped(StepGuard(FaultsConfig()), (1.0, 1.0), (1e30, 1e30)) == [False, False]
 
 
-def test_a_guard_goes_on_where_another_stopped():
+def test_guard_resumes_from_saved_state():
     config = FaultsConfig(spike_window=2, spike_factor=2.0, skipped_steps=1)
     first, second = StepGuard(config), StepGuard(config)
     skipped(first, (1.0, 1.0), (1.0, 1.0), (1.0, 9.0))

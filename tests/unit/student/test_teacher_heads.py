@@ -1,4 +1,4 @@
-"""The output layers that a student holds make the logits that the teachers themselves would make."""
+"""The output layers held by a student compute the logits that the teachers would compute."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import HiddenStates, kd_loss
 from distill_rl.models import families
-from distill_rl.models.load import load_model
-from distill_rl.models.output_layer import read_output_layer
+from distill_rl.models.load import read_output_layer
 from distill_rl.student.teacher_heads import TeacherHead, open_heads
 from distill_rl.types import CrossTokenizerSpec
+from tests.helpers.load import load_model
 from tests.helpers.tokenizers import tiny_tokenizer
 from tests.helpers.zoo import write_model
 
 COLUMNS, TOKENS = 300, 290
-"""Of the models; the last columns stand for no token."""
+"""Of the models. The last columns stand for no token."""
 
 
 def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:
@@ -44,7 +44,7 @@ def states() -> HiddenStates:
         ("gemma2", {}),
     ],
 )
-def test_logits_of_hidden_states_are_those_of_the_teacher_without_its_padding(world, tmp_path, name, settings):
+def test_logits_match_the_teacher_without_padding(world, tmp_path, name, settings):
     folder = write_model(tmp_path / name, name, vocab_size=COLUMNS, **settings)
     given = states()
     with torch.no_grad():
@@ -55,8 +55,8 @@ def test_logits_of_hidden_states_are_those_of_the_teacher_without_its_padding(wo
 
 
 @pytest.mark.parametrize("name", ["cohere", "gemma2"])
-def test_attached_to_hidden_states_they_teach_what_the_logits_teach(world, tmp_path, name):
-    """Also of a teacher with a soft cap, which would make a finite number of a masked column."""
+def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
+    """Also with a soft cap, which would turn a masked column into a finite number."""
     head, given = head_of(world, write_model(tmp_path / name, name, vocab_size=COLUMNS)), states()
     student = torch.randn(300, COLUMNS, generator=torch.Generator().manual_seed(1))
     student[:, TOKENS:] = -torch.inf
@@ -71,7 +71,7 @@ def test_attached_to_hidden_states_they_teach_what_the_logits_teach(world, tmp_p
 
 
 @pytest.mark.parametrize("columns", [280, 300, 512])
-def test_a_table_of_another_size_is_cut_or_filled_up_to_the_student_s_columns(world, tmp_path, columns):
+def test_table_is_cut_or_padded_to_student_columns(world, tmp_path, columns):
     folder = write_model(tmp_path / "llama", "llama", vocab_size=COLUMNS)
     given, whole = states(), head_of(world, folder)
     found = head_of(world, folder, columns=columns, tokens=280).logits(given).logits
@@ -80,7 +80,7 @@ def test_a_table_of_another_size_is_cut_or_filled_up_to_the_student_s_columns(wo
     assert (found[:, 280:] == -torch.inf).all()
 
 
-def test_a_bf16_teacher_s_layer_has_its_rounded_weights(world, tmp_path):
+def test_bf16_layer_has_rounded_weights(world, tmp_path):
     folder = write_model(tmp_path / "llama", "llama", vocab_size=COLUMNS)
     narrow, whole = (head_of(world, folder, dtype=dtype) for dtype in ("bf16", "fp32"))
     assert narrow.weight.dtype == torch.float32  # what a CPU computes in
@@ -88,7 +88,7 @@ def test_a_bf16_teacher_s_layer_has_its_rounded_weights(world, tmp_path):
     assert not torch.equal(narrow.weight, whole.weight)
 
 
-def test_of_a_teacher_with_another_tokenizer_every_column_is_held_and_masked_by_its_own_ids(world, tmp_path):
+def test_foreign_teacher_keeps_all_columns_masked_by_its_ids(world, tmp_path):
     foreign = tiny_tokenizer(400, seed=7)
     folder = write_model(tmp_path / "foreign", "llama", vocab_size=416, tokenizer=foreign)
     teachers = [TeacherConfig(model=str(folder), export=export, dtype="fp32") for export in ("hidden", "topk")]
@@ -102,7 +102,7 @@ def test_of_a_teacher_with_another_tokenizer_every_column_is_held_and_masked_by_
 
 
 @pytest.mark.parametrize("rows", [slice(0, 7), slice(290, 310), slice(300, 320), slice(5, 5), None])
-def test_only_the_rows_that_are_asked_for_are_read(tmp_path, rows):
+def test_only_requested_rows_are_read(tmp_path, rows):
     folder = write_model(tmp_path / "tied", "qwen2", vocab_size=COLUMNS, tie=True)
     layer, whole = (read_output_layer(folder, which, dtype="fp32") for which in (rows, None))
     assert whole.weight.shape == (COLUMNS, 32)
@@ -110,7 +110,7 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path, rows):
     assert layer.bias is None
 
 
-def test_a_table_of_another_shape_than_the_config_s_is_refused(tmp_path):
+def test_table_of_another_shape_is_refused(tmp_path):
     folder = write_model(tmp_path / "llama", "llama", vocab_size=COLUMNS)
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace(f'"vocab_size": {COLUMNS}', '"vocab_size": 299'))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,7 @@ def rows() -> TokenRows:
 
 
 @pytest.mark.parametrize(("size", "count"), [(None, 2), (1, 4), (4, 1)])
-def test_layouts_cover_the_rows_of_the_rank_in_global_numbers(world, folder, rows, size, count):
+def test_layouts_have_global_row_numbers(world, folder, rows, size, count):
     batch = RankBatch(3, 12, rows, 100)
     found = list(engine(world, folder, micro_batch_size=size).forward(batch))
     per_slot = 4 // count
@@ -55,7 +57,7 @@ def test_layouts_cover_the_rows_of_the_rank_in_global_numbers(world, folder, row
         }
 
 
-def test_targets_are_computed_only_as_they_are_asked_for(world, folder, rows):
+def test_targets_are_computed_lazily(world, folder, rows):
     teacher = engine(world, folder, micro_batch_size=1)
     calls = []
     teacher.model.base_model.register_forward_hook(lambda *_: calls.append(1))
@@ -66,7 +68,7 @@ def test_targets_are_computed_only_as_they_are_asked_for(world, folder, rows):
     assert len(calls) == 2
 
 
-def test_targets_carry_no_gradient_and_do_not_change_between_calls(world, folder, rows):
+def test_targets_are_repeatable_without_gradient(world, folder, rows):
     teacher = engine(world, folder)
     one, other = (engine_targets(teacher, rank_batch(rows)) for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -75,14 +77,14 @@ def test_targets_carry_no_gradient_and_do_not_change_between_calls(world, folder
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_wire_dtype_is_that_of_the_log_probs_alone(world, folder, rows, name, dtype):
+def test_wire_dtype_applies_to_logprobs_only(world, folder, rows, name, dtype):
     narrow, whole = (engine_targets(engine(world, folder, wire_dtype=n), rank_batch(rows)) for n in (name, "fp32"))
     assert narrow["logprobs"].dtype == dtype
     assert torch.equal(narrow["logprobs"], whole["logprobs"].to(dtype))
     assert all(torch.equal(narrow[key], whole[key]) for key in ("ids", "rest_logprob", "label_logprob"))
 
 
-def test_auto_wire_dtype_is_narrow_on_gpus_only():
+def test_auto_wire_dtype_is_fp16_on_gpus_only():
     assert wire_dtype("auto", torch.device("cpu")) == torch.float32
     assert wire_dtype("auto", torch.device("cuda", 0)) == torch.float16
 
@@ -108,7 +110,7 @@ def test_bf16_teacher_has_bf16_weights_and_near_equal_targets(world, folder, row
     assert (narrow["logprobs"][:, 0] - whole["logprobs"][:, 0]).abs().mean() < 0.05
 
 
-def test_logits_are_those_of_the_plain_model_with_the_padding_masked(world, tmp_path, rows):
+def test_logits_match_the_plain_model_with_masked_padding(world, tmp_path, rows):
     folder = write_tiny_model(tmp_path / "wide", "qwen2", seed=3, vocab_size=337)
     found = engine_targets(engine(world, folder, export="logits"), rank_batch(rows))
     assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == {
@@ -124,7 +126,7 @@ def test_logits_are_those_of_the_plain_model_with_the_padding_masked(world, tmp_
     torch.testing.assert_close(found["label_logprob"][used].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_hidden_states_are_what_the_output_layer_reads_and_keep_the_model_s_dtype(world, tmp_path, rows):
+def test_hidden_states_keep_the_dtype_of_the_model(world, tmp_path, rows):
     folder = write_tiny_model(tmp_path / "wide", "qwen2", seed=3, vocab_size=337)
     for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         teacher = engine(world, folder, export="hidden", dtype=dtype, wire_dtype="fp16")
@@ -142,7 +144,7 @@ def test_hidden_states_are_what_the_output_layer_reads_and_keep_the_model_s_dtyp
 
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
-def test_a_token_costs_what_the_engine_says(world, folder, rows, export, wire):
+def test_bytes_per_token_is_exact(world, folder, rows, export, wire):
     for dtype in ("fp32", "bf16"):
         teacher = engine(world, folder, export=export, wire_dtype=wire, dtype=dtype)
         found = engine_targets(teacher, rank_batch(rows))
@@ -150,14 +152,15 @@ def test_a_token_costs_what_the_engine_says(world, folder, rows, export, wire):
 
 
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
-def test_a_score_is_summed_over_what_is_supervised(world, folder, rows, export):
+def test_score_is_summed_over_labelled_tokens(world, folder, rows, export):
     exact = (plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1) / 2).log_softmax(1)
     labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
     used = labels >= 0
     scores = {}
     for score in ("static", "ce", "entropy"):
         teacher = engine(world, folder, score=score, export=export)
-        teacher.config.loss.top_k, teacher.config.loss.temperature = VOCABULARY, 2.0  # the rest bucket hides nothing
+        teacher.config.loss.top_k = VOCABULARY  # so that nothing is hidden in the rest bucket
+        teacher.head = replace(teacher.head, temperature=2.0)
         engine_targets(teacher, rank_batch(rows))
         scores[score] = teacher.score
     assert scores["static"] == 0.0
@@ -165,6 +168,6 @@ def test_a_score_is_summed_over_what_is_supervised(world, folder, rows, export):
     assert scores["entropy"] == pytest.approx(-(exact.exp() * exact).sum(1)[used].sum().item(), rel=1e-5)
 
 
-def test_a_backend_that_it_does_not_have_is_refused(world, folder):
+def test_unsupported_backend_is_refused(world, folder):
     with pytest.raises(ConfigError, match="must have backend hf; got vllm"):
         engine(world, folder, backend="vllm")

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.teacher.targets import CHUNK_BYTES, chunk_tokens, hidden_targets, logits_targets, topk_targets
+from distill_rl.teacher.targets import (
+    CHUNK_BYTES,
+    TargetHead,
+    chunk_tokens,
+    hidden_targets,
+    logits_targets,
+    topk_targets,
+)
 
 TOKENS, HIDDEN, VOCABULARY, TOP = 17, 6, 23, 5
 
@@ -24,12 +31,11 @@ def targets(case, chunk: int, temperature: float = 1.0, seen: list[int] | None =
             seen.append(part.shape[0])
         return part @ weight.T
 
-    settings = {"k": TOP, "temperature": temperature, "vocabulary_size": VOCABULARY, "chunk": chunk}
-    return topk_targets(hidden, head, labels, **settings)
+    return topk_targets(hidden, labels, TargetHead(head, temperature, VOCABULARY, chunk), k=TOP)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_targets_are_exact_log_probs_of_the_whole_vocabulary_without_its_padding(case, temperature: float):
+def test_topk_targets_are_exact_without_padding(case, temperature: float):
     hidden, weight, labels = case
     logits = (hidden.double() @ weight.double().T)[:, :VOCABULARY] / temperature
     exact = torch.log_softmax(logits, -1)
@@ -53,19 +59,19 @@ def test_chunking_changes_no_result(case, chunk: int):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
 
 
-def test_no_more_than_a_chunk_of_tokens_reaches_the_head_at_once_and_none_twice(case):
+def test_head_sees_one_chunk_at_a_time_and_none_twice(case):
     seen: list[int] = []
     targets(case, 5, seen=seen)
     assert seen == [5, 5, 5, 2]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 17])
-def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entropy_of_all_columns(case, chunk: int):
+def test_hidden_targets_carry_label_logprob_and_entropy(case, chunk: int):
     hidden, weight, labels = case
     exact = torch.log_softmax((hidden.double() @ weight.double().T)[:, :VOCABULARY] / 2, -1)
-    settings = {"temperature": 2.0, "vocabulary_size": VOCABULARY, "chunk": chunk}
-    plain, nothing = hidden_targets(hidden, lambda part: part @ weight.T, labels, **settings)
-    found, entropies = hidden_targets(hidden, lambda part: part @ weight.T, labels, with_entropy=True, **settings)
+    head = TargetHead(lambda part: part @ weight.T, 2.0, VOCABULARY, chunk)
+    plain, nothing = hidden_targets(hidden, labels, head)
+    found, entropies = hidden_targets(hidden, labels, head, with_entropy=True)
     assert nothing is None
     assert found.hidden is plain.hidden is hidden
     wanted = exact.gather(1, labels[:, None])[:, 0]
@@ -76,10 +82,10 @@ def test_hidden_states_go_as_they_are_beside_the_label_s_log_prob_and_the_entrop
 
 @pytest.mark.parametrize("chunk", [1, 5, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_are_those_of_all_columns_in_the_wire_dtype_with_padding_at_minus_infinity(case, chunk: int, dtype):
+def test_logits_targets_hold_all_columns_with_masked_padding(case, chunk: int, dtype):
     hidden, weight, labels = case
-    settings = {"temperature": 2.0, "vocabulary_size": VOCABULARY, "chunk": chunk, "wire_dtype": dtype}
-    found = logits_targets(hidden, lambda part: part @ weight.T, labels, **settings)
+    head = TargetHead(lambda part: part @ weight.T, 2.0, VOCABULARY, chunk)
+    found = logits_targets(hidden, labels, head, wire_dtype=dtype)
     exact = hidden.double() @ weight.double().T
     assert found.logits.dtype == dtype
     # A few units in the last place of either dtype: the logits are summed up in fp32.

@@ -20,7 +20,7 @@ def cut(rows, width, sizes):
 
 
 def ring(num_slots):
-    """Written and read by one object."""
+    """A transport that writes and reads."""
     transport = LocalTransport(Ring(num_slots, slot_bytes=4096))
     transport.accept(transport.open(transport.offer(0)))
     return transport
@@ -38,7 +38,7 @@ def splits(draw):
 
 
 @given(splits())
-def test_any_rows_of_any_split_come_back_as_they_were(case):
+def test_any_rows_of_any_split_are_restored(case):
     rows, width, sizes, first, count, random = case
     whole = {"ids": torch.arange(rows * width * 2).view(-1, 2), "rest": torch.arange(rows * width).double()}
     layouts = cut(rows, width, sizes)
@@ -55,7 +55,7 @@ def test_any_rows_of_any_split_come_back_as_they_were(case):
             assert torch.equal(part[name], tensor[first * width : (first + count) * width])
 
 
-def test_rows_inside_one_slot_are_views_of_it():
+def test_rows_of_one_slot_are_views():
     transport = ring(1)
     handle = transport.publish(Slot(0, 2), {"x": torch.arange(8)}, Layout(4, 4, 2))
     with fetch_rows(transport.fetch, [handle], 5, 2) as part, transport.fetch(handle) as whole:
@@ -72,6 +72,6 @@ def test_rows_inside_one_slot_are_views_of_it():
         ([], "nothing"),
     ],
 )
-def test_rows_that_no_or_two_sources_cover_are_refused(layouts, why):
+def test_rows_covered_by_none_or_two_are_refused(layouts, why):
     with pytest.raises(TransportError, match="exactly one"):
         plan(layouts, 0, 5)

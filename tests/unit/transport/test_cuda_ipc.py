@@ -1,4 +1,4 @@
-"""What of CUDA IPC can be judged without a GPU: whether memory may be exported."""
+"""The part of CUDA IPC that can be tested without a GPU: whether memory may be exported."""
 
 import pytest
 
@@ -9,15 +9,15 @@ SEGMENTS = [
     {"address": 0x1000, "blocks": [{"address": 0x1000}, {"address": 0x1800}]},
     {"address": 0x4000, "blocks": [{"address": 0x4000}]},
 ]
-"""as in `torch.cuda.memory_snapshot()`"""
+"""As in `torch.cuda.memory_snapshot()`."""
 
 
 def arguments(handle=b"\0c", offset=0):
-    """As `reduce_tensor` gives them, as far as they are looked at."""
+    """As returned by `reduce_tensor`, with only the parts that are checked."""
     return (*[None] * 7, handle, 10 << 20, offset)
 
 
-def test_a_whole_allocation_may_be_exported():
+def test_whole_allocation_may_be_exported():
     check_alone(SEGMENTS, 0x4000)
     check_export(arguments())
 
@@ -25,7 +25,7 @@ def test_a_whole_allocation_may_be_exported():
 @pytest.mark.parametrize(
     ("address", "found"), [(0x1000, "one of 2 blocks"), (0x1800, "a part of a larger one"), (0x4800, "a part")]
 )
-def test_a_part_of_an_allocation_may_not(address, found):
+def test_part_of_an_allocation_is_refused(address, found):
     with pytest.raises(TransportError, match=f"allocation of its own, .* got {found}.*; use transport=object_store"):
         check_alone(SEGMENTS, address)
 
@@ -40,6 +40,6 @@ def test_a_part_of_an_allocation_may_not(address, found):
         (arguments(offset=4096), "allocation of its own, .* got the part from byte 4096 of a larger one"),
     ],
 )
-def test_an_export_of_what_others_cannot_map_or_must_not_see_is_refused(case, found):
+def test_unmappable_export_is_refused(case, found):
     with pytest.raises(TransportError, match=found):
         check_export(case)

@@ -1,4 +1,4 @@
-"""The wait of a CUDA IPC reader: the processes are real, the GPU's event is a stand-in that is never or later reached."""
+"""How a CUDA IPC reader waits, with real processes and a fake event that is reached late or never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distill_rl.transport.gpu_wait import has_ended, wait_for
 
 @dataclass
 class Event:
-    """Reached at the `reached`-th look; None: never."""
+    """Reached at query number `reached`; None: never."""
 
     reached: int | None
     looks: int = 0
@@ -50,19 +50,19 @@ def writer() -> Iterator[Writer]:
     process.communicate()
 
 
-def test_an_event_that_is_reached_already_is_looked_at_once(writer: Writer) -> None:
+def test_reached_event_is_queried_once(writer: Writer) -> None:
     event = Event(reached=1)
     wait_for(event, writer.descriptor, deadline_s=0, what="slot 0 is read")
     assert event.looks == 1
 
 
-def test_an_event_is_looked_at_until_it_is_reached(writer: Writer) -> None:
+def test_event_is_queried_until_reached(writer: Writer) -> None:
     event = Event(reached=9)
     wait_for(event, writer.descriptor, deadline_s=60, what="slot 0 is read")
     assert event.looks == 9
 
 
-def test_a_writer_that_dies_ends_the_wait(writer: Writer) -> None:
+def test_dead_writer_ends_the_wait(writer: Writer) -> None:
     assert not has_ended(writer.descriptor)
     event = Event(reached=None, at_look={5: writer.die})
     with pytest.raises(TransportError, match=r"^slot 3: its writer must live while it is read; got a writer that died"):
@@ -71,9 +71,11 @@ def test_a_writer_that_dies_ends_the_wait(writer: Writer) -> None:
     assert has_ended(writer.descriptor)
 
 
-def test_a_gpu_that_hangs_ends_the_wait_at_the_deadline(writer: Writer) -> None:
+def test_hanging_gpu_ends_the_wait_at_the_deadline(writer: Writer) -> None:
     event = Event(reached=None)
-    with pytest.raises(TransportError, match=r"slot 3 is read within 0\.02 s; .*raise ray\.step_timeout_s.*may hang"):
+    with pytest.raises(
+        TransportError, match=r"slot 3 is read within 0\.02 s; .*raise ray\.step_timeout_s.*whether the GPU hangs"
+    ):
         wait_for(event, writer.descriptor, deadline_s=0.02, what="slot 3 is read")
     assert event.looks >= 2
     assert writer.process.poll() is None

@@ -34,7 +34,7 @@ def writer(words):
 
 
 def handle(slot):
-    return Handle("local", "node", "cpu", slot, LAYOUT, ())
+    return Handle("local", "node", slot, LAYOUT, ())
 
 
 def write(writer, slot, layout=LAYOUT):
@@ -47,7 +47,7 @@ def read(words, slot, reader):
         pass
 
 
-def test_tensors_lie_one_after_the_other_aligned_and_within_the_room_that_is_asked_for():
+def test_tensors_are_aligned_within_bytes_needed():
     sizes = (1, 0, 256, 257, 1000)
     offsets, room = place([spec(f"t{index}", size) for index, size in enumerate(sizes)])
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
@@ -56,17 +56,17 @@ def test_tensors_lie_one_after_the_other_aligned_and_within_the_room_that_is_ask
     assert room == bytes_needed(sizes)
 
 
-def test_every_word_has_a_cache_line_of_its_own(words, writer):
+def test_every_word_has_its_own_cache_line(words, writer):
     for index in range(RING.num_slots):
         write(writer, Slot(index, 2))
         for reader in RING.readers:
             read(words, Slot(index, 2), reader)
     used = {position * 8 // LINE for position, word in enumerate(words) if word}
     assert len(used) == RING.num_slots * (1 + len(RING.readers))
-    assert 0 not in used  # the nonce's
+    assert 0 not in used  # holds the nonce
 
 
-def test_a_slot_is_odd_while_it_is_written_and_after_a_write_that_failed(words, writer):
+def test_slot_is_odd_while_written_and_after_failure(words, writer):
     def fail():
         with writer.writing(Slot(0, 4), (), LAYOUT):
             assert writer.generation(0) == 3
@@ -80,11 +80,11 @@ def test_a_slot_is_odd_while_it_is_written_and_after_a_write_that_failed(words, 
     for generation in (2, 4):
         with pytest.raises(TransportError, match=f"is for generation {generation}; got generation 3"):
             read(words, Slot(0, generation), 0)
-    write(writer, Slot(0, 6))  # nobody has read what failed, so nobody is waited for
+    write(writer, Slot(0, 6))  # failed content has no readers to wait for
     read(words, Slot(0, 6), 0)
 
 
-def test_an_acknowledgement_of_earlier_content_does_not_count(words, writer):
+def test_old_acknowledgement_does_not_count(words, writer):
     write(writer, Slot(0, 2))
     for reader in RING.readers:
         read(words, Slot(0, 2), reader)
@@ -94,11 +94,11 @@ def test_an_acknowledgement_of_earlier_content_does_not_count(words, writer):
         write(writer, Slot(0, 6))
 
 
-def test_a_refused_write_changes_nothing(words, writer):
+def test_refused_write_changes_nothing(words, writer):
     write(writer, Slot(0, 2))
     before = words[:]
     for slot, specs, layout in (
-        (Slot(0, 4), (), LAYOUT),  # nobody has read it
+        (Slot(0, 4), (), LAYOUT),  # not acknowledged
         (Slot(1, 3), (), LAYOUT),
         (Slot(1, 2), (spec("x", 1025),), LAYOUT),
         (Slot(1, 2), (), Layout(0, 1, 4, readers=(1,))),
@@ -117,6 +117,6 @@ def test_a_refused_write_changes_nothing(words, writer):
         (Offer("shared_memory", "t", "there", "cpu", 0), "it is on node there; got a reader on node here"),
     ],
 )
-def test_a_ring_of_another_kind_or_node_is_refused(offer, message):
+def test_ring_of_another_transport_or_node_is_refused(offer, message):
     with pytest.raises(TransportError, match=f"ring of t: {message}"):
         check_offer(offer, "shared_memory", "here")

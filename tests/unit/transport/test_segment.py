@@ -30,11 +30,11 @@ def folders():
 
 
 def mappings(pid="self"):
-    """Lines of a process's map that are of segments."""
+    """Lines of a process's memory map that belong to segments."""
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "distill_rl" in line]
 
 
-def test_what_one_side_writes_the_other_sees(segment):
+def test_writes_are_seen_by_the_other_side(segment):
     other = Segment.attach(segment.address, "ring")
     segment.view[NONCE_BYTES] = 7
     other.view[SIZE - 1] = 9
@@ -43,18 +43,18 @@ def test_what_one_side_writes_the_other_sees(segment):
     other.close()
 
 
-def test_all_pages_are_there_from_the_start(segment):
-    """A page that is first touched later costs several times its copy, or is a bus error where memory is full."""
+def test_all_pages_are_mapped_at_once(segment):
+    """A page that is first accessed later costs several times its copy, or a bus error if memory is full."""
     assert Path(segment.address.path).stat().st_blocks * 512 >= SIZE
 
 
 @pytest.mark.parametrize("changed", [{"nonce": bytes(NONCE_BYTES)}, {"size": SIZE // 2}])
-def test_another_file_behind_the_same_name_is_refused(segment, changed):
+def test_different_file_under_the_same_name_is_refused(segment, changed):
     with pytest.raises(TransportError, match="ring x: its shared memory must be the writer's; got another file"):
         Segment.attach(replace(segment.address, **changed), "ring x")
 
 
-def test_memory_is_given_back_when_the_last_view_goes():
+def test_memory_is_freed_with_the_last_view():
     for backing in ("memfd", "file"):
         segment = Segment.create(SIZE, backing)
         view = segment.view[:8]
@@ -74,7 +74,7 @@ def test_closing_twice_does_nothing(segment):
     assert len(segment.view) == 0
 
 
-def test_a_memfd_cannot_be_cut_under_a_reader():
+def test_memfd_cannot_be_truncated():
     segment = Segment.create(SIZE)
     fd = os.open(segment.address.path, os.O_RDWR)
     with pytest.raises(PermissionError):
@@ -83,7 +83,7 @@ def test_a_memfd_cannot_be_cut_under_a_reader():
     segment.close()
 
 
-def test_more_than_there_is_is_refused_before_it_is_taken():
+def test_excessive_size_is_refused_before_allocation():
     fds, before = psutil.Process().num_fds(), folders()
     for backing in ("memfd", "file"):
         with pytest.raises(TransportError, match=r"take \d+ bytes of shared memory; got \d+ bytes of memory are free"):
@@ -93,7 +93,7 @@ def test_more_than_there_is_is_refused_before_it_is_taken():
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Inside the block this process can open so many files more."""
+    """Inside the block this process can open only this many more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(count + 1)]
     for fd in free:
@@ -106,18 +106,20 @@ def descriptors_left(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("backing", "left"), [("memfd", 0), ("memfd", 1), ("file", 0), ("file", 1), ("file", 2)])
-def test_without_descriptors_it_ends_in_an_error_that_leaves_nothing(backing, left):
+def test_missing_descriptors_fail_without_leftovers(backing, left):
     fds, before = psutil.Process().num_fds(), folders()
     with (
         descriptors_left(left),
-        pytest.raises(TransportError, match=r"must be made; got Too many open files; use transport=object_store"),
+        pytest.raises(
+            TransportError, match=r"could not be created; got Too many open files; use transport=object_store"
+        ),
     ):
         Segment.create(SIZE, backing)
     assert (psutil.Process().num_fds(), folders()) == (fds, before)
 
 
-def test_a_folder_that_a_sweeper_takes_before_it_is_locked_is_made_again(monkeypatch):
-    """The sweeper comes between the making and the locking of the first folder."""
+def test_folder_swept_before_locking_is_recreated(monkeypatch):
+    """The sweep happens between the creation and the locking of the first folder."""
     sweep()
     before, claim, lost = folders(), module._claim, []
 
@@ -134,7 +136,7 @@ def test_a_folder_that_a_sweeper_takes_before_it_is_locked_is_made_again(monkeyp
     assert folders() == before
 
 
-def test_without_a_memfd_a_file_takes_its_place(monkeypatch):
+def test_file_replaces_an_unavailable_memfd(monkeypatch):
     monkeypatch.setattr(module, "_memfd", lambda: -1)
     segment = Segment.create(SIZE)
     assert segment.address.path.startswith("/dev/shm/")
@@ -142,7 +144,7 @@ def test_without_a_memfd_a_file_takes_its_place(monkeypatch):
     segment.close()
 
 
-def test_a_file_whose_name_is_forgotten_is_gone_and_stays_readable():
+def test_forgotten_file_is_gone_but_readable():
     before = folders()
     segment = Segment.create(SIZE, "file")
     reader = Segment.attach(segment.address, "ring")
@@ -154,7 +156,7 @@ def test_a_file_whose_name_is_forgotten_is_gone_and_stays_readable():
     segment.close()
 
 
-def test_only_folders_without_a_living_owner_are_swept():
+def test_only_folders_of_dead_owners_are_swept():
     sweep()
     living = Segment.create(SIZE, "file")
     process = Process()
@@ -168,7 +170,7 @@ def test_only_folders_without_a_living_owner_are_swept():
     assert folders() == set()
 
 
-def test_the_next_segment_of_any_kind_sweeps():
+def test_any_new_segment_sweeps():
     process = Process()
     process.tell("make", 0, "shared_memory", "cpu", "file", {"ring": Ring(2, 4096)})
     process.kill()
@@ -177,7 +179,7 @@ def test_the_next_segment_of_any_kind_sweeps():
     assert folders() == set()
 
 
-def test_a_folder_that_is_not_ours_or_is_a_link_is_left_alone(tmp_path):
+def test_foreign_folders_and_links_are_left_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / f"distill_rl-{os.getuid()}-link").symlink_to(tmp_path / "kept")
     (tmp_path / "distill_rl-4294967294-x").mkdir()

@@ -32,7 +32,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("asked", ["sdpa", "eager", "flash_attention_2", VARLEN["torch"]])
-def test_what_is_asked_for_by_name_is_taken(asked: str) -> None:
+def test_named_implementation_is_taken(asked: str) -> None:
     assert chosen(asked, LLAMA, no_kernel=ON_CPU).implementation == asked
 
 
@@ -56,21 +56,21 @@ def test_what_is_asked_for_by_name_is_taken(asked: str) -> None:
         (LLAMA, {"no_kernel": "the GPU is old"}, "sdpa", "the GPU is old"),
     ],
 )
-def test_auto_takes_what_device_dtype_and_model_allow(config: Any, facts: dict, wanted: str, why: str) -> None:
+def test_auto_depends_on_device_dtype_and_model(config: Any, facts: dict, wanted: str, why: str) -> None:
     choice = chosen("auto", config, **facts)
     assert choice.implementation == wanted
     assert why in choice.why
 
 
 @pytest.mark.parametrize("config", [LLAMA, Gemma2Config(), GPT2Config()], ids=["llama", "gemma2", "gpt2"])
-def test_flash_attn_is_preferred_and_can_more(config: Any, packages: set[str]) -> None:
+def test_flash_attn_is_preferred_and_supports_more(config: Any, packages: set[str]) -> None:
     packages.add("flash_attn")
     for asked in ("auto", "varlen"):
         assert chosen(asked, config).implementation == VARLEN["flash_attn"]
     assert chosen("auto", LLAMA, dtype="fp32").implementation == "sdpa"
 
 
-def test_varlen_is_these_kernels_or_an_error() -> None:
+def test_varlen_takes_kernels_or_fails() -> None:
     assert chosen("varlen", LLAMA).implementation == VARLEN["torch"]
     for config, facts, why in (
         (LLAMA, {"no_kernel": ON_CPU}, "on GPUs only"),
@@ -81,10 +81,10 @@ def test_varlen_is_these_kernels_or_an_error() -> None:
             chosen("varlen", config, **facts)
 
 
-def test_names_mean_nothing_to_transformers() -> None:
+def test_registered_names_are_opaque_to_transformers() -> None:
     assert not any(word in name for name in VARLEN.values() for word in ("flash", "sdpa", "/", "paged"))
 
 
-def test_judging_attention_does_not_import_torch(tmp_path: Path) -> None:
+def test_choosing_attention_does_not_import_torch(tmp_path: Path) -> None:
     code = "import sys, distill_rl.models.attention.choice; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path).returncode == 0

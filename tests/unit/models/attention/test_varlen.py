@@ -1,4 +1,4 @@
-"""Attention inside of documents: the same numbers by every path, no mask, and no look at what a GPU has computed."""
+"""Attention within documents: equal numbers on every path, no mask, and no read from the GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from distill_rl.models import families
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
 from distill_rl.models.attention.varlen import Documents
-from distill_rl.models.load import load_model, skeleton
+from distill_rl.models.load import skeleton
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
+from tests.helpers.load import load_model
 from tests.helpers.zoo import write_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gpt2", "gemma2", "granite", "cohere")
@@ -51,7 +52,7 @@ def logits_and_gradients(model: nn.Module, rows: TokenRows, real: np.ndarray) ->
 
 
 def restarted(rows: TokenRows) -> tuple[TokenRows, np.ndarray]:
-    """The rows with padding as a document of its own, and which tokens are none of it."""
+    """The rows with padding as a separate document, and which tokens are not padding."""
     positions, real = rows.position_ids.copy(), np.zeros(rows.shape, bool)
     for row, ids in enumerate(rows.input_ids):
         stop = len(ids) - int(np.argmax(ids[::-1] != 7)) if (ids != 7).any() else 0
@@ -63,7 +64,7 @@ def restarted(rows: TokenRows) -> tuple[TokenRows, np.ndarray]:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_padding_that_continues_changes_no_bit_of_real_tokens(tmp_path: Path, name: str, packing: bool) -> None:
+def test_continued_padding_leaves_real_tokens_bit_identical(tmp_path: Path, name: str, packing: bool) -> None:
     rows = rows_of(packing=packing)
     apart, real = restarted(rows)
     assert not np.array_equal(apart.position_ids, rows.position_ids)
@@ -77,7 +78,7 @@ def test_padding_that_continues_changes_no_bit_of_real_tokens(tmp_path: Path, na
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_mask_and_documents_give_one_value_and_gradient(tmp_path: Path, name: str, packing: bool) -> None:
+def test_mask_and_documents_agree_in_value_and_gradient(tmp_path: Path, name: str, packing: bool) -> None:
     folder, rows = write_model(tmp_path, name), rows_of(packing=packing)
     _, real = restarted(rows)
     # sdpa has no soft cap
@@ -97,7 +98,7 @@ def test_all_paths_agree_on_a_cpu() -> None:
 def test_sdpa_makes_a_mask_only_for_packed_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, asked: int
 ) -> None:
-    """With a row that only fills the batch up among them."""
+    """Including a row that only fills the batch."""
     made: list[Any] = []
     original = masking_utils.sdpa_mask
     monkeypatch.setitem(
@@ -116,8 +117,8 @@ def test_sdpa_makes_a_mask_only_for_packed_rows(
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each != "gemma2"])
-def test_nothing_is_read_back_and_no_mask_is_made(tmp_path: Path, name: str, packing: bool) -> None:
-    """On the meta device, where reading a value is an error and torch's own kernel has shapes but no numbers."""
+def test_no_mask_and_no_host_read(tmp_path: Path, name: str, packing: bool) -> None:
+    """On the meta device, where reading a value is an error and torch's kernel computes shapes only."""
     from distill_rl.models.hub import read_config
 
     model = skeleton(read_config(write_model(tmp_path, name)), dtype=torch.bfloat16, attention=OURS).train()
@@ -171,7 +172,7 @@ def test_compiled_layers_give_the_same_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gpt2"])
-def test_a_compiled_layer_is_one_graph_with_torchs_kernel(tmp_path: Path, name: str) -> None:
+def test_compiled_layer_with_torch_kernel_is_one_graph(tmp_path: Path, name: str) -> None:
     """Without numbers, on the meta device. Three programs at most: the second sizes make the graph's sizes symbols."""
     from distill_rl.models.hub import read_config
 
@@ -203,7 +204,7 @@ def test_documents_end_where_the_next_begins_or_the_row_ends() -> None:
         Documents.of(positions[:, 1:], CPU)
 
 
-def test_without_documents_they_are_read_from_the_positions(tmp_path: Path) -> None:
+def test_missing_documents_are_read_from_positions(tmp_path: Path) -> None:
     model, rows = model_of(write_model(tmp_path, "llama"), OURS), rows_of(packing=True)
     ids, positions = (torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids))
     found = [families.logits(model, ids, positions, given) for given in (None, Documents.of(rows.position_ids, CPU))]
@@ -211,7 +212,7 @@ def test_without_documents_they_are_read_from_the_positions(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("heads", "groups", "window"), [(4, 4, None), (8, 2, None), (8, 2, 16)])
-def test_torchs_kernel_takes_grouped_heads_and_windows(heads: int, groups: int, window: int | None) -> None:
+def test_torch_kernel_supports_grouped_heads_and_windows(heads: int, groups: int, window: int | None) -> None:
     query, key, value = (
         torch.empty(64, count, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for count in (heads, groups, groups)
@@ -224,7 +225,7 @@ def test_torchs_kernel_takes_grouped_heads_and_windows(heads: int, groups: int, 
     assert key.grad.shape == key.shape
 
 
-def test_what_no_kernel_knows_is_refused() -> None:
+def test_masks_and_biases_are_refused() -> None:
     query = torch.zeros(1, 2, 4, 8)
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match="set attention=sdpa"):

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.parallel.vocabulary import mask_padded_columns
+from distill_rl.parallel.shards import mask_padded_columns
 
 
 @pytest.mark.parametrize("size", [5, 6])
-def test_nothing_is_written_where_nothing_is_padded(size: int) -> None:
+def test_logits_without_padding_are_not_written(size: int) -> None:
     logits = torch.randn(2, 3, 5)
     wanted = logits.clone()
     assert mask_padded_columns(logits, size) is logits
