@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,10 @@ def align(
     student: str,
     teacher: str,
     path: str,
-    columns: Mapping[str, str],
     *,
+    text_key: str | None,
+    messages_key: str | None,
+    split: str | None,
     limit: int,
     json_file: Path | None,
     verify: bool,
@@ -48,7 +50,7 @@ def align(
     Args:
         student, teacher: folders or hub names; only the tokenizers are read.
         path: data, in any form that `data.path` accepts.
-        columns: values of `split`, `text_key` and `messages_key` of `data` that differ from the defaults.
+        text_key, messages_key, split: settings of `data`; None: the default.
         limit: maximum number of rows, evenly spaced over the data.
         json_file: file for the figures of the audit and the checks.
 
@@ -70,9 +72,8 @@ def align(
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
     student_tokenizer, teacher_tokenizer = read_tokenizer(student), read_tokenizer(teacher)
-    data = DataConfig(path=path)
-    for key, value in columns.items():
-        setattr(data, key, value)
+    columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
+    data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)
     aligner = TokenAligner(
         student_tokenizer,

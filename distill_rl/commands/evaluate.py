@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,6 +59,26 @@ class Request:
     options: Options
     out: Path | None = None
     executor: ExecutorOptions = field(default_factory=ExecutorOptions)
+
+
+def command(**options: Any) -> int:
+    """Evaluates with the options of the command line, which have the names of the fields that they set."""
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.options import Options
+
+    def made(kind: type) -> Any:
+        return kind(**{entry.name: options[entry.name] for entry in fields(kind) if entry.name in options})
+
+    return evaluate(
+        Request(
+            options["models"],
+            options["suites"],
+            options["data"],
+            options=replace(made(Options), settings=made(Settings)),
+            out=options["out"],
+            executor=made(ExecutorOptions),
+        )
+    )
 
 
 def evaluate(request: Request) -> int:
