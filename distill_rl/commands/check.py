@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, running_teachers
-from distill_rl.config.load import to_yaml
+from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
 from distill_rl.errors import ConfigError

@@ -38,12 +38,9 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
         return write_batch_script(path, overrides, gpus_per_node=gpus_per_node)
     setup_console()
-    checked = gather(path, overrides, clean=clean)
-    problems = [*checked.problems, *checked.unreachable]
-    if checked.config is None or problems:
-        raise ConfigError.many(problems)
-    # Workers on an existing cluster have other working directories.
-    config = checked.config if checked.config.ray.address is None else absolute(checked.config)
+    config = gather(path, overrides, clean=clean).require_valid()
+    if config.ray.address is not None:  # workers on an existing cluster have other working directories
+        config = absolute(config)
     with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
             return _run(config, paths, signals)

@@ -6,7 +6,7 @@ All problems are collected and reported together. Nothing here loads a model's w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
@@ -36,6 +37,23 @@ class Checked:
     unreachable: list[str]
     """What could not be checked, and why."""
     facts: Facts
+
+    def require_valid(self, further: Callable[[Config], Iterable[str]] = lambda _: ()) -> Config:
+        """The configuration, for a command that starts something with it.
+
+        Args:
+            further: problems that only this command has; those with a key that has a problem already are dropped.
+
+        Raises:
+            ConfigError: there is a problem, or something could not be checked.
+        """
+        lines = [*self.problems, *self.unreachable]
+        reported = {text.partition(":")[0] for text in lines}
+        if self.config is not None:
+            lines += [text for text in further(self.config) if text.partition(":")[0] not in reported]
+        if self.config is None or lines:
+            raise ConfigError.many(lines)
+        return self.config
 
 
 def gather(

@@ -38,7 +38,7 @@ def test_options_of_eval_set_fields_of_the_same_name() -> None:
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
-    options = vars(make_parser().parse_args("eval --model A --suites b,c --data D".split()))
+    options = vars(make_parser().parse_args(["eval", "--model", "A", "--suites", "b,c", "--data", "D"]))
     names = {field.name for kind in (Request, Options, Settings, ExecutorOptions) for field in fields(kind)}
     assert options.keys() - names == {"command", "list"}
     assert options["suites"] == ["b", "c"]
