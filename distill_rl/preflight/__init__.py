@@ -22,7 +22,7 @@ from distill_rl.preflight.attention import attention_problems, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.evaluation import suite_problems
 from distill_rl.preflight.machine import extra_problems, gpu_problems, kernel_problems, space_problems
-from distill_rl.preflight.opened import Opened, attempt, line, open_model
+from distill_rl.preflight.opened import Findings, Opened, line, open_model
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.room import object_store_room
 
@@ -56,13 +56,7 @@ class Checked:
         return self.config
 
 
-def gather(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    clean: bool = False,
-    download: bool = True,
-) -> Checked:
+def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = False, download: bool = True) -> Checked:
     """Reads, validates and inspects a configuration, so that a user sees every problem at once.
 
     A key with an invalid value has its default in the later checks, and their problems with that key are dropped.
@@ -86,18 +80,15 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     Args:
         download: download a hub data set to inspect it; otherwise only its existence is checked.
     """
-    problems: list[str] = []
-    unreachable: list[str] = []
-    student = open_model("student", config.student, problems, unreachable)
-    teachers = [
-        open_model(f"teachers.{index}", teacher, problems, unreachable)
-        for index, teacher in enumerate(running_teachers(config))
-    ]
+    findings = Findings()
+    problems = findings.problems
+    student = open_model("student", config.student, findings)
+    teachers = [open_model(f"teachers.{i}", teacher, findings) for i, teacher in enumerate(running_teachers(config))]
     models = [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))]
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += projection_problems(config, student, teachers)
-    facts = data_facts(config, student, teachers, problems, unreachable, download)
+    facts = data_facts(config, student, teachers, findings, download=download)
     facts = replace(
         facts,
         vocabulary_size=student.vocabulary_size,
@@ -117,8 +108,8 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += gpu_problems(config, facts.gpus)
     problems += space_problems(config, facts)
     if config.ray.address is None:
-        attempt("/dev/shm", object_store_room, problems)
-    return Checked(config, problems, unreachable, facts)
+        findings.attempt("/dev/shm", object_store_room)
+    return Checked(config, problems, findings.unreachable, facts)
 
 
 def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[str]:
