@@ -62,6 +62,7 @@ def align(
         DataError: data that are missing or cannot be read.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from distill_rl.align import TokenAligner, audit
     from distill_rl.align.endings import endings
@@ -92,7 +93,8 @@ def align(
     checks: list[Check] = []
     if not problems:
         messages = [*warnings(report), *template_warnings(rows, student_tokenizer, teacher_tokenizer)]
-        print_warnings(console, messages)
+        for message in messages:
+            console.print(escape(f"warning    {message}\n"))
     if verify and not problems:
         checks = verify_pair(aligner, student_tokenizer, teacher_tokenizer, rows)
         print_checks(console, checks)
@@ -152,13 +154,6 @@ def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
     sides = {"student": student, "teacher": teacher}
     return [f"the {name}'s {rule}" for name, tokenizer in sides.items() if not tokenizer.chat_template]
-
-
-def print_warnings(console: Console, messages: Sequence[str]) -> None:
-    from rich.markup import escape
-
-    for message in messages:
-        console.print(escape(f"warning    {message}\n"))
 
 
 def _reasons(report: CoverageReport) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -102,7 +102,11 @@ def evaluate(request: Request) -> int:
             with signals.at_once():
                 models, loaded = prepare(request)
             if request.out is not None:
-                stack.enter_context(_log(request.out))
+                try:
+                    stack.enter_context(log_file(request.out / "logs" / "eval.log"))
+                except OSError as error:
+                    rule, value = "must be a folder that can be written", f"{request.out} ({error.strerror})"
+                    raise ConfigError("--out", rule, value) from error
             with (
                 _executor(request.executor, signals, request.out) as executor,
                 # Without Ray, no Ray call swallows an exception that the signal handler raises.
@@ -214,21 +218,6 @@ def require_valid(request: Request) -> None:
         problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
     if problems:
         raise ConfigError.many(map(str, problems))
-
-
-@contextmanager
-def _log(out: Path) -> Iterator[None]:
-    """Writes the log to a file below `out`.
-
-    Raises:
-        ConfigError: `out` is not writable.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(log_file(out / "logs" / "eval.log"))
-        except OSError as error:
-            raise ConfigError("--out", "must be a folder that can be written", f"{out} ({error.strerror})") from error
-        yield
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
