@@ -92,7 +92,6 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     facts = replace(
         facts,
         vocabulary_size=student.vocabulary_size,
-        tokenizer_hash=student.tokenizer_hash,
         total_steps=total_steps(config, facts.num_documents),
         student=student.facts,
         teachers=tuple(teacher.facts for teacher in teachers),

@@ -55,11 +55,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     problems += template_problems(config, source.kind, student, teachers)
     if not problems:
         check_alignment(config, training, student, teachers, findings)
-    return Facts(
-        num_documents=len(training),
-        num_validation_documents=len(validation) if validation is not None else None,
-        data_fingerprint=source.fingerprint,
-    )
+    return Facts(num_documents=len(training))
 
 
 def _check_rows(source: Any, findings: Findings) -> None:
