@@ -19,8 +19,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
-from distill_rl.preflight.data import data_facts
-from distill_rl.preflight.evaluation import suite_problems
+from distill_rl.preflight.data import data_facts, suite_problems
 from distill_rl.preflight.machine import extra_problems, gpu_problems, kernel_problems, space_problems
 from distill_rl.preflight.opened import Findings, Opened, line, open_model
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
