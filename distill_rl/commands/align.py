@@ -116,14 +116,13 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     from distill_rl.data.sources import open_source
 
     source = open_source(data)
-    count = min(limit, len(source))
-    rows = [source[int(i)] for i in np.linspace(0, len(source) - 1, count).round()]
+    rows = _spaced(source, limit)
     chats = [[dict(message) for message in row["messages"]] for row in rows if "messages" in row]
     texts = [row["text"] for row in rows if "text" in row]
     texts += [message["content"] for chat in chats for message in chat]
     texts = [text for text in texts if text]
     if not texts:
-        raise DataError("--data", "must hold text", f"{count} empty rows")
+        raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
     return Rows(texts, chats)
 
 
@@ -258,7 +257,7 @@ def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
     yield "rows that end in both", f"{share:.1%} of {ends.rows:,}"
 
 
-def _spaced(items: Sequence[Any]) -> list[Any]:
-    """At most VERIFIED items, evenly spaced."""
-    indices = np.linspace(0, len(items) - 1, min(VERIFIED, len(items))).round().astype(int)
-    return [items[i] for i in indices]
+def _spaced(items: Any, count: int = VERIFIED) -> list[Any]:
+    """At most `count` items of a sequence, evenly spaced."""
+    indices = np.linspace(0, len(items) - 1, min(count, len(items))).round()
+    return [items[int(i)] for i in indices]
