@@ -34,6 +34,9 @@ def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: in
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
     checked = gather(path, [*overrides, "ray.address=auto"])
+    if gpus_per_node < 0:
+        error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
+        checked.problems.append(str(error))
     config = checked.require_valid(lambda config: _batch_script_problems(config, gpus_per_node))
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
@@ -58,9 +61,6 @@ def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
     """Problems that only a run from a batch script on such nodes has, one line each."""
 
     problems = problems_of(lambda: require_no_secret(config))
-    if gpus_per_node < 0:
-        error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
-        problems.append(str(error))
     resume = config.checkpoint.resume
     if resume not in (None, "auto", "latest"):
         rule = "a batch script resumes from the newest checkpoint of its run directory only"
