@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,10 @@ def align(
     student: str,
     teacher: str,
     path: str,
-    columns: Mapping[str, str],
     *,
+    text_key: str | None,
+    messages_key: str | None,
+    split: str | None,
     limit: int,
     json_file: Path | None,
     verify: bool,
@@ -48,7 +50,7 @@ def align(
     Args:
         student, teacher: folders or hub names; only the tokenizers are read.
         path: data, in any form that `data.path` accepts.
-        columns: values of `split`, `text_key` and `messages_key` of `data` that differ from the defaults.
+        text_key, messages_key, split: settings of `data`; None: the default.
         limit: maximum number of rows, evenly spaced over the data.
         json_file: file for the figures of the audit and the checks.
 
@@ -60,6 +62,7 @@ def align(
         DataError: data that are missing or cannot be read.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from distill_rl.align import TokenAligner, audit
     from distill_rl.align.endings import endings
@@ -70,9 +73,8 @@ def align(
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
     student_tokenizer, teacher_tokenizer = read_tokenizer(student), read_tokenizer(teacher)
-    data = DataConfig(path=path)
-    for key, value in columns.items():
-        setattr(data, key, value)
+    columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
+    data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)
     aligner = TokenAligner(
         student_tokenizer,
@@ -91,7 +93,8 @@ def align(
     checks: list[Check] = []
     if not problems:
         messages = [*warnings(report), *template_warnings(rows, student_tokenizer, teacher_tokenizer)]
-        print_warnings(console, messages)
+        for message in messages:
+            console.print(escape(f"warning    {message}\n"))
     if verify and not problems:
         checks = verify_pair(aligner, student_tokenizer, teacher_tokenizer, rows)
         print_checks(console, checks)
@@ -113,14 +116,13 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     from distill_rl.data.sources import open_source
 
     source = open_source(data)
-    count = min(limit, len(source))
-    rows = [source[int(i)] for i in np.linspace(0, len(source) - 1, count).round()]
+    rows = _spaced(source, limit)
     chats = [[dict(message) for message in row["messages"]] for row in rows if "messages" in row]
     texts = [row["text"] for row in rows if "text" in row]
     texts += [message["content"] for chat in chats for message in chat]
     texts = [text for text in texts if text]
     if not texts:
-        raise DataError("--data", "must hold text", f"{count} empty rows")
+        raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
     return Rows(texts, chats)
 
 
@@ -151,13 +153,6 @@ def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
     sides = {"student": student, "teacher": teacher}
     return [f"the {name}'s {rule}" for name, tokenizer in sides.items() if not tokenizer.chat_template]
-
-
-def print_warnings(console: Console, messages: Sequence[str]) -> None:
-    from rich.markup import escape
-
-    for message in messages:
-        console.print(escape(f"warning    {message}\n"))
 
 
 def _reasons(report: CoverageReport) -> str:
@@ -262,7 +257,7 @@ def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
     yield "rows that end in both", f"{share:.1%} of {ends.rows:,}"
 
 
-def _spaced(items: Sequence[Any]) -> list[Any]:
-    """At most VERIFIED items, evenly spaced."""
-    indices = np.linspace(0, len(items) - 1, min(VERIFIED, len(items))).round().astype(int)
-    return [items[i] for i in indices]
+def _spaced(items: Any, count: int = VERIFIED) -> list[Any]:
+    """At most `count` items of a sequence, evenly spaced."""
+    indices = np.linspace(0, len(items) - 1, min(count, len(items))).round()
+    return [items[int(i)] for i in indices]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, running_teachers
-from distill_rl.config.load import to_yaml
+from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
 from distill_rl.errors import ConfigError
@@ -38,9 +38,9 @@ def check(path: str, overrides: Sequence[str]) -> int:
 
 def summary(config: Config, facts: Facts) -> list[str]:
     """Derived sizes as readable lines."""
-    derived = sizes(config, facts)
+    derived, documents = sizes(config, facts), config.train.global_batch_size
     lines = [
-        f"batch      {derived.documents_per_step} documents in at most {derived.micro_batches} micro-batches per rank, at most {derived.max_tokens_per_step:,} tokens",
+        f"batch      {documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {documents * config.data.max_length:,} tokens",
         f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 """The repository, which contains the template of the batch script."""
 
 
-def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
+def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     """Checks a configuration for use on a cluster and writes `submit.yaml` and `submit.sbatch` into the run directory.
 
     Args:
@@ -34,15 +34,10 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
     checked = gather(path, [*overrides, "ray.address=auto"])
-    problems = [*checked.problems, *checked.unreachable]
     if gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
-        problems.append(str(error))
-    if checked.config is not None:
-        problems += _batch_script_problems(checked.config, gpus_per_node)
-    if checked.config is None or problems:
-        raise ConfigError.many(problems)
-    config = checked.config
+        checked.problems.append(str(error))
+    config = checked.require_valid(lambda config: _batch_script_problems(config, gpus_per_node))
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
         raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")
@@ -65,18 +60,15 @@ def dry_run(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
 def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
     """Problems that only a run from a batch script on such nodes has, one line each."""
 
-    def require_latest() -> None:
-        resume = config.checkpoint.resume
-        if resume not in (None, "auto", "latest"):
-            rule = "a batch script resumes from the newest checkpoint of its run directory only"
-            remedy = "leave it out, or start that run without a batch script"
-            raise ConfigError("--dry-run", rule, f"--resume {resume}", remedy)
-
-    def require_transport() -> None:
-        if config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1:
-            require_between_nodes(config.transport)
-
-    return problems_of(require_latest, lambda: require_no_secret(config), require_transport)
+    problems = problems_of(lambda: require_no_secret(config))
+    resume = config.checkpoint.resume
+    if resume not in (None, "auto", "latest"):
+        rule = "a batch script resumes from the newest checkpoint of its run directory only"
+        remedy = "leave it out, or start that run without a batch script"
+        problems.append(str(ConfigError("--dry-run", rule, f"--resume {resume}", remedy)))
+    if config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1:
+        problems += problems_of(lambda: require_between_nodes(config.transport))
+    return problems
 
 
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:

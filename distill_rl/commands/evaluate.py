@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,6 +61,26 @@ class Request:
     executor: ExecutorOptions = field(default_factory=ExecutorOptions)
 
 
+def command(**options: Any) -> int:
+    """Evaluates with the options of the command line, which have the names of the fields that they set."""
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.options import Options
+
+    def made(kind: type) -> Any:
+        return kind(**{entry.name: options[entry.name] for entry in fields(kind) if entry.name in options})
+
+    return evaluate(
+        Request(
+            options["models"],
+            options["suites"],
+            options["data"],
+            options=replace(made(Options), settings=made(Settings)),
+            out=options["out"],
+            executor=made(ExecutorOptions),
+        )
+    )
+
+
 def evaluate(request: Request) -> int:
     """Runs all suites on all models, prints a table, and writes results and items to `out`.
 
@@ -82,7 +102,11 @@ def evaluate(request: Request) -> int:
             with signals.at_once():
                 models, loaded = prepare(request)
             if request.out is not None:
-                stack.enter_context(_log(request.out))
+                try:
+                    stack.enter_context(log_file(request.out / "logs" / "eval.log"))
+                except OSError as error:
+                    rule, value = "must be a folder that can be written", f"{request.out} ({error.strerror})"
+                    raise ConfigError("--out", rule, value) from error
             with (
                 _executor(request.executor, signals, request.out) as executor,
                 # Without Ray, no Ray call swallows an exception that the signal handler raises.
@@ -194,21 +218,6 @@ def require_valid(request: Request) -> None:
         problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
     if problems:
         raise ConfigError.many(map(str, problems))
-
-
-@contextmanager
-def _log(out: Path) -> Iterator[None]:
-    """Writes the log to a file below `out`.
-
-    Raises:
-        ConfigError: `out` is not writable.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(log_file(out / "logs" / "eval.log"))
-        except OSError as error:
-            raise ConfigError("--out", "must be a folder that can be written", f"{out} ({error.strerror})") from error
-        yield
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:

@@ -20,7 +20,7 @@ WIDE = 140
 """Minimum terminal width, in columns, for one line per model."""
 
 
-def report(*paths: Path, out: Path | None = None, baseline: str | None = None) -> int:
+def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None = None) -> int:
     """Writes RUN/report.html for run directories (the first run, compared with the others), or prints a table and writes
     FOLDER/comparison.html for folders of evaluation results.
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from distill_rl.config.load import save_config
 from distill_rl.config.paths import absolute
-from distill_rl.config.save import require_no_secret
+from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError, problems_of
+from distill_rl.errors import DistillError, problems_of
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.preflight.run_directory import paths_of
@@ -40,13 +39,7 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
     """
     setup_console()
     checked = gather(path, [*overrides, "ray.address=auto"], clean=False)
-    problems = [*checked.problems, *checked.unreachable]
-    if checked.config is not None:
-        reported = {line.partition(":")[0] for line in problems}
-        problems += [line for line in _cluster_problems(checked.config) if line.partition(":")[0] not in reported]
-    if checked.config is None or problems:
-        raise ConfigError.many(problems)
-    config = absolute(checked.config)
+    config = absolute(checked.require_valid(_cluster_problems))
     service = _service(address)
     name = config.run.name
     submission_id, attempt = runs.next_submission(service.jobs(), name)

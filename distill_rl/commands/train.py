@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
@@ -22,20 +23,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(path: str, overrides: Sequence[str], *, clean: bool) -> int:
+def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
+
+    Args:
+        clean: delete the contents of the run directory first.
+        dry_run: only write a batch script, for nodes with `gpus_per_node` GPUs.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
+    if dry_run:
+        if clean:
+            raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node)
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=clean)
-    problems = [*checked.problems, *checked.unreachable]
-    if checked.config is None or problems:
-        raise ConfigError.many(problems)
-    # Workers on an existing cluster have other working directories.
-    config = checked.config if checked.config.ray.address is None else absolute(checked.config)
+        config = gather(path, overrides, clean=clean).require_valid()
+    if config.ray.address is not None:  # workers on an existing cluster have other working directories
+        config = absolute(config)
     with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
         try:
             return _run(config, paths, signals)

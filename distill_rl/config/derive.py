@@ -24,8 +24,6 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class TeacherSizes:
     name: str
-    micro_batches: int
-    """Maximum per data-parallel rank and step."""
     entries: int
     """Per token: loss.top_k or the vocabulary if that is smaller, the vocabulary's columns, or the width of the hidden states."""
     bytes_per_token: int
@@ -55,8 +53,6 @@ class RingPlan:
 
 @dataclass(frozen=True, slots=True)
 class DerivedSizes:
-    documents_per_step: int
-    max_tokens_per_step: int
     micro_batches: int
     """Of the student: maximum per data-parallel rank and step."""
     total_steps: int | None
@@ -65,7 +61,6 @@ class DerivedSizes:
     teachers: tuple[TeacherSizes, ...]
     world: dict[str, str] = field(default_factory=dict)
     """Role → a description of its processes: `student` → `dp 2 x tp 1 = 2 processes`."""
-    processes: int = 0
     memory: tuple[WorkerMemory, ...] = ()
     checkpoint_bytes: int | None = None
 
@@ -138,16 +133,12 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
     teachers = tuple(_teacher_sizes(config, teacher, facts, i) for i, teacher in enumerate(running_teachers(config)))
-    world, processes = _world(config, facts.gpus, facts.cpus)
     return DerivedSizes(
-        documents_per_step=batch,
-        max_tokens_per_step=batch * config.data.max_length,
         micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
         total_steps=steps,
         epochs=steps * batch / facts.num_documents if steps is not None and facts.num_documents else None,
         teachers=teachers,
-        world=world,
-        processes=processes,
+        world=_world(config, facts.gpus, facts.cpus),
         memory=worker_memory(
             config,
             facts,
@@ -178,7 +169,6 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, index: 
     slots = ring_plan(config).slots[teacher.name]
     return TeacherSizes(
         name=teacher.name,
-        micro_batches=ceil(config.train.global_batch_size / (teacher.parallel.dp * rows)),
         entries=entries,
         bytes_per_token=bytes_per_token,
         bytes_per_slot=bytes_per_slot,
@@ -225,18 +215,16 @@ def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
     return int(max(1, min(min(max(ranks), gpus) // 2, cpus - sum(ranks))))
 
 
-def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
-    """(role → description of its processes, number of all processes)."""
+def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
+    """Role → description of its processes."""
     roles = {"student": config.student.parallel}
     roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
     world = {}
     if config.ray.address is not None:  # the size of a cluster is not known before it is joined
         gpus = cpus = 10**6
     aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
-    processes = aligners
     for name, parallel in roles.items():
         count = parallel.dp * parallel.tp
-        processes += count
         world[name] = f"dp {parallel.dp} x tp {parallel.tp} = {_processes(count)}"
         if parallel.replicas > 1:
             sharded = parallel.dp // parallel.replicas * parallel.tp
@@ -249,11 +237,10 @@ def _world(config: Config, gpus: int, cpus: int) -> tuple[dict[str, str], int]:
         reason = "half the GPUs, where the cores suffice"
     world["aligner"] = f"{_processes(aligners)} ({reason})" if aligners else "none: the driver aligns"
     if config.evaluate.suites:
-        processes += 1
         every = suites_every(config)
         when = f"every {every} steps on a copy of the student, and at the end" if every else "at the end"
         world["evaluator"] = f"1 process: {', '.join(config.evaluate.suites)} {when}"
-    return world, processes
+    return world
 
 
 def _processes(count: int) -> str:

@@ -17,7 +17,6 @@ CPU_WIDTH_MULTIPLE = 8
 class ModelFacts:
     """Sizes of a model, read from its folder."""
 
-    folder: str
     family: str
     parameters: int
     """Tied embeddings are counted once."""
@@ -28,10 +27,7 @@ class ModelFacts:
     num_key_value_heads: int
     vocabulary_columns: int
     """Rows of the embedding table, padding included."""
-    positions: int | None
-    """Length of the longest sequence; None if the model's configuration has no limit."""
     tied: bool
-    stored_dtype: str
     bytes_on_disk: int
 
 
@@ -41,11 +37,8 @@ class Facts:
 
     vocabulary_size: int | None = None
     """Number of ids of the student's tokenizer."""
-    tokenizer_hash: str | None = None
     num_documents: int | None = None
     """Training documents, without those held out for validation."""
-    num_validation_documents: int | None = None
-    data_fingerprint: str | None = None
     total_steps: int | None = None
     student: ModelFacts | None = None
     teachers: tuple[ModelFacts | None, ...] = ()

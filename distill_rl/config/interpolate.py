@@ -24,20 +24,17 @@ class _Unresolved(Exception):
     pass
 
 
-def resolve(raw: Any, lookup: Callable[[str], Any], findings: Findings) -> Any:
-    """A copy of `raw` with every reference replaced. One that cannot be resolved is reported and left unchanged.
+def resolve(node: Any, lookup: Callable[[str], Any], findings: Findings, path: str = "") -> Any:
+    """A copy of a tree with every reference replaced. One that cannot be resolved is reported and left unchanged.
 
     Args:
         lookup: dotted key → raw value, defaults included; raises KeyError.
+        path: dotted key of the tree.
     """
-    return _tree(raw, "", lookup, findings)
-
-
-def _tree(node: Any, path: str, lookup: Callable[[str], Any], findings: Findings) -> Any:
     if isinstance(node, dict):
-        return {key: _tree(value, join(path, key), lookup, findings) for key, value in node.items()}
+        return {key: resolve(value, lookup, findings, join(path, key)) for key, value in node.items()}
     if isinstance(node, list):
-        return [_tree(value, join(path, i), lookup, findings) for i, value in enumerate(node)]
+        return [resolve(value, lookup, findings, join(path, i)) for i, value in enumerate(node)]
     if isinstance(node, str):
         try:
             return _text(node, lookup, (path,))

@@ -15,12 +15,9 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.interpolate import resolve
 from distill_rl.config.overrides import apply_overrides, merge
-from distill_rl.config.save import fingerprint, save_config, to_yaml
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.walk import Findings, build
 from distill_rl.errors import ConfigError
-
-__all__ = ["fingerprint", "load_config", "read_config", "save_config", "to_yaml"]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

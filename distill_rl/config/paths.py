@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 from typing import TypeVar
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
-_Model = TypeVar("_Model", StudentConfig, TeacherConfig)
 _Text = TypeVar("_Text", str, str | None)
 
 
 def absolute(config: Config) -> Config:
     """A copy in which every path that exists on this machine is absolute. Names on the hub stay as they are."""
-    data, projection, evaluate, checkpoint = config.data, config.projection, config.evaluate, config.checkpoint
-    return replace(
-        config,
-        run=replace(config.run, dir=str(Path(config.run.dir).expanduser().absolute())),
-        student=_model(config.student),
-        teachers=[_model(teacher) for teacher in config.teachers],
-        data=replace(
-            data, path=_absolute(data.path), validation=replace(data.validation, path=_absolute(data.validation.path))
-        ),
-        projection=replace(projection, path=_absolute(projection.path)),
-        evaluate=replace(
-            evaluate, data=_absolute(evaluate.data), suites=[_absolute(suite) for suite in evaluate.suites]
-        ),
-        checkpoint=replace(checkpoint, resume=_absolute(checkpoint.resume)),
-    )
-
-
-def _model(model: _Model) -> _Model:
-    return replace(model, model=_absolute(model.model), tokenizer=_absolute(model.tokenizer))
+    config = deepcopy(config)
+    config.run.dir = str(Path(config.run.dir).expanduser().absolute())
+    models: list[StudentConfig | TeacherConfig] = [config.student, *config.teachers]
+    for model in models:
+        model.model, model.tokenizer = _absolute(model.model), _absolute(model.tokenizer)
+    config.data.path = _absolute(config.data.path)
+    config.data.validation.path = _absolute(config.data.validation.path)
+    config.projection.path = _absolute(config.projection.path)
+    config.evaluate.data = _absolute(config.evaluate.data)
+    config.evaluate.suites = [_absolute(suite) for suite in config.evaluate.suites]
+    config.checkpoint.resume = _absolute(config.checkpoint.resume)
+    return config
 
 
 def _absolute(text: _Text) -> _Text:

@@ -16,7 +16,7 @@ from distill_rl.config.schema import Config
 from distill_rl.config.walk import join
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import write_atomic
-from distill_rl.system.redact import holds_secret, redact
+from distill_rl.system.redact import redact
 
 
 def to_yaml(config: Config) -> str:
@@ -35,7 +35,8 @@ def require_no_secret(config: Config) -> None:
     Raises:
         ConfigError: the configuration holds a secret.
     """
-    if holds_secret(asdict(config)):
+    tree = asdict(config)
+    if redact(tree) != tree:
         rule = "must not hold a secret (a password in a URL, a token): it is written to a file that the cluster reads"
         remedy = "store it on the cluster's nodes instead, as `hf auth login` does"
         raise ConfigError("a submitted configuration", rule, remedy=remedy)

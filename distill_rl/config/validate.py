@@ -32,9 +32,7 @@ def problems(config: Config) -> list[str]:
     return [
         *_single_values(config),
         *_names(config),
-        *_length(config),
         *_replicas(config),
-        *_kernels(config),
         *_batch(config),
         *_rings(config),
         *_losses(config),
@@ -42,8 +40,7 @@ def problems(config: Config) -> list[str]:
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
-        *_suites(config),
-        *_transport(config),
+        *_others(config),
         *_not_available(config),
     ]
 
@@ -128,11 +125,6 @@ def _names(config: Config) -> Iterator[str]:
             yield _line(key, rule, repr(value))
 
 
-def _length(config: Config) -> Iterator[str]:
-    if config.train.steps is None and config.train.epochs is None:
-        yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
-
-
 def _batch(config: Config) -> Iterator[str]:
     """The global batch must divide evenly over the ranks and micro-batches of the student and of every teacher."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
@@ -164,13 +156,6 @@ def _replicas(config: Config) -> Iterator[str]:
         if value > 1:
             rule = "applies to the student only; the dp ranks of a teacher are replicas already"
             yield _line(key, rule, value, "leave it at 1")
-
-
-def _kernels(config: Config) -> Iterator[str]:
-    student = config.student
-    if student.kernels == "liger" and student.parallel.tp > 1:
-        rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
-        yield _line("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
 
 
 def _rings(config: Config) -> Iterator[str]:
@@ -264,12 +249,16 @@ def _checkpoints(config: Config) -> Iterator[str]:
         yield _line("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
 
 
-def _suites(config: Config) -> Iterator[str]:
+def _others(config: Config) -> Iterator[str]:
+    """Rules that belong to no group."""
+    if config.train.steps is None and config.train.epochs is None:
+        yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
+    student = config.student
+    if student.kernels == "liger" and student.parallel.tp > 1:
+        rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
+        yield _line("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
     if config.evaluate.suites and not config.evaluate.data:
         yield _line("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
-
-
-def _transport(config: Config) -> Iterator[str]:
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield _line("transport", rule, "local", "use transport=auto")

@@ -18,6 +18,9 @@ from distill_rl.config.foreign import OUR_KEY
 from distill_rl.config.schema import MISSING
 from distill_rl.errors import ConfigError
 
+_ACCEPTED: dict[type, Any] = {bool: bool, int: int, float: int | float, str: str}
+"""Type of a setting → the types of the values that it takes. A bool is no number, although Python says so."""
+
 
 class Findings:
     """Problem lines, and the keys they concern, so that later checks do not report the same key again."""
@@ -131,20 +134,13 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         if word in get_args(plain):
             return word
         return _wrong_choice(plain, value, default, findings, key)
-    elif plain is bool:
-        if isinstance(value, bool):
+    elif isinstance(value, bool) == (plain is bool) and isinstance(value, _ACCEPTED[plain]):
+        if plain is not float:
             return value
-    elif plain is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif plain is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if isfinite(value):
-                return float(value)
-            findings.add(key, "must be a finite number", value)
-            return default
-    elif plain is str and isinstance(value, str):
-        return value
+        if isfinite(value):
+            return float(value)
+        findings.add(key, "must be a finite number", value)
+        return default
     findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
     return default
 
@@ -164,10 +160,8 @@ def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
         return
     siblings = [entry.name for entry in fields(section)]
     near = _nearest(section, str(key), path)
-    if near:
-        findings.add(full, "unknown key", remedy=f"did you mean {near}?", suspect=near)
-    else:
-        findings.add(full, "unknown key", remedy=f"keys here: {', '.join(siblings)}")
+    remedy = f"did you mean {near}?" if near else f"keys here: {', '.join(siblings)}"
+    findings.add(full, "unknown key", remedy=remedy, suspect=near)
 
 
 def _nearest(section: type, key: str, path: str) -> str:

@@ -105,7 +105,6 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
     counted = {name: entry for name, entry in tensors.items() if not (tied and name == "lm_head.weight")}
     heads = int(config.num_attention_heads)
     return ModelFacts(
-        folder=str(folder),
         family=str(config.model_type),
         parameters=sum(prod(entry["shape"]) for entry in counted.values()),
         hidden_size=int(config.hidden_size),
@@ -114,9 +113,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocabulary_columns=int(config.vocab_size),
-        positions=getattr(config, "max_position_embeddings", None),
         tied=tied,
-        stored_dtype=next(iter(counted.values()), {"dtype": "unknown"})["dtype"],
         bytes_on_disk=sum(file.stat().st_size for file in files),
     )
 

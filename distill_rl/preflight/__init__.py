@@ -6,7 +6,7 @@ All problems are collected and reported together. Nothing here loads a model's w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
-from distill_rl.preflight.data import data_facts
-from distill_rl.preflight.evaluation import suite_problems
+from distill_rl.preflight.data import data_facts, suite_problems
 from distill_rl.preflight.machine import extra_problems, gpu_problems, kernel_problems, space_problems
-from distill_rl.preflight.opened import Opened, attempt, line, open_model
+from distill_rl.preflight.opened import Findings, Opened, line, open_model
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.room import object_store_room
 
@@ -37,14 +37,25 @@ class Checked:
     """What could not be checked, and why."""
     facts: Facts
 
+    def require_valid(self, further: Callable[[Config], Iterable[str]] = lambda _: ()) -> Config:
+        """The configuration, for a command that starts something with it.
 
-def gather(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    clean: bool = False,
-    download: bool = True,
-) -> Checked:
+        Args:
+            further: problems that only this command has; those with a key that has a problem already are dropped.
+
+        Raises:
+            ConfigError: there is a problem, or something could not be checked.
+        """
+        lines = [*self.problems, *self.unreachable]
+        reported = {text.partition(":")[0] for text in lines}
+        if self.config is not None:
+            lines += [text for text in further(self.config) if text.partition(":")[0] not in reported]
+        if self.config is None or lines:
+            raise ConfigError.many(lines)
+        return self.config
+
+
+def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = False, download: bool = True) -> Checked:
     """Reads, validates and inspects a configuration, so that a user sees every problem at once.
 
     A key with an invalid value has its default in the later checks, and their problems with that key are dropped.
@@ -68,22 +79,18 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     Args:
         download: download a hub data set to inspect it; otherwise only its existence is checked.
     """
-    problems: list[str] = []
-    unreachable: list[str] = []
-    student = open_model("student", config.student, problems, unreachable)
-    teachers = [
-        open_model(f"teachers.{index}", teacher, problems, unreachable)
-        for index, teacher in enumerate(running_teachers(config))
-    ]
+    findings = Findings()
+    problems = findings.problems
+    student = open_model("student", config.student, findings)
+    teachers = [open_model(f"teachers.{i}", teacher, findings) for i, teacher in enumerate(running_teachers(config))]
     models = [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))]
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += projection_problems(config, student, teachers)
-    facts = data_facts(config, student, teachers, problems, unreachable, download)
+    facts = data_facts(config, student, teachers, findings, download=download)
     facts = replace(
         facts,
         vocabulary_size=student.vocabulary_size,
-        tokenizer_hash=student.tokenizer_hash,
         total_steps=total_steps(config, facts.num_documents),
         student=student.facts,
         teachers=tuple(teacher.facts for teacher in teachers),
@@ -99,8 +106,8 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += gpu_problems(config, facts.gpus)
     problems += space_problems(config, facts)
     if config.ray.address is None:
-        attempt("/dev/shm", object_store_room, problems)
-    return Checked(config, problems, unreachable, facts)
+        findings.attempt("/dev/shm", object_store_room)
+    return Checked(config, problems, findings.unreachable, facts)
 
 
 def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
-from distill_rl.config.facts import ModelFacts, running_teachers
+from distill_rl.config.facts import Facts, ModelFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
@@ -29,15 +29,10 @@ class Job:
     train: Source
     validation: Source | None
     plan: BatchPlan
-    vocabulary_size: int
-    """Number of ids of the student's tokenizer."""
     cross_tokenizer_specs: tuple[CrossTokenizerSpec | None, ...]
     """One per running teacher; None for a teacher with the student's tokenizer."""
-    teacher_vocabularies: tuple[int, ...]
-    """Number of ids of each running teacher's tokenizer."""
-    teacher_facts: tuple[ModelFacts, ...]
-    """One per running teacher."""
-    student_facts: ModelFacts
+    facts: Facts
+    """Of the models and tokenizers."""
     fingerprints: dict[str, str]
     """Hashes, by name, of everything that must be unchanged when the run is resumed."""
 
@@ -75,11 +70,14 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         train,
         validation,
         BatchPlan.from_config(config, pad_id(tokenizer), padded=any(specs)),
-        vocabulary_size=vocabulary_size(tokenizer),
         cross_tokenizer_specs=specs,
-        teacher_vocabularies=tuple(vocabulary_size(other) for other in teacher_tokenizers),
-        teacher_facts=tuple(_facts(teacher) for teacher in teachers),
-        student_facts=_facts(config.student),
+        facts=Facts(
+            vocabulary_size=vocabulary_size(tokenizer),
+            student=_model_facts(config.student),
+            teachers=tuple(_model_facts(teacher) for teacher in teachers),
+            cross_tokenizer_losses=tuple(spec.method if spec else None for spec in specs),
+            teacher_vocabularies=tuple(vocabulary_size(other) for other in teacher_tokenizers),
+        ),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
@@ -91,7 +89,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     )
 
 
-def _facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
+def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     return read_model_facts(
         resolve(model.model, model.revision, weights=True), read_config(model.model, model.revision)
     )

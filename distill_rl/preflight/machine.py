@@ -23,6 +23,7 @@ def extra_problems(config: Config) -> Iterator[str]:
         "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),
         "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
         "ray.dashboard": (needs_dashboard, "true", "aiohttp_cors", "dashboard"),
+        "evaluate.backend": (config.evaluate.suites and config.evaluate.backend == "vllm", "vllm", "vllm", "vllm"),
     }
     for key, (wanted, value, package, extra) in extras.items():
         if wanted and not installed(package):

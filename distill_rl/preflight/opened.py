@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,21 +32,45 @@ class Opened:
     """For a teacher: its cross-tokenizer loss; None if its tokenizer is the student's."""
 
 
-def open_model(key: str, model: StudentConfig | TeacherConfig, problems: list[str], unreachable: list[str]) -> Opened:
-    """Opens as much of a model as possible. Adds a line to `problems` or `unreachable` for the rest."""
+@dataclass
+class Findings:
+    """What is wrong (`problems`) and what could not be checked (`unreachable`), one line each."""
+
+    problems: list[str] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
+
+    def attempt(self, key: str, read: Callable[[], Any], *, let_pass: type[Exception] | tuple[()] = ()) -> Any:
+        """The result of `read`, or None with its error as a problem.
+
+        Every exception is caught, because damaged files can raise anything.
+        """
+        try:
+            return read()
+        except let_pass:
+            raise
+        except DistillError as error:
+            self.problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.problems.append(line(key, f"cannot be read ({type(error).__name__})", reason))
+        return None
+
+
+def open_model(key: str, model: StudentConfig | TeacherConfig, findings: Findings) -> Opened:
+    """Opens as much of a model as possible. The rest is added to the findings."""
     opened = Opened()
-    folder = _folder(f"{key}.model", model.model, model.revision, problems, unreachable)
+    folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:
         local = Path(model.model).expanduser().is_dir()
-        _open_weights(f"{key}.model", folder, opened, problems, needed=local)
+        _open_weights(f"{key}.model", folder, opened, findings, needed=local)
     if model.tokenizer is not None:
-        folder = _folder(f"{key}.tokenizer", model.tokenizer, None, problems, unreachable)
+        folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
-        _open_tokenizer(f"{key}.tokenizer", folder, opened, problems)
+        _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)
     return opened
 
 
-def _open_weights(key: str, folder: Path, opened: Opened, problems: list[str], *, needed: bool) -> None:
+def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *, needed: bool) -> None:
     """Reads config.json and the headers of the weights.
 
     Args:
@@ -56,52 +80,33 @@ def _open_weights(key: str, folder: Path, opened: Opened, problems: list[str], *
     from distill_rl.models.hub import configured_stops, read_config
 
     in_folder = folder_problems(key, folder, weights=needed)
-    problems += in_folder
+    findings.problems += in_folder
     if in_folder:
         return
-    opened.config = attempt(key, lambda: read_config(folder), problems)
-    opened.stops = attempt(key, lambda: configured_stops(folder), problems) or ()
+    opened.config = findings.attempt(key, lambda: read_config(folder))
+    opened.stops = findings.attempt(key, lambda: configured_stops(folder)) or ()
     if opened.config is not None and not folder_problems(key, folder):
-        opened.facts = attempt(key, lambda: read_model_facts(folder, opened.config), problems)
+        opened.facts = findings.attempt(key, lambda: read_model_facts(folder, opened.config))
 
 
-def _folder(key: str, name: str, revision: str | None, problems: list[str], unreachable: list[str]) -> Path | None:
+def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Path | None:
     from distill_rl.models.facts import locate
 
     if name == MISSING or not name.strip():
         return None
     location = locate(key, name, revision)
-    problems += [location.problem] if location.problem else []
-    unreachable += [location.unreachable] if location.unreachable else []
+    findings.problems += filter(None, [location.problem])
+    findings.unreachable += filter(None, [location.unreachable])
     return location.folder
 
 
-def _open_tokenizer(key: str, folder: Path, opened: Opened, problems: list[str]) -> None:
+def _open_tokenizer(key: str, folder: Path, opened: Opened, findings: Findings) -> None:
     from distill_rl.models.hub import read_tokenizer, tokenizer_hash, vocabulary_size
 
-    opened.tokenizer = attempt(key, lambda: read_tokenizer(folder), problems)
+    opened.tokenizer = findings.attempt(key, lambda: read_tokenizer(folder))
     if opened.tokenizer is not None:
         opened.vocabulary_size = vocabulary_size(opened.tokenizer)
         opened.tokenizer_hash = tokenizer_hash(opened.tokenizer)
-
-
-def attempt(
-    key: str, read: Callable[[], Any], problems: list[str], *, let_pass: type[Exception] | tuple[()] = ()
-) -> Any:
-    """The result of `read`, or None with its error as a line in `problems`.
-
-    Every exception is caught, because damaged files can raise anything.
-    """
-    try:
-        return read()
-    except let_pass:
-        raise
-    except DistillError as error:
-        problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problems.append(line(key, f"cannot be read ({type(error).__name__})", reason))
-    return None
 
 
 def model_name(key: str, config: Config) -> str:

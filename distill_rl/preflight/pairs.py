@@ -11,7 +11,7 @@ from distill_rl.config.derive import EXPORTS, cross_tokenizer_loss
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
-from distill_rl.preflight.opened import Opened, attempt, line, model_name
+from distill_rl.preflight.opened import Findings, Opened, line, model_name
 
 ALIGNED_ROWS = 8
 ALIGNED_CHARACTERS = 2000
@@ -48,23 +48,17 @@ def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened)
     assert method is not None
     if settings.export not in EXPORTS[method]:
         remedy = f"set teachers.{index}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
-        yield line(
-            f"teachers.{index}.export",
-            f"the loss {method} needs {' or '.join(EXPORTS[method])}",
-            settings.export,
-            remedy,
-        )
+        rule = f"the loss {method} needs {' or '.join(EXPORTS[method])}"
+        yield line(f"teachers.{index}.export", rule, settings.export, remedy)
     size = teacher.vocabulary_size
     if settings.export == "topk" and size is not None and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the tokenizer of {model_name(f'teachers.{index}', config)}"
         yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
-    unreadable: list[str] = []
+    findings = Findings()
     pair = (("student.tokenizer", student), (f"teachers.{index}.tokenizer", teacher))
-    vocabularies = [
-        attempt(key, partial(Vocabulary.from_tokenizer, model.tokenizer), unreadable) for key, model in pair
-    ]
-    yield from unreadable
-    if unreadable:
+    vocabularies = [findings.attempt(key, partial(Vocabulary.from_tokenizer, model.tokenizer)) for key, model in pair]
+    yield from findings.problems
+    if findings.problems:
         return
     common, _ = common_vocabulary(*vocabularies)
     # Special tokens alone, such as the end of a text, do not make a common vocabulary.
@@ -102,9 +96,9 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
         except ValueError as error:
             raise ConfigError("projection.path", str(error)) from error
 
-    problems: list[str] = []
-    attempt("projection.path", read, problems)
-    yield from problems
+    findings = Findings()
+    findings.attempt("projection.path", read)
+    yield from findings.problems
 
 
 def template_problems(config: Config, kind: str, student: Opened, teachers: list[Opened]) -> Iterator[str]:
@@ -124,17 +118,15 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
             yield line("data.format", rule, kind, f"set {key}.tokenizer to one that has a template")
 
 
-def alignment_problems(config: Config, source: Any, student: Opened, teachers: list[Opened]) -> list[str]:
+def check_alignment(config: Config, source: Any, student: Opened, teachers: list[Opened], findings: Findings) -> None:
     """Aligns a sample of documents with every cross-tokenizer teacher.
 
     If none aligns anywhere, training would have no effect; a chat that a template refuses would end the run later.
     """
-    problems: list[str] = []
     for index, teacher in enumerate(teachers):
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
             key = f"teachers.{index}"
-            attempt(key, partial(_require_chunks, config, source, student, teacher, model_name(key, config)), problems)
-    return problems
+            findings.attempt(key, partial(_require_chunks, config, source, student, teacher, model_name(key, config)))
 
 
 def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened, name: str) -> None:

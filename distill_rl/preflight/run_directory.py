@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from distill_rl.config.load import save_config
+from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.preflight.opened import line

@@ -149,8 +149,8 @@ class Saver:
                     raise explained from error
             # One deadline to write, the time to become visible, and one deadline to hash and flush.
             deadline = time.monotonic() + 2 * self._deadline_s + _VISIBLE_S
-            while save.busy:
-                save.join(_POLL_S)
+            while save.thread.is_alive():
+                save.thread.join(_POLL_S)
                 self._interrupted()
                 if time.monotonic() > deadline:
                     self._in_flight = None  # its thread is stuck in the file system and cannot be waited for
@@ -169,26 +169,20 @@ class _BackgroundSave:
         self._deadline_s = deadline_s
         self.error: CheckpointError | None = None
         self._written, self._cancelled = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="commit", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        return self._thread.is_alive()
+        self.thread = threading.Thread(target=self._work, name="commit", daemon=True)
+        self.thread.start()
 
     @property
     def written(self) -> bool:
         """Whether the ranks have finished, successfully or not."""
-        return self._written.is_set() or not self.busy
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        return self._written.is_set() or not self.thread.is_alive()
 
     def complete(self, dead: Callable[[], bool]) -> None:
         """Waits as long as the ranks live and keep writing. A commit that has begun no longer needs them."""
-        size, grown_at, checked_at = -1, time.monotonic(), time.monotonic()
+        size = -1
+        grown_at = checked_at = time.monotonic()
         while not self.written:
-            self.join(_POLL_S)
+            self.thread.join(_POLL_S)
             now, new_size = time.monotonic(), size_of(self.draft.folder)
             if new_size != size:
                 size, grown_at = new_size, now
@@ -198,12 +192,12 @@ class _BackgroundSave:
                 checked_at = now
                 if _true_or_fails(dead):
                     return
-        self._thread.join(self._deadline_s)
+        self.thread.join(self._deadline_s)
 
     def end(self) -> None:
         """Ends the thread; a save that is not fully written is dropped."""
         self._cancelled.set()
-        self._thread.join(_PATIENCE_S)
+        self.thread.join(_PATIENCE_S)
 
     def _work(self) -> None:
         try:

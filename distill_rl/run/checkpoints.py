@@ -122,7 +122,8 @@ class CheckpointStore:
             OSError: it cannot be written; older checkpoints are unchanged.
         """
         draft.marker.unlink(missing_ok=True)
-        write_json(draft.folder / "state.json", _to_json(draft.state))
+        state = asdict(draft.state)
+        write_json(draft.folder / "state.json", {**state.pop("train"), **state})
         ownership.close_tree(draft.folder)
         write_json(draft.folder / _MANIFEST, sealed({**self._about, **_manifest(draft.folder)}))
         ownership.close_tree(draft.folder)
@@ -345,15 +346,6 @@ def _manifest(root: Path) -> dict:
         if file.is_file()
     }
     return {"format": _FORMAT, "version": __version__, "files": files}
-
-
-def _to_json(state: SavedState) -> dict:
-    return {
-        "step": state.train.step,
-        "cursor": asdict(state.train.cursor),
-        "fingerprints": dict(state.fingerprints),
-        "score": state.score,
-    }
 
 
 def _read_score(path: Path) -> float | None:

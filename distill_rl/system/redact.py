@@ -27,11 +27,6 @@ def in_text(text: str) -> str:
     return _BY_SHAPE.sub(REDACTED, text)
 
 
-def holds_secret(tree: Any) -> bool:
-    """Whether `redact` would replace something in nested mappings and lists."""
-    return bool(redact(tree) != tree)
-
-
 def redact(tree: Any, name: str = "") -> Any:
     """A copy of nested mappings and lists in which every value under a key like `token` or `password`, and every secret
     inside a text, is replaced."""

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.facts import running_teachers
 from distill_rl.errors import DistillError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
@@ -143,12 +143,12 @@ def _create(
         config,
         total_steps,
         job.cross_tokenizer_specs,
-        job.vocabulary_size,
+        job.facts.vocabulary_size,
         threads,
     )
     teachers = [
         (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, vocabulary_size, threads))
-        for teacher, vocabulary_size in zip(running_teachers(config), job.teacher_vocabularies)
+        for teacher, vocabulary_size in zip(running_teachers(config), job.facts.teacher_vocabularies)
     ]
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = group(EvalWorker, [EVALUATOR], threads, config.run.name) if config.evaluate.suites else None
@@ -183,24 +183,12 @@ def threads_per_worker(num_compute_actors: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
 
 
-def _facts(job: Job, gpus: int) -> Facts:
-    """The facts behind sizes and memory estimates, with the number of GPUs that the run really has."""
-    return Facts(
-        student=job.student_facts,
-        teachers=job.teacher_facts,
-        teacher_vocabularies=job.teacher_vocabularies,
-        cross_tokenizer_losses=tuple(spec.method if spec else None for spec in job.cross_tokenizer_specs),
-        vocabulary_size=job.vocabulary_size,
-        gpus=gpus,
-    )
-
-
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     """Estimated bytes of a rank of the student and of each teacher, by name; None if no evaluator can share a GPU with
     them."""
     if not (gpus and job.config.evaluate.suites):
         return None
-    return {worker.worker: float(worker.total) for worker in sizes(job.config, _facts(job, gpus)).memory}
+    return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
 
 
 def _target_bytes(job: Job) -> int:
@@ -211,7 +199,7 @@ def _target_bytes(job: Job) -> int:
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
     dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
-    derived = sizes(job.config, _facts(job, visible_gpus()))
+    derived = sizes(job.config, replace(job.facts, gpus=visible_gpus()))
     return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
 
 

@@ -19,7 +19,7 @@ from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.placement import aligner_name, place_actors, reserve
+from distill_rl.workers.cluster.placement import place_actors, reserve
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -87,7 +87,7 @@ def open_pool(ray_cluster, config, tmp_path):
         placements.append(placement)
         group = WorkerGroup(
             Fragile,
-            [aligner_name(i) for i in range(size)],
+            [f"aligner-{i}" for i in range(size)],
             placing,
             placement.__enter__(),
             calls,

@@ -12,7 +12,8 @@ import pytest
 
 import distill_rl
 from distill_rl.config import validate
-from distill_rl.config.load import load_config, read_config, to_yaml
+from distill_rl.config.load import load_config, read_config
+from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from distill_rl import __version__
-from distill_rl.config.load import fingerprint, load_config
+from distill_rl.config.load import load_config
+from distill_rl.config.save import fingerprint
 from distill_rl.errors import DataError, DistillError
 from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.report import charts

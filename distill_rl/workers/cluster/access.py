@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import stat
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from distill_rl.errors import ConfigError
 
 _ANSWER_S = 3.0
-_PROTOCOL = "ray.core.generated.gcs_service"
 _OR_DISABLE = "or set RAY_AUTH_MODE=disabled for a cluster that asks for none"
 
 
@@ -40,14 +38,20 @@ def require_entry(gcs: str) -> None:
         ConfigError: the cluster refuses the token; tokens are in use, but the cluster asks for none; or tokens are in
             use and a library that is needed to find out is missing.
     """
-    if required():
-        _require_grpc()
-    if _accepts(gcs, _token() if required() else None) is False:
+    token = _token() if required() else None
+    try:
+        accepted = _accepts(gcs, token)
+    except ImportError as error:
+        if token is None:
+            return
+        rule = "needs grpcio, in a version that fits Ray, to find out whether a cluster asks for a token"
+        raise ConfigError("joining a Ray cluster", rule, str(error), f"pip install grpcio, {_OR_DISABLE}") from None
+    if accepted is False:
         remedy = "give the token that it was started with, as RAY_AUTH_TOKEN_PATH"
-        if not required():
+        if token is None:
             remedy += ", and do not set RAY_AUTH_MODE=disabled"
         raise ConfigError(f"the Ray cluster at {gcs}", "must take your token; it refuses it", remedy=remedy)
-    if required() and _accepts(gcs, None):
+    if token is not None and _accepts(gcs, None):
         raise ConfigError(
             f"the Ray cluster at {gcs}",
             "must ask for a token: it runs code for anybody who can reach it",
@@ -74,23 +78,16 @@ def _token() -> str:
     return token
 
 
-def _require_grpc() -> None:
-    try:
-        importlib.import_module("grpc")
-        importlib.import_module(f"{_PROTOCOL}_pb2_grpc")
-    except ImportError as error:
-        rule = "needs grpcio, in a version that fits Ray, to find out whether a cluster asks for a token"
-        raise ConfigError("joining a Ray cluster", rule, str(error), f"pip install grpcio, {_OR_DISABLE}") from None
-
-
 def _accepts(gcs: str, token: str | None) -> bool | None:
-    """Whether the cluster answers a call with this token (or without one); None if that cannot be determined."""
-    try:
-        import grpc
-        from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
-        from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
-    except ImportError:
-        return None
+    """Whether the cluster answers a call with this token (or without one); None if that cannot be determined.
+
+    Raises:
+        ImportError: grpcio is missing, or does not fit Ray.
+    """
+    import grpc
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
     metadata = None if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(gcs) as channel:
         try:

@@ -149,8 +149,7 @@ class Calls:
     def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
         """The error for actors that have not finished within `timeout_s`."""
         rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
-        where = ", ".join(self.monitor.where(name) if self.monitor else name for name in names)
-        return Overdue(where, rule, "no answer", self.when_late, names)
+        return Overdue(", ".join(map(self._where, names)), rule, "no answer", self.when_late, names)
 
     def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
         """Errors of calls that fail within a short grace period."""
@@ -167,42 +166,33 @@ class Calls:
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
         actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
-        return explain(error, actor, what, self.after_death, self.monitor)
+        explained = self._explain(error, actor, what)
+        explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # Ray's text and traceback, without colours
+        return explained
 
-
-def explain(
-    error: BaseException, actor: str, what: str, after_death: str, monitor: ProcessMonitor | None = None
-) -> DistillError:
-    """One line that names the actor, its node, what it was doing and the cause, with its last output if it died.
-
-    The text of Ray's error, with the worker's traceback, becomes a note of the new one.
-    """
-    explained = _explain(error, actor, what, after_death, monitor)
-    explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # without terminal colours
-    return explained
-
-
-def _explain(
-    error: BaseException, name: str, what: str, after_death: str, monitor: ProcessMonitor | None
-) -> DistillError:
-    actor = monitor.where(name) if monitor else name
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
-        return cause
-    if isinstance(cause, GpuMemoryError):
-        return GpuMemoryError(f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy)
-    if isinstance(error, RayTaskError):
-        if is_out_of_memory(cause):
-            return GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), _SEE_ESTIMATE)
+    def _explain(self, error: BaseException, name: str, what: str) -> DistillError:
+        """One line that names the actor, its node, what it was doing and the cause, with its last output if it died."""
+        actor = self._where(name)
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
+            return cause
+        if isinstance(cause, GpuMemoryError):
+            return GpuMemoryError(f"{actor}, {what}", f"{cause.what} {cause.rule}", cause.value, cause.remedy)
+        if isinstance(error, RayTaskError):
+            if is_out_of_memory(cause):
+                return GpuMemoryError(f"{actor}, {what}", "needs more GPU memory", amounts(cause), _SEE_ESTIMATE)
+        elif isinstance(error, OutOfMemoryError):
+            return WorkerError(actor, f"{what} failed", "killed for memory", _SEE_ESTIMATE)
+        elif isinstance(error, RayActorError):
+            cause_of_death = (self.monitor and self.monitor.fate(name)) or _death(error)
+            words = self.monitor.last_words(name) if self.monitor else ""
+            value = f"{cause_of_death} (its last words: {words})" if words else cause_of_death
+            return WorkerError(actor, f"its process died during {what}", value, self.after_death)
         return WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
-    if isinstance(error, OutOfMemoryError):
-        return WorkerError(actor, f"{what} failed", "killed for memory", _SEE_ESTIMATE)
-    if isinstance(error, ActorDiedError | RayActorError):
-        cause_of_death = (monitor and monitor.fate(name)) or _death(error)
-        words = monitor.last_words(name) if monitor else ""
-        value = f"{cause_of_death} (its last words: {words})" if words else cause_of_death
-        return WorkerError(actor, f"its process died during {what}", value, after_death)
-    return WorkerError(actor, f"{what} failed", f"{type(error).__name__}: {_first_line(error)}")
+
+    def _where(self, name: str) -> str:
+        """An actor's name, with its node if that is known."""
+        return self.monitor.where(name) if self.monitor else name
 
 
 def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:

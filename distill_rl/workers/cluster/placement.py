@@ -36,11 +36,9 @@ EVALUATOR = "evaluator"
 
 @dataclass(frozen=True, slots=True)
 class ActorPlacement:
-    """One actor's bundle and its share of it."""
+    """One actor's bundle and its share of it, besides one logical CPU."""
 
-    actor: str
     bundle: int
-    num_cpus: float
     num_gpus: float
     gpu_memory: float = 1.0
     """The share of the GPU's memory that its process may use; 1 sets no limit."""
@@ -63,10 +61,6 @@ class Node:
     resources: Mapping[str, float]
 
 
-def aligner_name(index: int) -> str:
-    return f"aligner-{index}"
-
-
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """Names of the student's ranks, of each running teacher's ranks, and of the aligners. Ranks are dp-major."""
     student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
@@ -74,7 +68,7 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
         teacher.name: [f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel)]
         for teacher in running_teachers(config)
     }
-    return student, teachers, [aligner_name(i) for i in range(num_aligners)]
+    return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
 
 
 def _rank_names(parallel: ParallelConfig) -> list[str]:
@@ -127,15 +121,15 @@ def place_actors(
         rank_share = left / len(ranks) if gpus else 0.0
         memory = _memory_shares(ranks, left, needs) if EVALUATOR in guests else {}
         for name in ranks:
-            placements[name] = ActorPlacement(name, i, 1.0, rank_share, memory.get(name, 1.0))
+            placements[name] = ActorPlacement(i, rank_share, memory.get(name, 1.0))
         for name, share in guests.items():
-            placements[name] = ActorPlacement(name, i, 1.0, share)
+            placements[name] = ActorPlacement(i, share)
 
     others = dict.fromkeys([] if aligner_share else aligners, 0.0)
     if has_evaluator and not evaluator_is_guest:
         others[EVALUATOR] = 1.0 if gpus else 0.0
     for name, num_gpus in others.items():
-        placements[name] = ActorPlacement(name, len(bundles), 1.0, num_gpus)
+        placements[name] = ActorPlacement(len(bundles), num_gpus)
         bundles.append(_bundle(1, num_gpus))
 
     pinned = _pinned_nodes(config, bundles[: len(ranks_by_bundle)], len(student), nodes)
@@ -286,8 +280,7 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
 def options(placement: ActorPlacement, group: PlacementGroup) -> dict[str, Any]:
     """Ray's options for an actor. Ray must not restart it: queued calls would run on a fresh actor."""
     return {
-        "name": placement.actor,
-        "num_cpus": placement.num_cpus,
+        "num_cpus": 1,
         "num_gpus": placement.num_gpus,
         "max_restarts": 0,
         "max_task_retries": 0,

@@ -70,11 +70,16 @@ class NodeMonitor:
             if all_grown and sizes == last_sizes:
                 break
             last_sizes = sizes
-        return [_read(process, start) if able else "" for process, start, able in zip(processes, starts, signalled)]
+        return [
+            _read(process.logs[-1], start) if able else "" for process, start, able in zip(processes, starts, signalled)
+        ]
 
     def tails(self, processes: Sequence[Process]) -> list[str]:
-        """The end of each process's stderr, or of its stdout if stderr is empty."""
-        return [next((text for path in reversed(process.logs) if (text := _tail(path))), "") for process in processes]
+        """The end of each process's stderr, or of its stdout if stderr is empty; without noise."""
+        texts = [
+            [_without_noise(_read(path, -_TAIL_BYTES)) for path in reversed(process.logs)] for process in processes
+        ]
+        return [next(filter(None, of_process), "") for of_process in texts]
 
 
 class _Query(NamedTuple):
@@ -145,8 +150,7 @@ class ProcessMonitor:
         """The last lines that a worker printed, joined to one line."""
         process = self._processes.get(name)
         text = self._ask("tails", {name: process}).get(name, "") if process else ""
-        kept = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
-        return " | ".join(printable(line)[:200] for line in kept[-lines:])
+        return " | ".join(printable(line.strip())[:200] for line in text.splitlines()[-lines:])
 
     def dump_stacks(self) -> None:
         """Writes the stacks of all workers that can still report them to `stacks/`."""
@@ -257,17 +261,13 @@ def _size(process: Process) -> int:
     return 0
 
 
-def _read(process: Process, start: int) -> str:
-    with suppress(OSError), Path(process.logs[-1]).open("rb") as file:
-        file.seek(start)
+def _read(path: str, start: int) -> str:
+    """The text of a file from a byte on; a negative number counts from the end."""
+    with suppress(OSError), Path(path).open("rb") as file:
+        file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
         return file.read().decode("utf-8", "replace")
     return ""
 
 
-def _tail(path: str) -> str:
-    with suppress(OSError), Path(path).open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
-        return "\n".join(line for line in text.splitlines() if not _NOISE.match(line))
-    return ""
+def _without_noise(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not _NOISE.match(line))

@@ -133,7 +133,7 @@ class RayExecutor:
         gpus_each = self._gpus_each(gpus, tensor_parallel)
         names = self._names
         bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
-        placements = {name: ActorPlacement(name, i, 1.0, gpus_each) for i, name in enumerate(names)}
+        placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
         plan = PlacementPlan(tuple(bundle for _ in names), placements)
         timeout_s = settings.placement_timeout_s
         placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))

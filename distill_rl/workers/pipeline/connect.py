@@ -57,14 +57,7 @@ class Connector:
         teachers, student: groups that have started.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        teachers: Teachers,
-        student: WorkerGroup,
-        rings: RingPlan,
-        calls: Calls,
-    ):
+    def __init__(self, config: Config, teachers: Teachers, student: WorkerGroup, rings: RingPlan, calls: Calls):
         self._config, self._teachers, self._student, self._rings, self._calls = config, teachers, student, rings, calls
         self._timeout_s = config.ray.start_timeout_s
         self._used: dict[str, Route] = {}

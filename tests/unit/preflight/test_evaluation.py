@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config
-from distill_rl.preflight.evaluation import suite_problems
+from distill_rl.preflight.data import suite_problems
 from distill_rl.preflight.opened import Opened
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -47,13 +47,5 @@ def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
     bare = tiny_tokenizer()
     bare.chat_template = None
     (line,) = suite_problems(config_with("exact_match", data=chats), Opened(tokenizer=bare))
-    assert line.startswith("student: exact_match asks in chat messages")
+    assert line.startswith("student: the chat prompts of exact_match need a tokenizer with a chat template")
     assert suite_problems(config_with("exact_match", data=chats), STUDENT) == []
-
-
-def test_missing_backend_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_with(str(write_suite(tmp_path)), data=tmp_path)
-    config.evaluate.backend = "vllm"
-    monkeypatch.setattr("distill_rl.preflight.evaluation.find_spec", lambda name: None)
-    (line,) = suite_problems(config, STUDENT)
-    assert line.startswith("evaluate.backend: needs vllm, which is not installed; got vllm; install the vllm extra")

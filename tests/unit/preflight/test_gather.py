@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distill_rl.config.load import load_config
+from distill_rl.models.hub import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
@@ -22,8 +23,7 @@ def test_good_configuration_has_all_facts(material):
     assert (checked.problems, checked.unreachable) == ([], [])
     facts = checked.facts
     assert facts.vocabulary_size == len(tiny_tokenizer())
-    assert (facts.num_documents, facts.num_validation_documents, facts.total_steps) == (64, None, 3)
-    assert len(bytes.fromhex(facts.tokenizer_hash)) == len(bytes.fromhex(facts.data_fingerprint)) == 32
+    assert (facts.num_documents, facts.total_steps) == (64, 3)
     assert (facts.student.hidden_size, facts.teachers[0].hidden_size) == (32, 64)
     assert facts.teachers[0].vocabulary_columns == 384
     assert not (material / "runs").exists()
@@ -35,10 +35,9 @@ def test_inspect_agrees_with_gather(material):
     assert inspected.facts == gather(material / "run.yaml").facts
 
 
-def test_validation_split_is_counted_separately(material):
+def test_validation_documents_are_not_counted(material):
     facts = gather(material / "run.yaml", ["data.validation.fraction=0.25", "train.epochs=2", "train.steps=null"]).facts
-    assert (facts.num_documents, facts.num_validation_documents) == (48, 16)
-    assert facts.total_steps == 12
+    assert (facts.num_documents, facts.total_steps) == (48, 12)
 
 
 def test_liger_is_refused_for_other_families(problems, material, monkeypatch):
@@ -125,8 +124,8 @@ def test_other_vocabulary_is_named_by_its_hash(problems, material):
     line = only(problems(f"teachers.0.model={material}/foreign", "loss.cross_tokenizer=null"))
     rule = "must have the student's vocabulary (loss.cross_tokenizer: null); the tokenizers differ"
     assert line.startswith(f"teachers.0: {rule}; got student ")
-    student_hash = gather(material / "run.yaml").facts.tokenizer_hash
-    teacher_hash = gather(material / "run.yaml", [f"student.model={material}/foreign"]).facts.tokenizer_hash
+    student_hash = tokenizer_hash(tokenizer_of(load_config(material / "run.yaml").student))
+    teacher_hash = tokenizer_hash(read_tokenizer(material / "foreign"))
     assert student_hash[:12] in line
     assert teacher_hash[:12] in line
     assert "loss.cross_tokenizer" in line

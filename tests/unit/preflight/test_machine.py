@@ -16,6 +16,7 @@ def config_with_all_extras() -> Config:
     config = Config()
     config.student.kernels = "liger"
     config.observe.wandb = config.observe.mlflow = config.ray.dashboard = True
+    config.evaluate.suites, config.evaluate.backend = ["mmlu"], "vllm"
     return config
 
 
@@ -26,6 +27,7 @@ def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
         "observe.mlflow: needs mlflow, which is not installed; got true; pip install 'distill_rl[mlflow]'",
         "ray.dashboard: needs aiohttp_cors, which is not installed; got true; pip install 'distill_rl[dashboard]'",
+        "evaluate.backend: needs vllm, which is not installed; got vllm; pip install 'distill_rl[vllm]'",
     ]
 
 
@@ -42,7 +44,7 @@ def test_namespace_package_does_not_count_as_installed(monkeypatch: pytest.Monke
     assert list(extra_problems(config_with_all_extras())) == []
     monkeypatch.undo()
     monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None))
-    assert len(list(extra_problems(config_with_all_extras()))) == 4
+    assert len(list(extra_problems(config_with_all_extras()))) == 5
 
 
 def test_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

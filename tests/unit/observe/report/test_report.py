@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.config.load import fingerprint, save_config
+from distill_rl.config.save import fingerprint, save_config
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError
 from distill_rl.evals.results.compare import of_run

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.config.load import save_config
+from distill_rl.config.save import save_config
 from distill_rl.observe.report.report import write_report
 from tests.helpers import results
 from tests.helpers.chromium import PROGRAM, Browser, View, chromium

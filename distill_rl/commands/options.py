@@ -1,0 +1,263 @@
+"""The options of every command. The name of an option in the parser is that of the parameter it is passed to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from distill_rl import __version__
+
+_EPILOG = """\
+a first run (bash launch/quickstart.sh makes its models and data, then does all of this):
+  distill-rl check -c configs/quickstart.yaml            show what would run, with sizes; changes nothing
+  distill-rl train -c configs/quickstart.yaml            train, validate, export
+  distill-rl train -c configs/quickstart.yaml --resume   resume after a stop
+  distill-rl report runs/quickstart                      write the curves to one HTML file
+  distill-rl train -c my.yaml --dry-run                  write a Slurm batch script, ready to submit
+
+a teacher with another tokenizer (bash launch/quickstart.sh --cross):
+  distill-rl align --student S --teacher T --data D      show how well the two tokenizers match on your text
+
+settings after the file override it; list entries are numbered:
+  distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
+
+exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (can be resumed), 130 Ctrl-C
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distill-rl",
+        description="Train a smaller causal language model to match a bigger one's token distributions on fixed text.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"distill-rl {__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train", help="train a student, validate it, export it", description="Train, validate and export a student."
+    )
+    _add_config(train)
+    _add_resume(train)
+    train.add_argument("--clean", action="store_true", help="delete the contents of the run directory and start over")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only write the resolved configuration and a Slurm batch script into the run directory",
+    )
+    train.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="for --dry-run: GPUs of a node; 0: none; default: %(default)s",
+    )
+    train.set_defaults(command="train.train")
+
+    check = commands.add_parser(
+        "check",
+        help="print the resolved configuration and derived sizes",
+        description="Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
+        "problem found. Changes nothing.",
+    )
+    _add_config(check)
+    check.set_defaults(command="check.check")
+
+    _add_service(commands)
+    _add_eval(commands)
+    _add_align(commands)
+    _add_export_and_report(commands)
+    return parser
+
+
+def _add_service(commands: Any) -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="run a configuration on a Ray cluster",
+        description="Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
+        "on a file system that the cluster shares. See docs/operations.md, Service.",
+    )
+    _add_config(submit)
+    _add_resume(submit)
+    submit.add_argument(
+        "--follow", action="store_true", help="print the log until the run ends, and exit with its code"
+    )
+    submit.add_argument("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
+    submit.set_defaults(command="service.submit")
+
+    status = commands.add_parser(
+        "status",
+        help="list the runs on a Ray cluster",
+        description="List the runs that were submitted to a Ray cluster, with state, steps, KD and time.",
+    )
+    status.add_argument("name", metavar="NAME", nargs="?", help="one run; default: all")
+    status.set_defaults(command="service.status")
+
+    logs = commands.add_parser(
+        "logs", help="print the log of a run on a Ray cluster", description="Print the output of a submitted run."
+    )
+    logs.add_argument("name", metavar="NAME", help="the run")
+    logs.add_argument("--follow", action="store_true", help="until the run ends, and exit with its code")
+    logs.set_defaults(command="service.logs")
+
+    stop = commands.add_parser(
+        "stop",
+        help="stop a run on a Ray cluster, after saving",
+        description="Let a submitted run finish its step, save and end, and wait until it has ended.",
+    )
+    stop.add_argument("name", metavar="NAME", help="the run")
+    stop.add_argument("--now", action="store_true", help="end the run immediately, without saving")
+    stop.add_argument(
+        "--deadline",
+        dest="deadline_s",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="maximum time to wait; default: %(default)g",
+    )
+    stop.set_defaults(command="service.stop")
+    for parser in (submit, status, logs, stop):
+        parser.add_argument(
+            "--address",
+            metavar="URL",
+            help="the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265",
+        )
+
+
+def _add_eval(commands: Any) -> None:
+    evaluation = commands.add_parser(
+        "eval",
+        help="score models on evaluation suites",
+        description="Score model folders on evaluation suites, offline. The same command continues after a stop.",
+    )
+    add = evaluation.add_argument
+    # fmt: off
+    add("--model", dest="models", required=True, nargs="+", action="extend", metavar="DIR",
+        help="folder of a Hugging Face causal LM, or NAME=DIR; several models are compared")
+    add("--suites", required=True, type=_names, metavar="A,B",
+        help="suites, or .py files with suites of your own, comma-separated")
+    add("--list", action=_ListSuites, nargs=0, help="print the suites and exit")
+    add("--data", required=True, type=Path, metavar="PATH", help="file or folder with the suites' data")
+    add("--out", type=Path, metavar="DIR", help="folder for results and items; default: only print the scores")
+    add("--backend", choices=("hf", "vllm"), default="hf",
+        help="Transformers, or vLLM (needs the vllm extra); default: %(default)s")
+    add("--limit", type=int, metavar="N", help="at most N items per suite, drawn with --seed")
+    add("--num-fewshot", type=int, metavar="N", help="worked examples, for suites that use them; default: the suite's own")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum length of a completion; default: the suite's own")
+    add("--batch-size", type=int, default=64, metavar="N", help="prompts run together (hf); default: %(default)s")
+    add("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
+        help="auto: the dtype of the files on GPUs, fp32 on CPUs")
+    add("--shards", type=int, default=1, metavar="K",
+        help="copies of the model, each in a Ray actor; 0: one copy, without Ray; default: %(default)s")
+    add("--gpus-per-shard", type=float, metavar="X", help="default: an equal share of the available GPUs, at most 1")
+    add("--tensor-parallel", type=int, default=1, metavar="N",
+        help="GPUs that vllm splits each copy of the model over; default: %(default)s")
+    add("--ray-address", dest="address", metavar="HOST:PORT", help="cluster to join; default: start Ray on this machine")
+    add("--deadline", dest="deadline_s", type=float, default=3600.0, metavar="SECONDS",
+        help="for loading a model, and for one call of a few batches; default: %(default)g")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; default: %(default)s")
+    add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
+    add("--clean", action="store_true", help="delete results that are already in --out")
+    # fmt: on
+    evaluation.set_defaults(command="evaluate.command")
+
+
+def _add_align(commands: Any) -> None:
+    align = commands.add_parser(
+        "align",
+        help="show how well the tokens of two models match on your text",
+        description="Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
+        "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher.",
+    )
+    align.add_argument("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
+    align.add_argument("--teacher", required=True, metavar="DIR", help="the same for the teacher")
+    align.add_argument(
+        "--data", dest="path", required=True, metavar="PATH", help="text or chats, in any form that data.path accepts"
+    )
+    align.add_argument("--text-key", metavar="COLUMN", help="column with the text; default: text")
+    align.add_argument("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
+    align.add_argument("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
+    align.add_argument(
+        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s"
+    )
+    align.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
+    align.add_argument(
+        "--verify",
+        action="store_true",
+        help="check alignment and losses on this pair and these rows; exits with 1 if a check fails",
+    )
+    align.set_defaults(command="align.align")
+
+
+def _add_export_and_report(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face model",
+        description="Write a checkpoint of a run as a Hugging Face model folder, without Ray.",
+    )
+    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    export.add_argument(
+        "--checkpoint", default="latest", metavar="STEP", help="latest (default), or a step such as 120"
+    )
+    export.add_argument("--out", metavar="DIR", type=Path, help="default: RUN/export")
+    export.set_defaults(command="export.export")
+
+    report = commands.add_parser(
+        "report",
+        help="write one static HTML file about a run, or comparing evaluated models",
+        description="Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and compare it "
+        "with the others. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
+        "them to PATH/comparison.html. The pages work offline.",
+    )
+    report.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help="run directory, or folder with the results of one or more models",
+    )
+    report.add_argument("--out", metavar="FILE", type=Path, help="the HTML file to write")
+    report.add_argument(
+        "--baseline", metavar="NAME", help="model that the others are compared with; default: the first"
+    )
+    report.set_defaults(command="report.report")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-c",
+        "--config",
+        dest="path",
+        required=True,
+        metavar="FILE",
+        help="YAML file; docs/configuration.md lists every key",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100"
+    )
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="WHAT",
+        help="resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
+        "step folder",
+    )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+class _ListSuites(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        from distill_rl.commands.evaluate import print_suites
+
+        print_suites()
+        parser.exit()
