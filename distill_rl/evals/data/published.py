@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from distill_rl.errors import DataError
+from distill_rl.evals.data.read import ContentIds, content_sha256
+from distill_rl.evals.suites.base import Item, Questions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,25 @@ class PublishedSplit:
             actual, published = content_sha256[:12], self.content_sha256[:12]
             return (f"{self.name}: the content differs from the published data (sha256 {actual}…, not {published}…)",)
         return ()
+
+
+def make_questions(
+    rows: Sequence[T],
+    content_of: Callable[[T], Sequence[str]],
+    make_item: Callable[[str, T], Item],
+    files: Iterable[Path],
+    published: PublishedSplit,
+) -> Questions:
+    """The questions of a split, with ids and a hash of their content, and the differences from the published split.
+
+    Args:
+        content_of: row → the texts that identify it.
+        make_item: (id, row) → item.
+    """
+    contents = [content_of(row) for row in rows]
+    content, ids = content_sha256(contents), ContentIds()
+    items = tuple(make_item(ids(*texts), row) for texts, row in zip(contents, rows))
+    return Questions(items, tuple(files), content, published.warnings(len(items), content))
 
 
 @dataclass(frozen=True, slots=True)
