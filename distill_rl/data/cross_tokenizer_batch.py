@@ -1,6 +1,7 @@
-"""One global batch of documents → rows for a student and for teachers with other tokenizers, and the chunks they share.
+"""One global batch of documents → rows for the student and the teachers, and the chunks that they share.
 
-`BatchBuilder.build` works in five steps:
+With one tokenizer, `BatchBuilder.build` tokenises and lays out. With other tokenizers among the teachers, it works in
+five steps:
 
 1. Tokenise: the same text with the student's tokenizer and with each teacher's.
 2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
@@ -36,9 +37,7 @@ from distill_rl.data.collate import (
     BatchPlan,
     Encoded,
     Tokenization,
-    build_batch,
     count_labels,
-    describe,
     divide,
     lay_out,
     pad_id,
@@ -64,8 +63,6 @@ class CrossTokenizerTeacher:
     name: str
     tokenizer: Any
     aligner: TokenAligner
-    dp_engine: str
-    """The backend of the dynamic programme, for the report."""
 
     @classmethod
     def of(
@@ -89,7 +86,7 @@ class CrossTokenizerTeacher:
             student_stops=student_stops,
             teacher_stops=stops,
         )
-        return cls(name, tokenizer, aligner, settings.dp.backend)
+        return cls(name, tokenizer, aligner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +140,66 @@ class BatchBuilder:
     def build(
         self, batch: DocumentBatch, skip: Collection[int] = ()
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
-        """Like `collate.build_batch`, but the student's parts carry the chunks, and teachers have their own rows.
+        """Tokenise, align, pack or pad, and divide one global batch; deterministic.
 
         A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
 
         Args:
-            skip: row numbers of documents to leave out.
+            skip: row numbers of documents to leave out; they count as empty.
+
+        Returns:
+            A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the
+            same for each teacher. The student's parts carry the chunks. All parts are contiguous runs of equal size,
+            cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same documents.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
         """
-        if not self._teachers:
-            return build_batch(batch, self._tokenization, self._plan, skip)
         began = time.perf_counter()
         bad_rows: list[BadRow] = []
+        aligned: dict[int, list[AlignedDocument]] = {}
+        if self._teachers:
+            encoded, aligned = self._encode_and_align(batch, skip, bad_rows)
+        else:
+            encode = self._tokenization.encode
+            encoded = [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents]
+
+        rows = lay_out(encoded, self._plan)
+        num_labels = count_labels(rows)
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
+        infos: list[AlignmentInfo] = []
+        teacher_parts: list[list[RankBatch]] = []
+        for i, sharding in enumerate(self._plan.teachers):
+            teacher_rows, teacher_labels = rows, num_labels
+            if i in self._teachers:
+                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
+                teacher_labels = count_labels(teacher_rows)
+                chunks[i] = chunk_rows
+                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
+        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
+        info = BatchInfo(
+            index=batch.index,
+            cursor=batch.cursor,
+            num_documents=len(encoded),
+            num_rows=rows.shape[0],
+            num_tokens=sum(len(document.input_ids) for document in encoded),
+            num_labels=num_labels,
+            num_truncated=sum(document.truncated for document in encoded),
+            seconds=time.perf_counter() - began,
+            alignments=tuple(infos),
+            bad_rows=tuple(bad_rows),
+        )
+        return info, student_parts, teacher_parts
+
+    def _encode_and_align(
+        self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
+    ) -> tuple[list[Encoded], dict[int, list[AlignedDocument]]]:
+        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's by its index.
+
+        Args:
+            bad_rows: documents that fail are added to it.
+        """
         tokenized: list[TokenizedDocument | None] = []
         for document in batch.documents:
             tokens = None
@@ -176,23 +219,7 @@ class BatchBuilder:
             encoded.append(student)
             for i, pair in pairs.items():
                 aligned[i].append(pair)
-
-        rows = lay_out(encoded, self._plan)
-        num_labels = count_labels(rows)
-        chunks: list[ChunkRows | None] = [None] * self._num_teachers
-        infos: list[AlignmentInfo] = []
-        teacher_parts: list[list[RankBatch]] = []
-        for i, sharding in enumerate(self._plan.teachers):
-            teacher_rows, teacher_labels = rows, num_labels
-            if i in self._teachers:
-                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
-                teacher_labels = count_labels(teacher_rows)
-                chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
-            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
-        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad_rows))
-        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
-        return info, student_parts, teacher_parts
+        return encoded, aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1. All sides read the same text, so it is normalised for every aligner first."""
@@ -253,7 +280,8 @@ class BatchBuilder:
         }
         encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
         return encoded, {
-            i: _pair_up(alignment, encoded.label_mask, self._teachers[i]) for i, alignment in alignments.items()
+            i: _pair_up(alignment, encoded.label_mask, self._teachers[i].aligner.backend)
+            for i, alignment in alignments.items()
         }
 
     def _teacher_rows(
@@ -300,7 +328,7 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
     return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
-def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokenizerTeacher) -> AlignedDocument:
+def _pair_up(alignment: Alignment, label_mask: np.ndarray, backend: str) -> AlignedDocument:
     """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
 
     Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
@@ -309,6 +337,7 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokeniz
 
     Args:
         label_mask: bool [n] of the student's row, which another teacher may have cut shorter than this alignment.
+        backend: of the dynamic programme, for the report.
     """
     alignment = alignment.cut(len(label_mask))
     student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
@@ -334,7 +363,7 @@ def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokeniz
         num_chunks=num_chunks,
         num_one_to_one=int(np.count_nonzero((student_lengths == 1) & (teacher_lengths == 1))),
         exact=alignment.exact,
-        method=f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method,
+        method=f"dp/{backend}" if alignment.method == "dp" else alignment.method,
     )
 
 
