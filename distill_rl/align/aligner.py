@@ -35,14 +35,9 @@ _SIDES = ("student", "teacher")
 class _Located(NamedTuple):
     """Positions of both sides' tokens in their texts."""
 
-    student: TokenPositions
-    teacher: TokenPositions
+    sides: tuple[TokenPositions, TokenPositions]
     method: str
     """`bytes` if both sides were placed by their bytes, otherwise `offsets`"""
-
-    @property
-    def sides(self) -> tuple[TokenPositions, TokenPositions]:
-        return self.student, self.teacher
 
 
 class TokenAligner:
@@ -364,7 +359,7 @@ class TokenAligner:
                     return None
                 positions = place_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
             sides.append(positions)
-        return _Located(sides[0], sides[1], method)
+        return _Located((sides[0], sides[1]), method)
 
     def _by_positions(
         self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool

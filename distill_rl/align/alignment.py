@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.chat import CharSpan
-from distill_rl.align.spans import no_token_pairs
+from distill_rl.align.spans import chunk_bounds, no_token_pairs
 
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
@@ -86,7 +86,8 @@ class Alignment:
             raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
         if len(self.student_ids) <= limits[0] and len(self.teacher_ids) <= limits[1]:
             return self
-        ends = np.stack([_ends(side, self.num_chunks) for side in (self.student_chunk, self.teacher_chunk)], axis=1)
+        sides = self.student_chunk, self.teacher_chunk
+        ends = np.stack([chunk_bounds(side, self.num_chunks)[1] for side in sides], axis=1)
         student, teacher = self._where_to_cut(limits, ends)
         kept = int(np.count_nonzero(_within(ends, (student, teacher))))
         return replace(
@@ -170,16 +171,6 @@ def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chu
     count = int(student_chunk.max(initial=-1)) + 1
     passed = []
     for chunk, place in zip((student_chunk, teacher_chunk), places.T):
-        tokens = np.flatnonzero(chunk >= 0)[::-1]
-        starts = np.zeros(count, np.int64)
-        starts[chunk[tokens]] = tokens  # of repeated assignments the last one, to the first token, stays
-        passed += [starts.searchsorted(place), _ends(chunk, count).searchsorted(place, "right")]
+        starts, stops = chunk_bounds(chunk, count)
+        passed += [starts.searchsorted(place), stops.searchsorted(place, "right")]
     return places[np.ptp(passed, axis=0) == 0]
-
-
-def _ends(chunk: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count]: one past the last token of each chunk."""
-    tokens = np.flatnonzero(chunk >= 0)
-    ends = np.zeros(count, np.int64)
-    ends[chunk[tokens]] = tokens + 1  # of repeated assignments the last one stays
-    return ends

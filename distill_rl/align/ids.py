@@ -196,7 +196,7 @@ class _ChunkBytes:
         tokens = np.flatnonzero(chunks >= 0)
         token_ids = ids[tokens].astype(np.intp)
         lengths = vocabulary.lengths.take(token_ids).astype(np.int64)
-        text = gather_bytes(vocabulary, vocabulary.starts.take(token_ids), lengths, lengths.cumsum())
+        text = gather_bytes(vocabulary.flat, vocabulary.starts.take(token_ids), lengths, lengths.cumsum())
         sizes = np.bincount(chunks[tokens], lengths, count).astype(np.int64)
         return cls(text, sizes.cumsum() - sizes, sizes)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from distill_rl.align.spans import gather_bytes
 
 if TYPE_CHECKING:
     from distill_rl.align.tokenizer.vocabulary import Vocabulary
@@ -42,9 +45,7 @@ class ByteStrings:
     def joined(self) -> np.ndarray:
         """uint8: all strings, one after another."""
         lengths = self.lengths.astype(np.int64)
-        ends = np.cumsum(lengths)
-        order = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        return self.flat[np.repeat(self.starts - ends + lengths, lengths) + order]
+        return gather_bytes(self.flat, self.starts, lengths, lengths.cumsum())
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,9 @@ def _take(table: CanonicalTokens, ids: np.ndarray) -> CanonicalTokens:
         )
     taken = table.take(np.where(valid, ids, 0))
     strings = taken.strings
-    strings = ByteStrings(
-        strings.flat,
-        strings.starts,
-        np.where(valid, strings.lengths, 0),
-        strings.inner & valid,
-        np.where(valid, strings.widths, 0),
-    )
-    return CanonicalTokens(strings, np.where(valid, taken.ids, NONE).astype(np.int32), taken.hashes, taken.powers)
+    lengths, widths = (np.where(valid, sizes, 0) for sizes in (strings.lengths, strings.widths))
+    strings = replace(strings, lengths=lengths, inner=strings.inner & valid, widths=widths)
+    return replace(taken, strings=strings, ids=np.where(valid, taken.ids, NONE).astype(np.int32))
 
 
 def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> ByteStrings:
@@ -166,13 +162,10 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
     """The composition of those folds that leave a lossy vocabulary's own tokens unchanged."""
     steps: list[Callable[[str], str]] = []
     for vocabulary in lossy:
-        flat = vocabulary.flat.tobytes()
         texts = []
-        for start, length in zip(vocabulary.starts.tolist(), vocabulary.lengths.tolist()):
-            try:
-                texts.append(flat[start : start + length].decode())
-            except UnicodeDecodeError:
-                continue
+        for spelling in vocabulary.spellings():
+            with suppress(UnicodeDecodeError):
+                texts.append(spelling.decode())
         for step, unfolded in ((_nfkc, str), (_strip_accents, _nfd), (str.lower, str)):
             if step not in steps and all(
                 step(text) == unfolded(text) for text in texts if not text.isascii() or step is str.lower
@@ -207,14 +200,9 @@ def _intern(*sides: ByteStrings) -> tuple[CanonicalTokens, CanonicalTokens]:
     tokens = []
     for strings in sides:
         flat = strings.flat.tobytes()
-        ids = np.fromiter(
-            (
-                index.setdefault(flat[start : start + length], len(index))
-                for start, length in zip(strings.starts.tolist(), strings.lengths.tolist())
-            ),
-            np.int32,
-            len(strings.starts),
-        )
+        spans = zip(strings.starts.tolist(), strings.lengths.tolist())
+        numbered = (index.setdefault(flat[start : start + length], len(index)) for start, length in spans)
+        ids = np.fromiter(numbered, np.int32, len(strings.starts))
         tokens.append(CanonicalTokens(strings, ids, *_hashes(strings)))
     return tokens[0], tokens[1]
 

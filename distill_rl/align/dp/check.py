@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from distill_rl.align.dp.canonical import CanonicalTokens
-from distill_rl.align.spans import keep_chunks
+from distill_rl.align.spans import chunk_bounds, keep_chunks
 
 REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
@@ -112,10 +112,7 @@ def _extents(
     if not spaces:
         kept = ~_WHITE[text]
         text, ends_of_tokens = text[kept], np.concatenate(([0], np.cumsum(kept)))[ends_of_tokens]
-    inside = np.flatnonzero(chunk >= 0)
-    first, last = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last[chunk[inside]] = inside
-    first[chunk[inside[::-1]]] = inside[::-1]
-    begins = np.concatenate(([0], ends_of_tokens[first], ends_of_tokens[-1:]))
-    ends = np.concatenate(([0], ends_of_tokens[last + 1], ends_of_tokens[-1:]))
+    firsts, stops = chunk_bounds(chunk, count)
+    begins = np.concatenate(([0], ends_of_tokens[firsts], ends_of_tokens[-1:]))
+    ends = np.concatenate(([0], ends_of_tokens[stops], ends_of_tokens[-1:]))
     return text, begins, ends
