@@ -153,27 +153,24 @@ class TokenAligner:
             ValueError: floats, bools, text or None instead of integers; an id that lies outside of the vocabulary and
                 is not masked, or that does not fit into 32 bits; a mask whose shape is not that of its ids.
         """
-        sides, ids = [], []
-        for name, vocabulary, values, mask in zip(
-            ("student_ids", "teacher_ids"),
-            self._vocabularies,
-            (student_ids, teacher_ids),
-            (student_mask, teacher_mask),
-        ):
-            row = read_ids(name, values, vocabulary.size)
-            if mask is not None:
-                mask = np.asarray(mask)
-                if mask.shape != row.shape:
-                    raise ValueError(
-                        f"a mask must have the shape of its ids, {row.shape}, got {mask.shape}; "
-                        "cut it where the ids are cut"
-                    )
-            sides.append(Side.of(vocabulary, row, mask, name=name))
-            ids.append(row)
-        result = self._by_ids.align(*sides, everything_by_dp=self.method == "dp")
+        left, student = self._read(0, student_ids, student_mask)
+        right, teacher = self._read(1, teacher_ids, teacher_mask)
+        ids = left, right
+        result = self._by_ids.align(student, teacher, everything_by_dp=self.method == "dp")
         # Two lossy vocabularies may agree with each other and still both differ from the text.
         exact = result.same_bytes and not (self.student.lossy and self.teacher.lossy)
         return _alignment(ids, result.chunks, result.method, exact, pair_stops(*result.sides, *ids))
+
+    def _read(self, i: int, ids: Any, mask: Any) -> tuple[np.ndarray, Side]:
+        """One side's ids, as int32 [n] and without those whose mask is 0."""
+        name, vocabulary = f"{_SIDES[i]}_ids", self._vocabularies[i]
+        row = read_ids(name, ids, vocabulary.size)
+        if mask is not None:
+            mask = np.asarray(mask)
+            if mask.shape != row.shape:
+                rule = f"a mask must have the shape of its ids, {row.shape}, got {mask.shape}"
+                raise ValueError(f"{rule}; cut it where the ids are cut")
+        return row, Side.of(vocabulary, row, mask, name=name)
 
     def align_messages(
         self,

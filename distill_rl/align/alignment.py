@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.chat import CharSpan
-from distill_rl.align.spans import chunk_bounds, no_token_pairs
+from distill_rl.align.spans import chunk_bounds, keep_chunks, no_token_pairs
 
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
@@ -119,6 +119,31 @@ class Alignment:
         if self.exact or near:
             return boundary
         return min(limits[0], sizes[0]), min(limits[1], sizes[1])
+
+    def trainable(self, trained: np.ndarray | None = None, *, stops: bool = True) -> Alignment:
+        """The alignment with the chunks that a student can be trained on, renumbered from 0, and without stop pairs.
+
+        1. Paired stop tokens become chunks of one token each; without them a student would never learn to stop.
+        2. A chunk is kept if all its student tokens are trained on, and if it does not hold the first token of either
+           side, which no position predicts. So every chunk has a prediction on both sides.
+
+        Chunk indices still belong to tokens, not to the positions that predict them.
+
+        Args:
+            trained: bool [n]: which of the student's tokens are trained on; None: all.
+            stops: False leaves the stop tokens in no chunk.
+        """
+        student, teacher, count = self.student_chunk.copy(), self.teacher_chunk.copy(), self.num_chunks
+        for student_position, teacher_position in self.stop_pairs if stops else ():
+            student[student_position] = teacher[teacher_position] = count
+            count += 1
+        keep = np.ones(count + 1, bool)  # the last entry is for −1, of tokens in no chunk
+        if trained is not None:
+            keep[student[~trained]] = False
+        keep[student[:1]] = keep[teacher[:1]] = False
+        student, teacher = keep_chunks(keep[:-1], student, teacher)
+        count = int(np.count_nonzero(keep[:-1]))
+        return replace(self, student_chunk=student, teacher_chunk=teacher, num_chunks=count, stop_pairs=[])
 
     def swapped(self) -> Alignment:
         """The same alignment with student and teacher exchanged."""

@@ -6,9 +6,9 @@ five steps:
 1. Tokenise: the same text with the student's tokenizer and with each teacher's.
 2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
    the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
-   cut to the shortest of these results, and each teacher's side is cut again to match (`_pair_up`).
+   cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`).
 3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
-   left is numbered from 0 in each document (`_pair_up`). A number still belongs to a *token*.
+   left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
 4. Lay out: one document per row, so that row i of a teacher holds the same document as row i of the student.
 5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p
    (`_teacher_rows`), just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the
@@ -100,25 +100,8 @@ class TokenizedDocument:
     """By index of the teacher; only teachers with their own tokenizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedDocument:
-    """One document as the student and one teacher read it, after step 3: a chunk number per token, -1 for no chunk."""
-
-    teacher_ids: np.ndarray
-    """int32 [m]"""
-    student_chunk: np.ndarray
-    """int32 [n]"""
-    teacher_chunk: np.ndarray
-    """int32 [m]"""
-    num_chunks: int
-    num_one_to_one: int
-    """Chunks of one token on each side."""
-    exact: bool
-    method: str
-
-
 _EMPTY = np.zeros(0, dtype=np.int32)
-LEFT_OUT = AlignedDocument(_EMPTY, _EMPTY, _EMPTY, 0, 0, exact=False, method="none")
+LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
 """Stands for a document that is left out of the batch; its row stays, empty."""
 
 
@@ -157,7 +140,7 @@ class BatchBuilder:
         """
         began = time.perf_counter()
         bad_rows: list[BadRow] = []
-        aligned: dict[int, list[AlignedDocument]] = {}
+        aligned: dict[int, list[Alignment]] = {}
         if self._teachers:
             encoded, aligned = self._encode_and_align(batch, skip, bad_rows)
         else:
@@ -175,7 +158,7 @@ class BatchBuilder:
                 teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
                 teacher_labels = count_labels(teacher_rows)
                 chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
+                infos.append(_describe(self._teachers[i], aligned[i], chunk_rows))
             teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
         student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
         info = BatchInfo(
@@ -194,7 +177,7 @@ class BatchBuilder:
 
     def _encode_and_align(
         self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
-    ) -> tuple[list[Encoded], dict[int, list[AlignedDocument]]]:
+    ) -> tuple[list[Encoded], dict[int, list[Alignment]]]:
         """Steps 1 to 3 for all documents: the student's tokens, and each teacher's by its index.
 
         Args:
@@ -210,7 +193,7 @@ class BatchBuilder:
         self._solve_ahead([tokens for tokens in tokenized if tokens is not None])
 
         encoded: list[Encoded] = []
-        aligned: dict[int, list[AlignedDocument]] = {i: [] for i in self._teachers}
+        aligned: dict[int, list[Alignment]] = {i: [] for i in self._teachers}
         for document, tokens in zip(batch.documents, tokenized):
             student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
             if tokens is not None:
@@ -266,7 +249,7 @@ class BatchBuilder:
         for i, teacher in self._teachers.items():
             teacher.aligner.solve_ahead((document.student, document.teachers[i]) for document in documents)
 
-    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, AlignedDocument]]:
+    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
         """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""
         max_length = self._tokenization.max_length
         alignments = {
@@ -279,13 +262,13 @@ class BatchBuilder:
             for i, teacher in self._teachers.items()
         }
         encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
-        return encoded, {
-            i: _pair_up(alignment, encoded.label_mask, self._teachers[i].aligner.backend)
-            for i, alignment in alignments.items()
-        }
+        mask = encoded.label_mask
+        # Another teacher may have cut the student's row shorter than this alignment.
+        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
+        return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
 
     def _teacher_rows(
-        self, teacher: CrossTokenizerTeacher, documents: Sequence[AlignedDocument], student_rows: TokenRows
+        self, teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], student_rows: TokenRows
     ) -> tuple[TokenRows, ChunkRows]:
         """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
 
@@ -306,7 +289,7 @@ class BatchBuilder:
             student=student_chunks,
             teacher=teacher_chunks,
             num_chunks=sum(document.num_chunks for document in documents),
-            num_one_to_one=sum(document.num_one_to_one for document in documents),
+            num_one_to_one=sum(document.counts["1:1"] for document in documents),
             num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
         )
 
@@ -328,52 +311,15 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
     return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
-def _pair_up(alignment: Alignment, label_mask: np.ndarray, backend: str) -> AlignedDocument:
-    """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
-
-    Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
-    kept if all its student tokens are trained on, and if it does not hold the first token of either side, which no
-    position predicts. So after the shift every chunk has a prediction on both sides.
-
-    Args:
-        label_mask: bool [n] of the student's row, which another teacher may have cut shorter than this alignment.
-        backend: of the dynamic programme, for the report.
-    """
-    alignment = alignment.cut(len(label_mask))
-    student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
-    count = alignment.num_chunks
-    for student_position, teacher_position in alignment.stop_pairs:
-        student_chunk[student_position] = teacher_chunk[teacher_position] = count
-        count += 1
-    # One flag per chunk, and a last one, always False, that the index -1 of tokens outside any chunk picks.
-    kept = np.ones(count + 1, dtype=bool)
-    kept[-1] = False
-    kept[student_chunk[~label_mask[: len(student_chunk)]]] = False
-    kept[student_chunk[:1]] = kept[teacher_chunk[:1]] = False
-    # Old number → new number, -1 if the chunk is dropped.
-    renumbered = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
-    student_chunk, teacher_chunk = renumbered[student_chunk], renumbered[teacher_chunk]
-    num_chunks = int(kept.sum())
-    student_lengths = np.bincount(student_chunk[student_chunk >= 0], minlength=num_chunks)
-    teacher_lengths = np.bincount(teacher_chunk[teacher_chunk >= 0], minlength=num_chunks)
-    return AlignedDocument(
-        teacher_ids=alignment.teacher_ids,
-        student_chunk=student_chunk,
-        teacher_chunk=teacher_chunk,
-        num_chunks=num_chunks,
-        num_one_to_one=int(np.count_nonzero((student_lengths == 1) & (teacher_lengths == 1))),
-        exact=alignment.exact,
-        method=f"dp/{backend}" if alignment.method == "dp" else alignment.method,
-    )
-
-
-def _describe(name: str, documents: Sequence[AlignedDocument], chunks: ChunkRows) -> AlignmentInfo:
+def _describe(teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], chunks: ChunkRows) -> AlignmentInfo:
     present = [document for document in documents if document is not LEFT_OUT]
+    name_of_dp = f"dp/{teacher.aligner.backend}"
+    methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
     return AlignmentInfo(
-        teacher=name,
+        teacher=teacher.name,
         num_chunks=chunks.num_chunks,
         num_one_to_one=chunks.num_one_to_one,
         num_covered=chunks.num_covered,
         num_exact=sum(document.exact for document in present),
-        methods=dict(Counter(document.method for document in present)),
+        methods=dict(methods),
     )

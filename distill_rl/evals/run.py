@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None
         ConfigError: folders without a model, or models that the suites cannot prompt; all problems at once.
     """
     from distill_rl.evals.backends.encode import model_folder
+    from distill_rl.models.hub import read_tokenizer
 
     chats = chat_suites(loaded)
     problems: list[str] = []
@@ -96,23 +98,12 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None
         what = f"model {model.name}"
         try:
             model_folder(model.folder, what)
-        except ConfigError as error:
+            if chats and not read_tokenizer(model.folder).chat_template:
+                problems.append(chat_problem(chats, what))
+        except DistillError as error:
             problems += error.problems
-            continue
-        if chats:
-            problems += _template_problems(chats, what, model.folder)
     if problems:
         raise ConfigError.many(problems)
-
-
-def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[str]:
-    from distill_rl.models.hub import read_tokenizer
-
-    try:
-        tokenizer: Any = read_tokenizer(folder)
-    except DistillError as error:
-        return list(error.problems)
-    return [] if tokenizer.chat_template else [chat_problem(chats, what)]
 
 
 class _ModelRun:
@@ -121,7 +112,6 @@ class _ModelRun:
     def __init__(self, model: Model, suites: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
         self.model, self.options, self._interrupted = model, options, interrupted
         self._hash = hash_model(model.folder, interrupted)
-        self._tokenizer: Any = None
         self._model_is_loaded = False
         stores = {"clean": options.clean, "replace_others": options.replace_others}
         self._stores = [(entry, Store(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
@@ -202,14 +192,16 @@ class _ModelRun:
         if entry.choose:
             return None
         limit = self.options.max_new_tokens or entry.suite.max_new_tokens
-        return limit or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in entry.items)
+        if limit:
+            return limit
+        answers = (self._tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in entry.items)
+        return ANSWER_MARGIN + max(map(len, answers))
 
-    def _count_tokens(self, text: str) -> int:
-        if self._tokenizer is None:
-            from distill_rl.models.hub import read_tokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from distill_rl.models.hub import read_tokenizer
 
-            self._tokenizer = read_tokenizer(self.model.folder)
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return read_tokenizer(self.model.folder)
 
     def _facts(self, entry: LoadedSuite) -> dict[str, Any]:
         item = entry.items[0]

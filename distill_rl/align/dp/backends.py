@@ -79,7 +79,7 @@ def align_windows(
         if best is None:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
         else:
-            chunks = keep_verified(rows, columns, *best)
+            chunks = keep_verified((rows, columns), *best)
         results.append(chunks[::-1] if swapped else chunks)
     return results
 

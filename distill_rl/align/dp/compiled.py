@@ -62,17 +62,16 @@ _choose = _compiled(choose)
 _trace_back = _compiled(trace_back)
 
 
-def _at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
+@_compiled
+def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
     """S[i, j], or `NEVER` outside the strip."""
     if i < 0 or j < low[i] or j > high[i]:
         return np.int64(NEVER)
     return np.int64(scores[offsets[i] + j - low[i]])
 
 
-_score_at = _compiled(_at)
-
-
-def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
+@_compiled
+def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
     """uint8 [cells]: the move into every cell of the strip, row by row.
 
     The three neighbours `diagonal`, `above` and `left` are carried along the row; joins, which are rare, look their
@@ -113,9 +112,6 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
             moves[cell] = move
             diagonal = above
     return moves
-
-
-_fill = _compiled(_fill_cells)
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:

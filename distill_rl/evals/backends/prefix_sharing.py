@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distill_rl.evals.backends.encode import common_length
+from distill_rl.evals.backends.encode import common_start
 
 MIN_SHARED_TOKENS = 16
 """Minimum length of a shared prefix for which separate batches pay off."""
@@ -53,7 +53,7 @@ def group_by_prefix(
     unshared = by_prefix.pop("", [])
     groups = []
     for members in by_prefix.values():
-        shared = min(common_length([rows[row] for row in members]), min(max_shared[row] for row in members))
+        shared = min(len(common_start([rows[row] for row in members])), min(max_shared[row] for row in members))
         if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
             groups.append(PrefixGroup(shared, members))
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,21 +61,15 @@ class WorkedExample:
     answer: str
 
 
-@cache
-def worked_examples(name: str) -> tuple[WorkedExample, ...]:
-    """The worked examples of a paper, in its order; the file in `fewshot/` cites the paper."""
-    text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
-    return tuple(WorkedExample(**example) for example in json.loads(text)["examples"])
-
-
-def first_examples(name: str, count: int) -> tuple[WorkedExample, ...]:
-    """The first `count` worked examples of a paper.
+def first_examples(name: str, count: int) -> list[WorkedExample]:
+    """The first `count` worked examples of a paper; the file in `fewshot/` cites it.
 
     Raises:
         DataError: the paper has fewer.
     """
-    examples = worked_examples(name)
+    text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
+    examples = json.loads(text)["examples"]
     if not 0 <= count <= len(examples):
         rule = f"must be 0 to {len(examples)}, the worked examples of its paper"
         raise DataError(f"num_fewshot of {name}", rule, count)
-    return examples[:count]
+    return [WorkedExample(**example) for example in examples[:count]]
