@@ -136,12 +136,7 @@ class TokenAligner:
             self._windows.warm_up()
 
     def align_ids(
-        self,
-        student_ids: Any,
-        teacher_ids: Any,
-        *,
-        student_mask: Any = None,
-        teacher_mask: Any = None,
+        self, student_ids: Any, teacher_ids: Any, *, student_mask: Any = None, teacher_mask: Any = None
     ) -> Alignment:
         """Aligns ids without their text, by comparing the bytes that the two sides spell.
 

@@ -190,7 +190,10 @@ class BatchBuilder:
                 with _recording_failure(document, bad_rows):
                     tokens = self._tokenize(document)
             tokenized.append(tokens)
-        self._solve_ahead([tokens for tokens in tokenized if tokens is not None])
+        present = [tokens for tokens in tokenized if tokens is not None]
+        for i, teacher in self._teachers.items():
+            # A GPU aligner works on all documents at once; this changes no result.
+            teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
 
         encoded: list[Encoded] = []
         aligned: dict[int, list[Alignment]] = {i: [] for i in self._teachers}
@@ -243,11 +246,6 @@ class BatchBuilder:
     def _any_aligner(self) -> TokenAligner:
         """For the student's side, which is the same in all aligners."""
         return next(iter(self._teachers.values())).aligner
-
-    def _solve_ahead(self, documents: Sequence[TokenizedDocument]) -> None:
-        """Let a GPU aligner work on all documents at once; changes no result."""
-        for i, teacher in self._teachers.items():
-            teacher.aligner.solve_ahead((document.student, document.teachers[i]) for document in documents)
 
     def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
         """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""

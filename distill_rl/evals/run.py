@@ -77,7 +77,8 @@ def evaluate_models(
         for warning in entry.questions.warnings:
             progress.warn(warning)
     with ExitStack() as stack:
-        stack.enter_context(locked({model.out for model in models if model.out is not None}))
+        for folder in {model.out for model in models if model.out is not None}:
+            stack.enter_context(locked(folder))
         grader = stack.enter_context(Grader())
         # Every result folder is read before any model is loaded, so that conflicting results are reported at once.
         runs = [_ModelRun(model, suites, options, interrupted) for model in models]
