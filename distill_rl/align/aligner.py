@@ -13,14 +13,7 @@ from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.dp.window import IdPair, WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment
-from distill_rl.align.place import (
-    encode,
-    equal_spans,
-    keep_same_place,
-    place_by_bytes,
-    place_by_offsets,
-    strips_spans,
-)
+from distill_rl.align.place import encode, equal_spans, keep_same_place, place_by_bytes, place_by_offsets, strips_spans
 from distill_rl.align.read_ids import read_ids
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, TokenPositions, chunks_by_spans, chunks_of_places

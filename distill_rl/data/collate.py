@@ -183,11 +183,6 @@ def pad_id(tokenizer: Any) -> int:
     return next(candidate for candidate in candidates if candidate is not None)
 
 
-def count_labels(rows: TokenRows) -> int:
-    """Positions with a label."""
-    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-
-
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
     """Lay documents out as rows [R, S]: first fit with packing, otherwise one document per row.
 

@@ -32,17 +32,7 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
-from distill_rl.data.collate import (
-    NO_TOKENS,
-    BatchPlan,
-    Encoded,
-    Tokenization,
-    count_labels,
-    divide,
-    lay_out,
-    pad_id,
-    starts_within,
-)
+from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id, starts_within
 from distill_rl.errors import DataError
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -148,7 +138,7 @@ class BatchBuilder:
             encoded = [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents]
 
         rows = lay_out(encoded, self._plan)
-        num_labels = count_labels(rows)
+        num_labels = _count_labels(rows)
         chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
         infos: list[AlignmentInfo] = []
         teacher_parts: list[list[RankBatch]] = []
@@ -156,7 +146,7 @@ class BatchBuilder:
             teacher_rows, teacher_labels = rows, num_labels
             if i in self._teachers:
                 teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
-                teacher_labels = count_labels(teacher_rows)
+                teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
                 infos.append(_describe(self._teachers[i], aligned[i], chunk_rows))
             teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
@@ -307,6 +297,11 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
     whose = f"teacher {teacher.name}'s tokenizer"
     text, _ = render_document(teacher.tokenizer, messages, row, find_assistant=False, whose=whose)
     return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
+
+
+def _count_labels(rows: TokenRows) -> int:
+    """Positions with a label."""
+    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
 def _describe(teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], chunks: ChunkRows) -> AlignmentInfo:

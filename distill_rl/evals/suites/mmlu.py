@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.errors import DataError
 from distill_rl.evals.data.find import MMLU, read_split
-from distill_rl.evals.data.published import PublishedSplit
-from distill_rl.evals.data.read import (
-    ContentIds,
-    Row,
-    content_sha256,
-    convert_rows,
-    first_value,
-    require_unicode,
-    required_text,
-)
+from distill_rl.evals.data.published import PublishedSplit, make_questions
+from distill_rl.evals.data.read import Row, content_sha256, convert_rows, first_value, require_unicode, required_text
 from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
@@ -67,25 +59,27 @@ class Mmlu(SuiteSettings):
     def load(self, data: Path, num_fewshot: int) -> Questions:
         if num_fewshot < 0:
             raise DataError(f"num_fewshot of {self.name}", "must be 0 or more", num_fewshot)
-        questions, files = _read(data, "test")
-        prefixes = {question.subject: _header(question) for question in questions}
-        content = content_sha256(question.content for question in questions)
-        warnings = TEST.warnings(len(questions), content)
+        rows, files = _read(data, "test")
+        prefixes = {row.subject: _header(row) for row in rows}
+        shown: list[_Question] = []
+        warnings: tuple[str, ...] = ()
         if num_fewshot:
             dev, dev_files = _read(data, "dev")
-            examples = _first_examples(dev, num_fewshot, prefixes, self.name, dev_files)
-            for subject, shown in examples.items():
-                prefixes[subject] += "".join(f"{one.listed}\nAnswer: {one.answer}\n\n" for one in shown)
+            for subject, examples in _first_examples(dev, num_fewshot, prefixes, self.name, dev_files).items():
+                prefixes[subject] += "".join(f"{one.listed}\nAnswer: {one.answer}\n\n" for one in examples)
+                shown += examples
             files += dev_files
-            warnings += DEV.warnings(len(dev), content_sha256(one.content for one in dev))
-            # The examples that are shown are part of the content; the remaining ones of the split are not.
-            content = content_sha256([(content,), *(one.content for shown in examples.values() for one in shown)])
-        ids = ContentIds()
-        items = tuple(
-            self._item(f"{question.subject}/{ids(*question.content)}", question, prefixes[question.subject])
-            for question in questions
-        )
-        return Questions(items, tuple(files), content, warnings)
+            warnings = DEV.warnings(len(dev), content_sha256(one.content for one in dev))
+
+        def make_item(content_id: str, row: _Question) -> Item:
+            return self._item(f"{row.subject}/{content_id}", row, prefixes[row.subject])
+
+        questions = make_questions(rows, lambda row: row.content, make_item, files, TEST)
+        if not shown:
+            return questions
+        # The examples that are shown are part of the content; the remaining ones of the split are not.
+        content = content_sha256([(questions.content_sha256,), *(one.content for one in shown)])
+        return replace(questions, content_sha256=content, warnings=questions.warnings + warnings)
 
     def judge(self, item: Item, completion: str) -> Verdict:
         from distill_rl.evals.grading.extract import last_letter
