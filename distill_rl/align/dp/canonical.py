@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,50 +89,39 @@ class CanonicalTables:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool = True) -> None:
-        self.student, self.teacher, self.fast_ids = student, teacher, fast_ids
+        self.student, self.teacher = student, teacher
         lossy = [side for side in (student, teacher) if side.normalization == "lossy"]
         self.fold = fold_of(lossy) if lossy else None
         self._tables: tuple[CanonicalTokens, CanonicalTokens] | None = None
         if fast_ids:
-            self._tables = _intern(
-                *(_canonical(side, np.arange(side.size, dtype=np.int64), self.fold) for side in (student, teacher))
-            )
+            self._tables = self._tabulate(np.arange(student.size + 1), np.arange(teacher.size + 1))
+
+    def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
+        return _intern(
+            _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
+        )
 
     def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
         """Both sides of a window. Ids outside the vocabulary (padding of a model's embedding) spell nothing."""
-        student_ids, teacher_ids = np.asarray(student_ids, np.int64), np.asarray(teacher_ids, np.int64)
+        student_ids, teacher_ids = _in_table(student_ids, self.student), _in_table(teacher_ids, self.teacher)
         if self._tables is not None:
-            return _take(self._tables[0], student_ids), _take(self._tables[1], teacher_ids)
+            return self._tables[0].take(student_ids), self._tables[1].take(teacher_ids)
         student_unique, student_inverse = np.unique(student_ids, return_inverse=True)
         teacher_unique, teacher_inverse = np.unique(teacher_ids, return_inverse=True)
-        student, teacher = _intern(
-            _canonical(self.student, student_unique, self.fold), _canonical(self.teacher, teacher_unique, self.fold)
-        )
+        student, teacher = self._tabulate(student_unique, teacher_unique)
         return student.take(student_inverse), teacher.take(teacher_inverse)
 
 
-def _take(table: CanonicalTokens, ids: np.ndarray) -> CanonicalTokens:
-    """The table's entries for these ids; an id outside the table spells nothing."""
-    valid = (ids >= 0) & (ids < len(table))
-    if valid.all():
-        return table.take(ids)
-    if len(table) == 0:
-        raise ValueError(
-            "a vocabulary must have tokens to be aligned, got an empty one; pass the tokenizer's own vocabulary"
-        )
-    taken = table.take(np.where(valid, ids, 0))
-    strings = taken.strings
-    lengths, widths = (np.where(valid, sizes, 0) for sizes in (strings.lengths, strings.widths))
-    strings = replace(strings, lengths=lengths, inner=strings.inner & valid, widths=widths)
-    return replace(taken, strings=strings, ids=np.where(valid, taken.ids, NONE).astype(np.int32))
+def _in_table(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """The ids; `size`, one past the last id, in place of those outside the vocabulary."""
+    ids = np.asarray(ids, np.int64)
+    return np.where((ids >= 0) & (ids < vocabulary.size), ids, vocabulary.size)
 
 
 def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> ByteStrings:
-    """The canonical strings of these ids; empty for an id outside the vocabulary."""
-    valid = (ids >= 0) & (ids < vocabulary.size)
-    inside = np.where(valid, ids, 0)
-    starts = vocabulary.starts[inside] if vocabulary.size else np.zeros(len(ids), np.int64)
-    lengths = np.where(valid, vocabulary.lengths[inside] if vocabulary.size else 0, 0).astype(np.int32)
+    """The canonical strings of these ids; empty for the id `size`, one past the last."""
+    starts = vocabulary.starts[ids]
+    lengths = np.append(vocabulary.lengths, 0)[ids].astype(np.int32)
     if fold is None:
         return ByteStrings(vocabulary.flat, starts, lengths, lengths > 0, lengths)
     flat = vocabulary.flat.tobytes()

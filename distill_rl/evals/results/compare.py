@@ -47,28 +47,15 @@ def find(paths: Sequence[Path]) -> Evaluation:
     Raises:
         ConfigError: paths without a result; all of them are listed.
     """
-    groups: list[list[Path]] = []
-    problems = []
-    for path in paths:
-        seen = {folder for group in groups for folder in group}
-        folders = _model_folders(path)
-        groups.append([folder for folder in folders if folder not in seen])
-        if not folders:
-            rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
-            if path.is_dir():
-                got = "a folder that is neither"
-            elif path.exists():
-                got = "a file"
-            else:
-                got = "no such folder"
-            remedy = "give the folder that distill-rl train or eval wrote"
-            problems.append(str(ConfigError(str(path), rule, got, remedy)))
+    groups = [_model_folders(path) for path in paths]
+    problems = [_no_results(path) for path, folders in zip(paths, groups) if not folders]
     if problems:
         raise ConfigError.many(problems)
-    names = _labels([folder for group in groups for folder in group])
+    names = _labels(list(dict.fromkeys(folder for group in groups for folder in group)))
+    unread = dict(names)
     scores: list[Score] = []
     for group in groups:
-        group_scores, damaged = read_folders({folder: names[folder] for folder in group})
+        group_scores, damaged = read_folders({folder: unread.pop(folder) for folder in group if folder in unread})
         scores += group_scores
         problems += damaged
     notes = [note for folder, name in names.items() for note in _unfinished(folder, name)]
@@ -231,6 +218,18 @@ def _model_folders(path: Path) -> list[Path]:
         return []
     folders = [root, *children]
     return [folder.resolve() for folder in folders if any(_looks_like_result(file) for file in folder.glob("*.json"))]
+
+
+def _no_results(path: Path) -> str:
+    """The error line for a path without results."""
+    if path.is_dir():
+        got = "a folder that is neither"
+    elif path.exists():
+        got = "a file"
+    else:
+        got = "no such folder"
+    rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
+    return str(ConfigError(str(path), rule, got, "give the folder that distill-rl train or eval wrote"))
 
 
 def _looks_like_result(file: Path) -> bool:
