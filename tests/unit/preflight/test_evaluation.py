@@ -47,7 +47,7 @@ def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
     bare = tiny_tokenizer()
     bare.chat_template = None
     (line,) = suite_problems(config_with("exact_match", data=chats), Opened(tokenizer=bare))
-    assert line.startswith("student: exact_match asks in chat messages")
+    assert line.startswith("student: the chat prompts of exact_match need a tokenizer with a chat template")
     assert suite_problems(config_with("exact_match", data=chats), STUDENT) == []
 
 
