@@ -13,14 +13,7 @@ from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
 from distill_rl.align.chat import Message, content_spans, render
 from distill_rl.align.dp.window import IdPair, WindowSolver
 from distill_rl.align.ids import IdAligner, IdAlignment
-from distill_rl.align.place import (
-    encode,
-    equal_spans,
-    keep_same_place,
-    place_by_bytes,
-    place_by_offsets,
-    strips_spans,
-)
+from distill_rl.align.place import encode, equal_spans, keep_same_place, place_by_bytes, place_by_offsets, strips_spans
 from distill_rl.align.read_ids import read_ids
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, TokenPositions, chunks_by_spans, chunks_of_places
@@ -35,14 +28,9 @@ _SIDES = ("student", "teacher")
 class _Located(NamedTuple):
     """Positions of both sides' tokens in their texts."""
 
-    student: TokenPositions
-    teacher: TokenPositions
+    sides: tuple[TokenPositions, TokenPositions]
     method: str
     """`bytes` if both sides were placed by their bytes, otherwise `offsets`"""
-
-    @property
-    def sides(self) -> tuple[TokenPositions, TokenPositions]:
-        return self.student, self.teacher
 
 
 class TokenAligner:
@@ -141,12 +129,7 @@ class TokenAligner:
             self._windows.warm_up()
 
     def align_ids(
-        self,
-        student_ids: Any,
-        teacher_ids: Any,
-        *,
-        student_mask: Any = None,
-        teacher_mask: Any = None,
+        self, student_ids: Any, teacher_ids: Any, *, student_mask: Any = None, teacher_mask: Any = None
     ) -> Alignment:
         """Aligns ids without their text, by comparing the bytes that the two sides spell.
 
@@ -158,27 +141,24 @@ class TokenAligner:
             ValueError: floats, bools, text or None instead of integers; an id that lies outside of the vocabulary and
                 is not masked, or that does not fit into 32 bits; a mask whose shape is not that of its ids.
         """
-        sides, ids = [], []
-        for name, vocabulary, values, mask in zip(
-            ("student_ids", "teacher_ids"),
-            self._vocabularies,
-            (student_ids, teacher_ids),
-            (student_mask, teacher_mask),
-        ):
-            row = read_ids(name, values, vocabulary.size)
-            if mask is not None:
-                mask = np.asarray(mask)
-                if mask.shape != row.shape:
-                    raise ValueError(
-                        f"a mask must have the shape of its ids, {row.shape}, got {mask.shape}; "
-                        "cut it where the ids are cut"
-                    )
-            sides.append(Side.of(vocabulary, row, mask, name=name))
-            ids.append(row)
-        result = self._by_ids.align(*sides, everything_by_dp=self.method == "dp")
+        left, student = self._read(0, student_ids, student_mask)
+        right, teacher = self._read(1, teacher_ids, teacher_mask)
+        ids = left, right
+        result = self._by_ids.align(student, teacher, everything_by_dp=self.method == "dp")
         # Two lossy vocabularies may agree with each other and still both differ from the text.
         exact = result.same_bytes and not (self.student.lossy and self.teacher.lossy)
         return _alignment(ids, result.chunks, result.method, exact, pair_stops(*result.sides, *ids))
+
+    def _read(self, i: int, ids: Any, mask: Any) -> tuple[np.ndarray, Side]:
+        """One side's ids, as int32 [n] and without those whose mask is 0."""
+        name, vocabulary = f"{_SIDES[i]}_ids", self._vocabularies[i]
+        row = read_ids(name, ids, vocabulary.size)
+        if mask is not None:
+            mask = np.asarray(mask)
+            if mask.shape != row.shape:
+                rule = f"a mask must have the shape of its ids, {row.shape}, got {mask.shape}"
+                raise ValueError(f"{rule}; cut it where the ids are cut")
+        return row, Side.of(vocabulary, row, mask, name=name)
 
     def align_messages(
         self,
@@ -364,7 +344,7 @@ class TokenAligner:
                     return None
                 positions = place_by_offsets(self._vocabularies[i], side.ids, side.text, offsets)
             sides.append(positions)
-        return _Located(sides[0], sides[1], method)
+        return _Located((sides[0], sides[1]), method)
 
     def _by_positions(
         self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool

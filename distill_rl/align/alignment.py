@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.chat import CharSpan
-from distill_rl.align.spans import no_token_pairs
+from distill_rl.align.spans import chunk_bounds, keep_chunks, no_token_pairs
 
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
 
@@ -86,7 +86,8 @@ class Alignment:
             raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
         if len(self.student_ids) <= limits[0] and len(self.teacher_ids) <= limits[1]:
             return self
-        ends = np.stack([_ends(side, self.num_chunks) for side in (self.student_chunk, self.teacher_chunk)], axis=1)
+        sides = self.student_chunk, self.teacher_chunk
+        ends = np.stack([chunk_bounds(side, self.num_chunks)[1] for side in sides], axis=1)
         student, teacher = self._where_to_cut(limits, ends)
         kept = int(np.count_nonzero(_within(ends, (student, teacher))))
         return replace(
@@ -118,6 +119,31 @@ class Alignment:
         if self.exact or near:
             return boundary
         return min(limits[0], sizes[0]), min(limits[1], sizes[1])
+
+    def trainable(self, trained: np.ndarray | None = None, *, stops: bool = True) -> Alignment:
+        """The alignment with the chunks that a student can be trained on, renumbered from 0, and without stop pairs.
+
+        1. Paired stop tokens become chunks of one token each; without them a student would never learn to stop.
+        2. A chunk is kept if all its student tokens are trained on, and if it does not hold the first token of either
+           side, which no position predicts. So every chunk has a prediction on both sides.
+
+        Chunk indices still belong to tokens, not to the positions that predict them.
+
+        Args:
+            trained: bool [n]: which of the student's tokens are trained on; None: all.
+            stops: False leaves the stop tokens in no chunk.
+        """
+        student, teacher, count = self.student_chunk.copy(), self.teacher_chunk.copy(), self.num_chunks
+        for student_position, teacher_position in self.stop_pairs if stops else ():
+            student[student_position] = teacher[teacher_position] = count
+            count += 1
+        keep = np.ones(count + 1, bool)  # the last entry is for −1, of tokens in no chunk
+        if trained is not None:
+            keep[student[~trained]] = False
+        keep[student[:1]] = keep[teacher[:1]] = False
+        student, teacher = keep_chunks(keep[:-1], student, teacher)
+        count = int(np.count_nonzero(keep[:-1]))
+        return replace(self, student_chunk=student, teacher_chunk=teacher, num_chunks=count, stop_pairs=[])
 
     def swapped(self) -> Alignment:
         """The same alignment with student and teacher exchanged."""
@@ -170,16 +196,6 @@ def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chu
     count = int(student_chunk.max(initial=-1)) + 1
     passed = []
     for chunk, place in zip((student_chunk, teacher_chunk), places.T):
-        tokens = np.flatnonzero(chunk >= 0)[::-1]
-        starts = np.zeros(count, np.int64)
-        starts[chunk[tokens]] = tokens  # of repeated assignments the last one, to the first token, stays
-        passed += [starts.searchsorted(place), _ends(chunk, count).searchsorted(place, "right")]
+        starts, stops = chunk_bounds(chunk, count)
+        passed += [starts.searchsorted(place), stops.searchsorted(place, "right")]
     return places[np.ptp(passed, axis=0) == 0]
-
-
-def _ends(chunk: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count]: one past the last token of each chunk."""
-    tokens = np.flatnonzero(chunk >= 0)
-    ends = np.zeros(count, np.int64)
-    ends[chunk[tokens]] = tokens + 1  # of repeated assignments the last one stays
-    return ends

@@ -13,39 +13,31 @@ from distill_rl.align.side import Side
 
 def same_bytes(left: Side, right: Side) -> bool:
     """Whether two sides with equal numbers of bytes spell the same bytes."""
-    return _same(
-        left.vocabulary.flat,
-        left.vocabulary.starts,
-        left.ids,
-        left.lengths,
-        right.vocabulary.flat,
-        right.vocabulary.starts,
-        right.ids,
-        right.lengths,
-    )
+    return _same(_arrays(left), _arrays(right))
+
+
+def _arrays(side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths
 
 
 @njit(cache=True, nogil=True)
-def _same(
-    left: np.ndarray,
-    left_starts: np.ndarray,
-    left_ids: np.ndarray,
-    left_lengths: np.ndarray,
-    right: np.ndarray,
-    right_starts: np.ndarray,
-    right_ids: np.ndarray,
-    right_lengths: np.ndarray,
-) -> bool:
-    """Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space."""
+def _same(left, right):  # type: ignore[no-untyped-def]
+    """Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
+
+    Args:
+        left, right: `_arrays` of both sides.
+    """
+    flat, starts, ids, lengths = left
+    other_flat, other_starts, other_ids, other_lengths = right
     other, place, stop = -1, 0, 0
-    for token in range(len(left_ids)):
-        end = left_starts[left_ids[token] + 1]
-        for byte in range(end - left_lengths[token], end):
+    for token in range(len(ids)):
+        end = starts[ids[token] + 1]
+        for byte in range(end - lengths[token], end):
             while place == stop:
                 other += 1
-                stop = right_starts[right_ids[other] + 1]
-                place = stop - right_lengths[other]
-            if left[byte] != right[place]:
+                stop = other_starts[other_ids[other] + 1]
+                place = stop - other_lengths[other]
+            if flat[byte] != other_flat[place]:
                 return False
             place += 1
     return True

@@ -10,7 +10,7 @@ go to the dynamic programme:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -60,7 +60,7 @@ class IdAligner:
 
         Spaces that may be dummies are taken off in every combination, the likeliest first.
         """
-        for sides in _readings(student, teacher):
+        for sides in product(student.readings(), teacher.readings()):
             ends = sides[0].ends, sides[1].ends
             if _total(ends[0]) != _total(ends[1]):
                 continue
@@ -81,7 +81,8 @@ class IdAligner:
 
     def _align_different_bytes(self, student: Side, teacher: Side) -> IdAlignment:
         """Chunks of the equal bytes at both ends, and of the window in between."""
-        readings = [(sides, [side.spell() for side in sides]) for sides in _readings(student, teacher)]
+        pairs = product(student.readings(), teacher.readings())
+        readings = [(sides, [side.spell() for side in sides]) for sides in pairs]
         sides, spelled = max(readings, key=lambda reading: _common_prefix(*reading[1]))
         common = _common_prefix(*spelled)
         ends = [side.ends for side in sides]
@@ -106,10 +107,6 @@ class IdAligner:
             _write_chunks(rows, (tail.student, tail.teacher), stops, count)
         full = [side.full(row) for side, row in zip(sides, rows)]
         return IdAlignment(_as_chunks(full), sides, False, method)
-
-
-def _readings(student: Side, teacher: Side) -> Iterator[Pair]:
-    yield from product(student.readings(), teacher.readings())
 
 
 def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
@@ -196,7 +193,7 @@ class _ChunkBytes:
         tokens = np.flatnonzero(chunks >= 0)
         token_ids = ids[tokens].astype(np.intp)
         lengths = vocabulary.lengths.take(token_ids).astype(np.int64)
-        text = gather_bytes(vocabulary, vocabulary.starts.take(token_ids), lengths, lengths.cumsum())
+        text = gather_bytes(vocabulary.flat, vocabulary.starts.take(token_ids), lengths, lengths.cumsum())
         sizes = np.bincount(chunks[tokens], lengths, count).astype(np.int64)
         return cls(text, sizes.cumsum() - sizes, sizes)
 

@@ -56,7 +56,7 @@ def place_by_bytes(
     special = np.flatnonzero(vocabulary.special.take(wide)) if not lengths.all() else wide[:0]
     unknown = special[ids[special] == vocabulary.unknown] if vocabulary.unknown is not None else special[:0]
     ends = lengths.cumsum()
-    spelled = gather_bytes(vocabulary, vocabulary.starts.take(wide), lengths, ends).tobytes()
+    spelled = gather_bytes(vocabulary.flat, vocabulary.starts.take(wide), lengths, ends).tobytes()
     text_cursor = spelled_cursor = section = 0
     length_changes = []  # (token, bytes to add to its length)
     for stop in [*special.tolist(), len(ids)]:
@@ -181,7 +181,7 @@ def _check_groups(
     """
     count = len(starts)
     lengths = vocabulary.lengths.take(ids).astype(np.int64)
-    spelled = gather_bytes(vocabulary, vocabulary.starts.take(ids), lengths, lengths.cumsum())
+    spelled = gather_bytes(vocabulary.flat, vocabulary.starts.take(ids), lengths, lengths.cumsum())
     size = np.bincount(group, lengths, count).astype(np.int64)
     begin = size.cumsum() - size
     text_bytes = np.frombuffer(text + b"\0", np.uint8)

@@ -32,7 +32,8 @@ def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
         return np.zeros(0, np.int32)
     low, high = row.min(), row.max()
     if low < _INT32.min or high > _INT32.max:
-        raise ValueError(_out_of_range(name, high if high > _INT32.max else low, size))
+        rule = f"a token id must lie in 0 … {size - 1}, the tokenizer's range"
+        raise ValueError(f"{name}: {rule}, got {high if high > _INT32.max else low}; check where it comes from")
     return row.astype(np.int32)
 
 
@@ -58,12 +59,6 @@ def _as_array(name: str, ids: Any) -> np.ndarray:
 
 def _not_integers(name: str, ids: Any) -> str:
     return f"{name}: {_RULE}, got {_describe(ids)}; pass the tokenizer's input_ids"
-
-
-def _out_of_range(name: str, value: Any, size: int) -> str:
-    return (
-        f"{name}: a token id must lie in 0 … {size - 1}, the tokenizer's range, got {value}; check where it comes from"
-    )
 
 
 def _describe(value: Any) -> str:

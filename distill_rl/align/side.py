@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distill_rl.align.spans import as_slice, gather_bytes
+from distill_rl.align.spans import as_slice, gather_bytes, spread
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 Indices = slice | np.ndarray
@@ -111,7 +111,7 @@ class Side:
         """uint8: the bytes of all tokens, without dummy spaces taken off."""
         starts = self.vocabulary.starts.take(self.ids)
         starts[list(self.without_space)] += 1
-        return gather_bytes(self.vocabulary, starts, self.lengths, self.ends)
+        return gather_bytes(self.vocabulary.flat, starts, self.lengths, self.ends)
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -120,11 +120,7 @@ class Side:
 
     def full(self, chunk: np.ndarray) -> np.ndarray:
         """int32 [size]: the chunk indices of `ids`, spread over all tokens; −1 for the others."""
-        if len(chunk) == self.size:
-            return chunk
-        row = np.full(self.size, -1, np.int32)
-        row[self.tokens] = chunk
-        return row
+        return spread(chunk, self.tokens, self.size)
 
     def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
         """int64: number of bytes before each of these textless tokens."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distill_rl.align.tokenizer.vocabulary import Vocabulary
-
 
 def no_token_pairs() -> np.ndarray:
     """int64 [0, 2]"""
@@ -56,17 +54,27 @@ class TokenPositions:
     from its start to its end"""
 
 
-def gather_bytes(vocabulary: Vocabulary, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def gather_bytes(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """uint8 [ends[-1]]: bytes of tokens, one token after another.
 
     Args:
-        starts: int64 [n]: where each token's bytes begin in `vocabulary.flat`.
+        flat: uint8: the bytes of all tokens of a vocabulary.
+        starts: int64 [n]: where each token's bytes begin in `flat`.
         lengths: int [n]: how many bytes to take.
         ends: int64 [n]: cumulative sum of `lengths`.
     """
     index = np.repeat(starts - ends + lengths, lengths)
     index += np.arange(len(index))
-    return vocabulary.flat.take(index)
+    return flat.take(index)
+
+
+def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.ndarray:
+    """int32 [size]: chunk indices of the tokens at `positions`, among all tokens; −1 for the others."""
+    if len(part) == size:
+        return part
+    row = np.full(size, -1, np.int32)
+    row[positions] = part
+    return row
 
 
 def as_slice(positions: np.ndarray) -> slice | np.ndarray:
@@ -121,19 +129,25 @@ def keep_chunks(keep: np.ndarray, student: np.ndarray, teacher: np.ndarray) -> t
     return renumbered[student], renumbered[teacher]
 
 
+def chunk_bounds(chunk: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [count], int64 [count]: the first token of each chunk, and one past its last token."""
+    tokens = np.flatnonzero(chunk >= 0)
+    firsts, stops = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    firsts[chunk[tokens[::-1]]] = tokens[::-1]  # of repeated assignments the last one stays
+    stops[chunk[tokens]] = tokens + 1
+    return firsts, stops
+
+
 def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks:
     """Chunks of two tokenizations of one text whose tokens all spell what they cover."""
     sides = student, teacher
     tokens = [as_slice((side.ends > side.starts).nonzero()[0]) for side in sides]
     chunks, _, _ = chunks_by_ends(student.ends[tokens[0]], teacher.ends[tokens[1]])
-    full = []
-    for side, covering, part in zip(sides, tokens, (chunks.student, chunks.teacher)):
-        row = part
-        if len(part) < len(side.ends):
-            row = np.full(len(side.ends), -1, np.int32)
-            row[covering] = part
-        full.append(row)
-    return Chunks(full[0], full[1], chunks.count)
+    rows = [
+        spread(part, covering, len(side.ends))
+        for side, covering, part in zip(sides, tokens, (chunks.student, chunks.teacher))
+    ]
+    return Chunks(rows[0], rows[1], chunks.count)
 
 
 def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> Chunks:
@@ -182,11 +196,8 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
         candidates.append(candidate)
 
     count = int(np.count_nonzero(valid))
-    rows = []
-    for (positions, tokens, _), chunk in zip(sides, keep_chunks(valid, *candidates)):
-        row = np.full(len(positions.starts), -1, np.int32)
-        row[tokens] = chunk
-        rows.append(row)
+    chunks = keep_chunks(valid, *candidates)
+    rows = [spread(part, tokens, len(positions.starts)) for (positions, tokens, _), part in zip(sides, chunks)]
     return Chunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
 
 

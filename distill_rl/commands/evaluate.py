@@ -113,14 +113,7 @@ def evaluate(request: Request) -> int:
                 signals.at_once() if request.executor.shards == 0 else nullcontext(),
             ):
                 results = evaluate_models(
-                    models,
-                    request.suites,
-                    request.data,
-                    request.options,
-                    executor,
-                    ConsoleProgress(),
-                    loaded=loaded,
-                    interrupted=signals.raise_if_stopping,
+                    models, loaded, request.options, executor, ConsoleProgress(), signals.raise_if_stopping
                 )
         except Preempted:
             say("stopped; graded items are kept, and the same command continues" if request.out else "stopped")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os.path import commonprefix
 from typing import Any
 
-from distill_rl.align.chat import render
+from distill_rl.align.chat import CharSpan, Message, render
 from distill_rl.errors import DataError
 
-__all__ = ["Message", "Span", "render", "render_document"]
-
-Message = Mapping[str, str]
-Span = tuple[int, int]
+__all__ = ["render", "render_document"]
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -25,7 +22,7 @@ def render_document(
     *,
     find_assistant: bool,
     whose: str = "the student's tokenizer",
-) -> tuple[str, list[Span]]:
+) -> tuple[str, list[CharSpan]]:
     """Render a whole chat and, with `find_assistant`, find the character spans of the assistant's turns in it.
 
     A span runs from the first character that the model would generate to the last one of the end-of-turn token.
@@ -65,7 +62,7 @@ def render_document(
     return whole, spans
 
 
-def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) -> list[Span] | None:
+def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """Find each turn by rendering the chat up to it and through it; None if the template rewrites earlier turns.
 
     A turn starts where the generation prompt ends, or where the text departs from the prompt: some prompts open a
@@ -129,7 +126,7 @@ def _has_generation_blocks(tokenizer: Any) -> bool:
     return bool(_GENERATION_BLOCK.search(template["default"] if isinstance(template, dict) else template))
 
 
-def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[Span]:
+def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[CharSpan]:
     """The character spans of the template's {% generation %} blocks."""
     encoded = render(
         tokenizer,
@@ -139,7 +136,7 @@ def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[Span
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    spans: list[Span] = []
+    spans: list[CharSpan] = []
     in_block = False
     for is_assistant, (start, end) in zip(encoded["assistant_masks"], encoded["offset_mapping"]):
         if is_assistant and in_block:

@@ -1,10 +1,9 @@
-"""One global batch of documents → token rows for every data-parallel rank of the student and of each teacher."""
+"""Documents → token rows, and rows → the part of every data-parallel rank of the student and of each teacher."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,16 +15,7 @@ from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
 from distill_rl.errors import DataError
-from distill_rl.types import (
-    IGNORE_INDEX,
-    AlignmentInfo,
-    BadRow,
-    BatchInfo,
-    ChunkRows,
-    DocumentBatch,
-    RankBatch,
-    TokenRows,
-)
+from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,58 +181,6 @@ def pad_id(tokenizer: Any) -> int:
     """The id to fill rows with. Any valid id will do: padding has no labels, and no labelled token attends to it."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(candidate for candidate in candidates if candidate is not None)
-
-
-def build_batch(
-    batch: DocumentBatch, tokenization: Tokenization, plan: BatchPlan, skip: Collection[int] = ()
-) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
-    """Tokenise, pack or pad, and divide one global batch; deterministic.
-
-    Args:
-        skip: row numbers of documents to leave out; they count as empty.
-
-    Returns:
-        A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the same
-        for each teacher. All parts are contiguous runs of equal size, cut from the same rows.
-
-    Raises:
-        DataError: a document that cannot be tokenised; names its row.
-    """
-    began = time.perf_counter()
-    encoded = [NO_TOKENS if document["row"] in skip else tokenization.encode(document) for document in batch.documents]
-    rows = lay_out(encoded, plan)
-    info = describe(batch, encoded, rows, began)
-    student = divide(rows, plan.student, plan, batch.index, info.num_labels)
-    teachers = [divide(rows, sharding, plan, batch.index, info.num_labels) for sharding in plan.teachers]
-    return info, student, teachers
-
-
-def count_labels(rows: TokenRows) -> int:
-    """Positions with a label."""
-    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-
-
-def describe(
-    batch: DocumentBatch,
-    encoded: Sequence[Encoded],
-    rows: TokenRows,
-    began: float,
-    alignments: tuple[AlignmentInfo, ...] = (),
-    bad_rows: tuple[BadRow, ...] = (),
-) -> BatchInfo:
-    """Summarise a batch for the driver; `began` is the `time.perf_counter` at which work on it started."""
-    return BatchInfo(
-        index=batch.index,
-        cursor=batch.cursor,
-        num_documents=len(encoded),
-        num_rows=rows.shape[0],
-        num_tokens=sum(len(document.input_ids) for document in encoded),
-        num_labels=count_labels(rows),
-        num_truncated=sum(document.truncated for document in encoded),
-        seconds=time.perf_counter() - began,
-        alignments=alignments,
-        bad_rows=bad_rows,
-    )
 
 
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:

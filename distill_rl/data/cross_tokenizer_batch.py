@@ -1,13 +1,14 @@
-"""One global batch of documents → rows for a student and for teachers with other tokenizers, and the chunks they share.
+"""One global batch of documents → rows for the student and the teachers, and the chunks that they share.
 
-`BatchBuilder.build` works in five steps:
+With one tokenizer, `BatchBuilder.build` tokenises and lays out. With other tokenizers among the teachers, it works in
+five steps:
 
 1. Tokenise: the same text with the student's tokenizer and with each teacher's.
 2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
    the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
-   cut to the shortest of these results, and each teacher's side is cut again to match (`_pair_up`).
+   cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`).
 3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
-   left is numbered from 0 in each document (`_pair_up`). A number still belongs to a *token*.
+   left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
 4. Lay out: one document per row, so that row i of a teacher holds the same document as row i of the student.
 5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p
    (`_teacher_rows`), just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the
@@ -31,19 +32,7 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
-from distill_rl.data.collate import (
-    NO_TOKENS,
-    BatchPlan,
-    Encoded,
-    Tokenization,
-    build_batch,
-    count_labels,
-    describe,
-    divide,
-    lay_out,
-    pad_id,
-    starts_within,
-)
+from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id, starts_within
 from distill_rl.errors import DataError
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -64,8 +53,6 @@ class CrossTokenizerTeacher:
     name: str
     tokenizer: Any
     aligner: TokenAligner
-    dp_engine: str
-    """The backend of the dynamic programme, for the report."""
 
     @classmethod
     def of(
@@ -89,7 +76,7 @@ class CrossTokenizerTeacher:
             student_stops=student_stops,
             teacher_stops=stops,
         )
-        return cls(name, tokenizer, aligner, settings.dp.backend)
+        return cls(name, tokenizer, aligner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +90,8 @@ class TokenizedDocument:
     """By index of the teacher; only teachers with their own tokenizer."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedDocument:
-    """One document as the student and one teacher read it, after step 3: a chunk number per token, -1 for no chunk."""
-
-    teacher_ids: np.ndarray
-    """int32 [m]"""
-    student_chunk: np.ndarray
-    """int32 [n]"""
-    teacher_chunk: np.ndarray
-    """int32 [m]"""
-    num_chunks: int
-    num_one_to_one: int
-    """Chunks of one token on each side."""
-    exact: bool
-    method: str
-
-
 _EMPTY = np.zeros(0, dtype=np.int32)
-LEFT_OUT = AlignedDocument(_EMPTY, _EMPTY, _EMPTY, 0, 0, exact=False, method="none")
+LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
 """Stands for a document that is left out of the batch; its row stays, empty."""
 
 
@@ -143,20 +113,66 @@ class BatchBuilder:
     def build(
         self, batch: DocumentBatch, skip: Collection[int] = ()
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
-        """Like `collate.build_batch`, but the student's parts carry the chunks, and teachers have their own rows.
+        """Tokenise, align, pack or pad, and divide one global batch; deterministic.
 
         A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
 
         Args:
-            skip: row numbers of documents to leave out.
+            skip: row numbers of documents to leave out; they count as empty.
+
+        Returns:
+            A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the
+            same for each teacher. The student's parts carry the chunks. All parts are contiguous runs of equal size,
+            cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same documents.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
         """
-        if not self._teachers:
-            return build_batch(batch, self._tokenization, self._plan, skip)
         began = time.perf_counter()
         bad_rows: list[BadRow] = []
+        aligned: dict[int, list[Alignment]] = {}
+        if self._teachers:
+            encoded, aligned = self._encode_and_align(batch, skip, bad_rows)
+        else:
+            encode = self._tokenization.encode
+            encoded = [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents]
+
+        rows = lay_out(encoded, self._plan)
+        num_labels = _count_labels(rows)
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
+        infos: list[AlignmentInfo] = []
+        teacher_parts: list[list[RankBatch]] = []
+        for i, sharding in enumerate(self._plan.teachers):
+            teacher_rows, teacher_labels = rows, num_labels
+            if i in self._teachers:
+                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
+                teacher_labels = _count_labels(teacher_rows)
+                chunks[i] = chunk_rows
+                infos.append(_describe(self._teachers[i], aligned[i], chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
+        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
+        info = BatchInfo(
+            index=batch.index,
+            cursor=batch.cursor,
+            num_documents=len(encoded),
+            num_rows=rows.shape[0],
+            num_tokens=sum(len(document.input_ids) for document in encoded),
+            num_labels=num_labels,
+            num_truncated=sum(document.truncated for document in encoded),
+            seconds=time.perf_counter() - began,
+            alignments=tuple(infos),
+            bad_rows=tuple(bad_rows),
+        )
+        return info, student_parts, teacher_parts
+
+    def _encode_and_align(
+        self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
+    ) -> tuple[list[Encoded], dict[int, list[Alignment]]]:
+        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's by its index.
+
+        Args:
+            bad_rows: documents that fail are added to it.
+        """
         tokenized: list[TokenizedDocument | None] = []
         for document in batch.documents:
             tokens = None
@@ -164,10 +180,13 @@ class BatchBuilder:
                 with _recording_failure(document, bad_rows):
                     tokens = self._tokenize(document)
             tokenized.append(tokens)
-        self._solve_ahead([tokens for tokens in tokenized if tokens is not None])
+        present = [tokens for tokens in tokenized if tokens is not None]
+        for i, teacher in self._teachers.items():
+            # A GPU aligner works on all documents at once; this changes no result.
+            teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
 
         encoded: list[Encoded] = []
-        aligned: dict[int, list[AlignedDocument]] = {i: [] for i in self._teachers}
+        aligned: dict[int, list[Alignment]] = {i: [] for i in self._teachers}
         for document, tokens in zip(batch.documents, tokenized):
             student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
             if tokens is not None:
@@ -176,23 +195,7 @@ class BatchBuilder:
             encoded.append(student)
             for i, pair in pairs.items():
                 aligned[i].append(pair)
-
-        rows = lay_out(encoded, self._plan)
-        num_labels = count_labels(rows)
-        chunks: list[ChunkRows | None] = [None] * self._num_teachers
-        infos: list[AlignmentInfo] = []
-        teacher_parts: list[list[RankBatch]] = []
-        for i, sharding in enumerate(self._plan.teachers):
-            teacher_rows, teacher_labels = rows, num_labels
-            if i in self._teachers:
-                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
-                teacher_labels = count_labels(teacher_rows)
-                chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i].name, aligned[i], chunk_rows))
-            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
-        info = describe(batch, encoded, rows, began, tuple(infos), tuple(bad_rows))
-        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
-        return info, student_parts, teacher_parts
+        return encoded, aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1. All sides read the same text, so it is normalised for every aligner first."""
@@ -234,12 +237,7 @@ class BatchBuilder:
         """For the student's side, which is the same in all aligners."""
         return next(iter(self._teachers.values())).aligner
 
-    def _solve_ahead(self, documents: Sequence[TokenizedDocument]) -> None:
-        """Let a GPU aligner work on all documents at once; changes no result."""
-        for i, teacher in self._teachers.items():
-            teacher.aligner.solve_ahead((document.student, document.teachers[i]) for document in documents)
-
-    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, AlignedDocument]]:
+    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
         """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""
         max_length = self._tokenization.max_length
         alignments = {
@@ -252,12 +250,13 @@ class BatchBuilder:
             for i, teacher in self._teachers.items()
         }
         encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
-        return encoded, {
-            i: _pair_up(alignment, encoded.label_mask, self._teachers[i]) for i, alignment in alignments.items()
-        }
+        mask = encoded.label_mask
+        # Another teacher may have cut the student's row shorter than this alignment.
+        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
+        return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
 
     def _teacher_rows(
-        self, teacher: CrossTokenizerTeacher, documents: Sequence[AlignedDocument], student_rows: TokenRows
+        self, teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], student_rows: TokenRows
     ) -> tuple[TokenRows, ChunkRows]:
         """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
 
@@ -278,7 +277,7 @@ class BatchBuilder:
             student=student_chunks,
             teacher=teacher_chunks,
             num_chunks=sum(document.num_chunks for document in documents),
-            num_one_to_one=sum(document.num_one_to_one for document in documents),
+            num_one_to_one=sum(document.counts["1:1"] for document in documents),
             num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
         )
 
@@ -300,51 +299,20 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
     return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
 
 
-def _pair_up(alignment: Alignment, label_mask: np.ndarray, teacher: CrossTokenizerTeacher) -> AlignedDocument:
-    """Cut an alignment to the student's row, select its trainable chunks, add stop tokens, and renumber (step 3).
-
-    Paired stop tokens become chunks of one token each; without them a student would never learn to stop. A chunk is
-    kept if all its student tokens are trained on, and if it does not hold the first token of either side, which no
-    position predicts. So after the shift every chunk has a prediction on both sides.
-
-    Args:
-        label_mask: bool [n] of the student's row, which another teacher may have cut shorter than this alignment.
-    """
-    alignment = alignment.cut(len(label_mask))
-    student_chunk, teacher_chunk = alignment.student_chunk.copy(), alignment.teacher_chunk.copy()
-    count = alignment.num_chunks
-    for student_position, teacher_position in alignment.stop_pairs:
-        student_chunk[student_position] = teacher_chunk[teacher_position] = count
-        count += 1
-    # One flag per chunk, and a last one, always False, that the index -1 of tokens outside any chunk picks.
-    kept = np.ones(count + 1, dtype=bool)
-    kept[-1] = False
-    kept[student_chunk[~label_mask[: len(student_chunk)]]] = False
-    kept[student_chunk[:1]] = kept[teacher_chunk[:1]] = False
-    # Old number → new number, -1 if the chunk is dropped.
-    renumbered = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
-    student_chunk, teacher_chunk = renumbered[student_chunk], renumbered[teacher_chunk]
-    num_chunks = int(kept.sum())
-    student_lengths = np.bincount(student_chunk[student_chunk >= 0], minlength=num_chunks)
-    teacher_lengths = np.bincount(teacher_chunk[teacher_chunk >= 0], minlength=num_chunks)
-    return AlignedDocument(
-        teacher_ids=alignment.teacher_ids,
-        student_chunk=student_chunk,
-        teacher_chunk=teacher_chunk,
-        num_chunks=num_chunks,
-        num_one_to_one=int(np.count_nonzero((student_lengths == 1) & (teacher_lengths == 1))),
-        exact=alignment.exact,
-        method=f"dp/{teacher.dp_engine}" if alignment.method == "dp" else alignment.method,
-    )
+def _count_labels(rows: TokenRows) -> int:
+    """Positions with a label."""
+    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
-def _describe(name: str, documents: Sequence[AlignedDocument], chunks: ChunkRows) -> AlignmentInfo:
+def _describe(teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], chunks: ChunkRows) -> AlignmentInfo:
     present = [document for document in documents if document is not LEFT_OUT]
+    name_of_dp = f"dp/{teacher.aligner.backend}"
+    methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
     return AlignmentInfo(
-        teacher=name,
+        teacher=teacher.name,
         num_chunks=chunks.num_chunks,
         num_one_to_one=chunks.num_one_to_one,
         num_covered=chunks.num_covered,
         num_exact=sum(document.exact for document in present),
-        methods=dict(Counter(document.method for document in present)),
+        methods=dict(methods),
     )

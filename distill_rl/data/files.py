@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,23 +101,22 @@ def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
         first_row = 0
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS_PER_BATCH, columns=[key]):
-                column = batch.column(key)
-                check_column(column, kind, f"{path}: column {key!r}", first_row)
+                check_column(batch.column(key), kind, f"{path}: column {key!r}", first_row)
                 yield batch
-                first_row += len(column)
+                first_row += len(batch)
         return
-    schema = pa.schema([(key, ARROW_TYPES[kind])])
-    values: list[Any] = []
+    values = _json_values(path, key, kind)
+    while batch := list(islice(values, _ROWS_PER_BATCH)):
+        yield pa.record_batch([pa.array(batch, ARROW_TYPES[kind])], names=[key])
+
+
+def _json_values(path: Path, key: str, kind: Kind) -> Iterator[Any]:
+    """The checked values of one column of a JSON file."""
     for label, row in _json_rows(path):
         what = f"{path}: {label}"
         if key not in row:
             raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
-        values.append(check_value(row[key], kind, f"{what}, column {key!r}"))
-        if len(values) == _ROWS_PER_BATCH:
-            yield pa.record_batch([pa.array(values, ARROW_TYPES[kind])], schema)
-            values = []
-    if values:
-        yield pa.record_batch([pa.array(values, ARROW_TYPES[kind])], schema)
+        yield check_value(row[key], kind, f"{what}, column {key!r}")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

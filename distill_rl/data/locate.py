@@ -47,17 +47,15 @@ class DataFile:
     def columns(self) -> list[str]:
         return files.column_names(self.path)
 
-    def open(self, key: str, kind: Kind) -> datasets.Dataset:
+    def open(self, key: str, kind: Kind) -> Loaded:
         """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
-        dataset = files.open_file(self.path, key, kind)
-        if self.path.suffix == ".arrow":
-            _check(dataset, key, kind, self.name)
-        return dataset
+        loaded = Loaded(self.name, files.open_file(self.path, key, kind))
+        return loaded.open(key, kind) if self.path.suffix == ".arrow" else loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set that `datasets` has opened: an Arrow folder or a hub data set."""
+    """A data set that `datasets` has opened: a file, an Arrow folder or a hub data set."""
 
     name: str
     dataset: datasets.Dataset
@@ -70,11 +68,14 @@ class Loaded:
     def columns(self) -> list[str]:
         return self.dataset.column_names
 
-    def open(self, key: str, kind: Kind) -> datasets.Dataset:
+    def open(self, key: str, kind: Kind) -> Loaded:
         """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
         dataset = self.dataset.select_columns([key])
-        _check(dataset, key, kind, self.name)
-        return dataset
+        column, what = dataset.data.column(key), f"{self.name}, column {key!r}"
+        check_type(column.type, kind, what)
+        if column.nbytes <= CHECK_BYTES:
+            check_column(column, kind, what)
+        return Loaded(self.name, dataset)
 
 
 def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
@@ -187,10 +188,3 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
             raise unreachable from error
         raise DataError(setting, "a hub data set that `datasets` can load", f"{name}: {str(error)[:200]}") from error
     return Loaded(name, _pick_split(loaded, splits, name))
-
-
-def _check(dataset: datasets.Dataset, key: str, kind: Kind, name: str) -> None:
-    column, what = dataset.data.column(key), f"{name}, column {key!r}"
-    check_type(column.type, kind, what)
-    if column.nbytes <= CHECK_BYTES:
-        check_column(column, kind, what)

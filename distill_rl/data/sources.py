@@ -5,32 +5,22 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.files import Kind, content_hash
 from distill_rl.data.loader import random_order
-from distill_rl.data.locate import HubError, is_hub_name, locate
+from distill_rl.data.locate import HubError, Loaded, is_hub_name, locate
 from distill_rl.data.rows import check_value
 from distill_rl.errors import DataError
 
-__all__ = ["HubError", "Part", "Source", "is_hub_name", "open_source", "split_validation"]
+__all__ = ["HubError", "Source", "is_hub_name", "open_source", "split_validation"]
 
 _VALIDATION_STREAM = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One file or folder of a source; `dataset` holds the one column that is read."""
-
-    name: str
-    dataset: datasets.Dataset
 
 
 class Source:
@@ -38,9 +28,12 @@ class Source:
 
     `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str}, …]}`. Rows
     are counted from 0 over all files in order, and a part made by `select` keeps these numbers.
+
+    Args:
+        parts: the files and folders, each with the one column that is read.
     """
 
-    def __init__(self, parts: Sequence[Part], *, kind: Kind, key: str, paths: Sequence[Path]):
+    def __init__(self, parts: Sequence[Loaded], *, kind: Kind, key: str, paths: Sequence[Path]):
         self.parts, self.kind, self.key, self._paths = tuple(parts), kind, key, tuple(paths)
         self._ends = np.cumsum([len(part.dataset) for part in self.parts], dtype=np.int64)
         self._rows: np.ndarray | None = None
@@ -100,7 +93,7 @@ def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "tr
         columns = origin.columns()
         if key not in columns:
             raise _no_column(origin.name, key, columns, kind)
-        parts.append(Part(origin.name, origin.open(key, kind)))
+        parts.append(origin.open(key, kind))
         paths += origin.content
     if not sum(len(part.dataset) for part in parts):
         raise DataError(setting, "at least one row", f"an empty data set at {path}")

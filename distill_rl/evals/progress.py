@@ -5,54 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.evals.results.result import Row, processed_tokens
-from distill_rl.observe.log import printable
+from distill_rl.observe.log import get, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class SuiteProgress(Protocol):
-    """Progress of one suite on one model."""
+class SuiteProgress:
+    """Progress of one suite on one model; this one shows nothing."""
 
-    def add(self, rows: Iterable[Row]) -> None: ...
+    def add(self, rows: Iterable[Row]) -> None:
+        """Counts graded rows."""
 
 
-class Progress(Protocol):
-    """Receives the progress of an evaluation."""
+class Progress:
+    """Receives the progress of an evaluation; this one shows nothing but warnings, which go to the log."""
 
     def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
         """Starts a suite of `total` items; `rows` are those that an earlier run left."""
-        ...
+        return nullcontext(SuiteProgress())
 
     def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
         """Reports a suite that an earlier run finished."""
-        ...
-
-    def warn(self, text: str) -> None: ...
-
-
-class SilentProgress:
-    """Prints nothing; warnings go to the log."""
-
-    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
-        return nullcontext(self)
-
-    def add(self, rows: Iterable[Row]) -> None:
-        pass
-
-    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        pass
 
     def warn(self, text: str) -> None:
-        from distill_rl.observe.log import get
-
         get("evals").warning(text)
 
 
-class ConsoleProgress:
+class ConsoleProgress(Progress):
     """Shows the items done, the score so far and the time left.
 
     Args:
@@ -117,7 +100,7 @@ class ConsoleProgress:
             yield
 
 
-class _ConsoleSuite:
+class _ConsoleSuite(SuiteProgress):
     """Counts the items of one suite and their scores."""
 
     def __init__(self, name: str, total: int, progress: ConsoleProgress):

@@ -1,33 +1,29 @@
-"""Runs suites on models: `evaluate` and `evaluate_models`."""
+"""Runs suites on models: `evaluate_models`."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
-from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import Executor, LocalExecutor, Task
+from distill_rl.evals.backends.base import Output
+from distill_rl.evals.executor import Executor, Task
 from distill_rl.evals.grading.grader import Graded, Grader
-from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, load_questions
-from distill_rl.evals.progress import Progress, SilentProgress
+from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites
+from distill_rl.evals.progress import Progress
 from distill_rl.evals.results.result import Row, choice_row, completion_row, processed_tokens, summarise
-from distill_rl.evals.results.statistics import wilson
 from distill_rl.evals.results.store import Store, locked
 from distill_rl.evals.suites import registry
 from distill_rl.evals.suites.base import Item
-from distill_rl.evals.suites.registry import SUITES
 from distill_rl.system.files import sha256
-
-__all__ = ["SUITES", "Model", "evaluate", "evaluate_models", "wilson"]
 
 ANSWER_MARGIN = 8
 """Tokens by which a completion may exceed the suite's longest answer, where the suite sets no limit."""
@@ -46,84 +42,47 @@ class Model:
     """Folder of its results; None: nothing is written."""
 
 
-def evaluate(
-    model_dir: str | os.PathLike[str],
-    suites: Sequence[str],
-    data: str | os.PathLike[str],
-    *,
-    out_dir: str | os.PathLike[str] | None = None,
-    limit: int | None = None,
-    batch_size: int = 64,
-    seed: int = 0,
-    num_fewshot: int | None = None,
-    max_new_tokens: int | None = None,
-    backend: BackendName = "hf",
-    strict: bool = False,
-    clean: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Scores a model folder on local data, in this process and without network access.
-
-    Args:
-        suites: names in SUITES, or paths of .py files with suites of your own.
-        data: the file of a suite, or a folder that holds the data of all suites.
-        out_dir: gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; the report looks for
-            them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there. None:
-            nothing is written.
-        limit: maximum number of items per suite, drawn with `seed` and kept in the order of the data.
-        batch_size: prompts per batch.
-        num_fewshot, max_new_tokens: replace the suites' defaults.
-        strict: treat warnings about the data as errors.
-        clean: delete existing results first.
-
-    Returns:
-        Per suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes` (counts for
-        each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the same by
-        task), `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all settings.
-
-    Raises:
-        ConfigError: an unknown suite, a folder without a model, a chat suite for a model without a chat template, or
-            results of other settings in `out_dir`. Raised before any model is loaded.
-        DataError: missing files or bad rows; one line each.
-    """
-    settings = Settings(batch_size=batch_size)
-    options = Options(num_fewshot, max_new_tokens, limit, seed, strict, clean, backend=backend, settings=settings)
-    model = Model(str(model_dir), Path(model_dir).expanduser(), None if out_dir is None else Path(out_dir))
-    with closing(LocalExecutor()) as executor:
-        return evaluate_models([model], suites, Path(data), options, executor)[model.name]
-
-
 def evaluate_models(
     models: Sequence[Model],
-    suites: Sequence[str],
-    data: Path,
+    suites: Sequence[LoadedSuite],
     options: Options,
     executor: Executor,
     progress: Progress | None = None,
-    loaded: Sequence[LoadedSuite] | None = None,
     interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Scores models one after another, each on all suites: model name → suite → result. Otherwise like `evaluate`.
+    """Scores models one after another, each on all suites: model name → suite → result.
+
+    A result folder (`Model.out`) gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; the
+    report looks for them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there.
 
     Args:
+        suites: loaded with the same options.
         executor: runs the models; loads a model only if some of its items are not done yet.
-        loaded: the suites, if they are loaded already.
+        progress: None: nothing is shown.
         interrupted: called during every wait outside the executor; may raise.
+
+    Returns:
+        Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes`
+        (counts for each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the
+        same by task), `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all
+        settings.
+
+    Raises:
+        ConfigError: a folder without a model, a chat suite for a model without a chat template, or results of other
+            settings in a result folder. Raised before any model is loaded.
     """
-    progress = progress or SilentProgress()
-    loaded = load_questions(suites, data, options) if loaded is None else loaded
-    check_models(models, loaded)
-    for entry in loaded:
+    progress = progress or Progress()
+    check_models(models, suites)
+    for entry in suites:
         for warning in entry.questions.warnings:
             progress.warn(warning)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
     with ExitStack() as stack:
-        stack.enter_context(locked({model.out for model in models if model.out is not None}))
+        for folder in {model.out for model in models if model.out is not None}:
+            stack.enter_context(locked(folder))
         grader = stack.enter_context(Grader())
         # Every result folder is read before any model is loaded, so that conflicting results are reported at once.
-        runs = [_ModelRun(model, loaded, options, interrupted) for model in models]
-        for run in runs:
-            results[run.model.name] = run.suites(executor, grader, progress)
-    return results
+        runs = [_ModelRun(model, suites, options, interrupted) for model in models]
+        return {run.model.name: run.results(executor, grader, progress) for run in runs}
 
 
 def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None:
@@ -132,6 +91,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None
         ConfigError: folders without a model, or models that the suites cannot prompt; all problems at once.
     """
     from distill_rl.evals.backends.encode import model_folder
+    from distill_rl.models.hub import read_tokenizer
 
     chats = chat_suites(loaded)
     problems: list[str] = []
@@ -139,45 +99,25 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None
         what = f"model {model.name}"
         try:
             model_folder(model.folder, what)
-        except ConfigError as error:
+            if chats and not read_tokenizer(model.folder).chat_template:
+                problems.append(chat_problem(chats, what))
+        except DistillError as error:
             problems += error.problems
-            continue
-        if chats:
-            problems += _template_problems(chats, what, model.folder)
     if problems:
         raise ConfigError.many(problems)
-
-
-def _template_problems(chats: Sequence[str], what: str, folder: Path) -> list[str]:
-    from distill_rl.models.hub import read_tokenizer
-
-    try:
-        tokenizer: Any = read_tokenizer(folder)
-    except DistillError as error:
-        return list(error.problems)
-    return [] if tokenizer.chat_template else [chat_problem(chats, what)]
 
 
 class _ModelRun:
     """One model on all suites."""
 
-    def __init__(self, model: Model, loaded: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
+    def __init__(self, model: Model, suites: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
         self.model, self.options, self._interrupted = model, options, interrupted
         self._hash = hash_model(model.folder, interrupted)
-        self._tokenizer: Any = None
         self._model_is_loaded = False
-        self._stores = [(entry, self._open_store(entry)) for entry in loaded]
+        stores = {"clean": options.clean, "replace_others": options.replace_others}
+        self._stores = [(entry, Store(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
 
-    def _open_store(self, entry: LoadedSuite) -> Store:
-        return Store(
-            self.model.out,
-            entry.suite.name,
-            self._key(entry),
-            clean=self.options.clean,
-            replace_others=self.options.replace_others,
-        )
-
-    def suites(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
+    def results(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
         return {
             entry.suite.name: self._suite(entry, store, executor, grader, progress) for entry, store in self._stores
         }
@@ -253,14 +193,16 @@ class _ModelRun:
         if entry.choose:
             return None
         limit = self.options.max_new_tokens or entry.suite.max_new_tokens
-        return limit or ANSWER_MARGIN + max(self._count_tokens(item.answer) for item in entry.items)
+        if limit:
+            return limit
+        answers = (self._tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in entry.items)
+        return ANSWER_MARGIN + max(map(len, answers))
 
-    def _count_tokens(self, text: str) -> int:
-        if self._tokenizer is None:
-            from distill_rl.models.hub import read_tokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from distill_rl.models.hub import read_tokenizer
 
-            self._tokenizer = read_tokenizer(self.model.folder)
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return read_tokenizer(self.model.folder)
 
     def _facts(self, entry: LoadedSuite) -> dict[str, Any]:
         item = entry.items[0]

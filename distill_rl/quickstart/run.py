@@ -104,7 +104,7 @@ def verdict(summary: Mapping[str, Any]) -> int:
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
     """Exact match of every model on the held-out questions, by name and in the order of MODELS; written to <run>/evals too."""
     from distill_rl.evals.executor import LocalExecutor
-    from distill_rl.evals.options import Options
+    from distill_rl.evals.options import Options, load_questions
     from distill_rl.evals.progress import ConsoleProgress
     from distill_rl.evals.run import Model, evaluate_models
 
@@ -113,8 +113,10 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[st
     shutil.rmtree(evals / "student", ignore_errors=True)
     folders = (material.teacher, material.student, paths.export, control.export)
     models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
+    options = Options(clean=True)
+    suites = load_questions([SUITE], material.test, options)
     with closing(LocalExecutor()) as executor:
-        results = evaluate_models(models, [SUITE], material.test, Options(clean=True), executor, ConsoleProgress())
+        results = evaluate_models(models, suites, options, executor, ConsoleProgress())
     return {name: suites[SUITE] for name, suites in results.items()}
 
 

@@ -108,42 +108,30 @@ def exit_code(run: Run, logs: str) -> int:
     return run.code if run.code is not None and run.code >= 0 else 1
 
 
-@dataclass(frozen=True)
-class Progress:
-    step: int
-    kd: float | None
+def table(of_runs: Iterable[Run]) -> list[str]:
+    """Lines of a table with name, state, steps, latest KD and time."""
+    rows = [("run", "state", "step", "KD", "since")]
+    for run in of_runs:
+        step, kd = _progress(run.folder)
+        steps = f"{step}/{run.steps:,}" if run.steps else step
+        since = datetime.fromtimestamp(run.since).isoformat(" ", "seconds") if run.since else ""
+        rows.append((run.name, run.state, steps, kd, since))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def progress(folder: Path) -> Progress | None:
-    """Progress of a run, from the metrics in its directory; None if they cannot be read here or there are none yet."""
+def _progress(folder: Path) -> tuple[str, str]:
+    """Last step and latest KD of a run, from the metrics in its directory; "?" and "" where they cannot be read here or
+    there are none yet."""
     from distill_rl.observe.sinks.sinks import read_records
 
     try:
         records = read_records(folder / "metrics.jsonl")
     except OSError:
-        return None
+        records = []
     steps = [record["step"] for record in records]
     losses = [record["train/kl_loss"] for record in records if "train/kl_loss" in record]
-    return Progress(max(steps), losses[-1] if losses else None) if steps else None
-
-
-def table(of_runs: Iterable[Run]) -> list[str]:
-    """Lines of a table with name, state, steps, latest KD and time."""
-    rows = [("run", "state", "step", "KD", "since")]
-    for run in of_runs:
-        latest = progress(run.folder)
-        step = "?" if latest is None else f"{latest.step:,}"
-        rows.append(
-            (
-                run.name,
-                run.state,
-                f"{step}/{run.steps:,}" if run.steps else step,
-                f"{latest.kd:.4f}" if latest and latest.kd is not None else "",
-                datetime.fromtimestamp(run.since).isoformat(" ", "seconds") if run.since else "",
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return f"{max(steps):,}" if steps else "?", f"{losses[-1]:.4f}" if losses else ""
 
 
 def _run(job: JobDetails) -> Run | None:

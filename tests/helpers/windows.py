@@ -9,6 +9,8 @@ from functools import cache
 
 import numpy as np
 
+from distill_rl.align.dp.backends import align_windows
+from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 from distill_rl.gpu_check.checks import dp
 
@@ -23,6 +25,11 @@ def vocabulary(tokens: Sequence[str | bytes], normalization: str = "none") -> Vo
     """Token i spells the i-th string; "" is a special token."""
     lossy = "made lossy" if normalization == "lossy" else None
     return replace(dp.vocabulary(tokens), normalization=normalization, lossy=lossy)
+
+
+def align_window(student: np.ndarray, teacher: np.ndarray, tables: CanonicalTables, **options) -> Window:
+    """Chunk indices of one window's tokens."""
+    return align_windows([(student, teacher)], tables, **options)[0]
 
 
 def random_windows(seed: int, count: int, longest: int) -> list[Window]:

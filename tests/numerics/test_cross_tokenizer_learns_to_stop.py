@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from distill_rl.align import Alignment
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data import cross_tokenizer_batch
 from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.parallel.mesh import close_world, open_world
@@ -103,8 +102,6 @@ def test_a_student_learns_to_stop_across_tokenizers(world, folders, method):
 
 def test_without_paired_stop_tokens_it_does_not_learn_to_stop(world, folders, monkeypatch):
     """Shows that the paired stop tokens are the cause of the result above."""
-    original = cross_tokenizer_batch._pair_up
-    monkeypatch.setattr(
-        cross_tokenizer_batch, "_pair_up", lambda alignment, *rest: original(replace(alignment, stop_pairs=[]), *rest)
-    )
+    original = Alignment.trainable
+    monkeypatch.setattr(Alignment, "trainable", lambda alignment, mask: original(alignment, mask, stops=False))
     assert chance_to_stop(world, folders, "hybrid")[0] < 0.3

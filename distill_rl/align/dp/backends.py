@@ -44,32 +44,6 @@ if TYPE_CHECKING:
 BACKENDS = ("numba", "numpy", "cuda")
 
 
-def align_window(
-    student: np.ndarray,
-    teacher: np.ndarray,
-    tables: CanonicalTables,
-    *,
-    backend: str = "numba",
-    band: int = 64,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk indices of one window's tokens.
-
-    Args:
-        student, teacher: int [n], [m]: the window's token ids in the two vocabularies; either may be empty.
-        tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, built once per pair.
-        backend: numba | numpy | cuda; the results are the same.
-        band: half-width, in tokens, of the strip that is searched around the path expected from the bytes.
-    Returns:
-        int32 [n], int32 [m]: chunks 0, 1, … in the order of the text. A chunk is one token on one side and one to four
-        on the other that spell the same canonical string. −1 for a token in a gap or in an unequal pair, for one that
-        spells nothing, and for one whose chunk failed verification (`keep_verified`). Swapping the sides swaps the
-        result.
-    Raises:
-        ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
-    """
-    return align_windows([(student, teacher)], tables, backend=backend, band=band)[0]
-
-
 def align_windows(
     windows: Sequence[tuple[np.ndarray, np.ndarray]],
     tables: CanonicalTables,
@@ -77,7 +51,21 @@ def align_windows(
     backend: str = "numba",
     band: int = 64,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`align_window` for many (student ids, teacher ids), in order; "cuda" solves them in parallel on the device."""
+    """Chunk indices of each window's tokens, in order; "cuda" solves the windows in parallel on the device.
+
+    Args:
+        windows: (student, teacher), int [n], [m]: the window's token ids in the two vocabularies; either may be empty.
+        tables: `CanonicalTables(student_vocabulary, teacher_vocabulary, fast_ids=...)`, built once per pair.
+        backend: numba | numpy | cuda; the results are the same.
+        band: half-width, in tokens, of the strip that is searched around the path expected from the bytes.
+    Returns:
+        int32 [n], int32 [m] per window: chunks 0, 1, … in the order of the text. A chunk is one token on one side and
+        one to four on the other that spell the same canonical string. −1 for a token in a gap or in an unequal pair,
+        for one that spells nothing, and for one whose chunk failed verification (`keep_verified`). Swapping the sides
+        swaps the result.
+    Raises:
+        ValueError: an unknown backend, a band below 1, "cuda" without a CUDA device.
+    """
     solve = load_backend(backend)
     if band < 1:
         raise ValueError(f"band must be at least 1 token; it is {band}; set aligner.dp.band: 64")
@@ -91,7 +79,7 @@ def align_windows(
         if best is None:
             chunks = np.full(len(rows), -1, np.int32), np.full(len(columns), -1, np.int32)
         else:
-            chunks = keep_verified(rows, columns, *best)
+            chunks = keep_verified((rows, columns), *best)
         results.append(chunks[::-1] if swapped else chunks)
     return results
 

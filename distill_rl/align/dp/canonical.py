@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from distill_rl.align.spans import gather_bytes
 
 if TYPE_CHECKING:
     from distill_rl.align.tokenizer.vocabulary import Vocabulary
@@ -42,9 +45,7 @@ class ByteStrings:
     def joined(self) -> np.ndarray:
         """uint8: all strings, one after another."""
         lengths = self.lengths.astype(np.int64)
-        ends = np.cumsum(lengths)
-        order = np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-        return self.flat[np.repeat(self.starts - ends + lengths, lengths) + order]
+        return gather_bytes(self.flat, self.starts, lengths, lengths.cumsum())
 
 
 @dataclass(frozen=True)
@@ -88,55 +89,39 @@ class CanonicalTables:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool = True) -> None:
-        self.student, self.teacher, self.fast_ids = student, teacher, fast_ids
+        self.student, self.teacher = student, teacher
         lossy = [side for side in (student, teacher) if side.normalization == "lossy"]
         self.fold = fold_of(lossy) if lossy else None
         self._tables: tuple[CanonicalTokens, CanonicalTokens] | None = None
         if fast_ids:
-            self._tables = _intern(
-                *(_canonical(side, np.arange(side.size, dtype=np.int64), self.fold) for side in (student, teacher))
-            )
+            self._tables = self._tabulate(np.arange(student.size + 1), np.arange(teacher.size + 1))
+
+    def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
+        return _intern(
+            _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
+        )
 
     def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
         """Both sides of a window. Ids outside the vocabulary (padding of a model's embedding) spell nothing."""
-        student_ids, teacher_ids = np.asarray(student_ids, np.int64), np.asarray(teacher_ids, np.int64)
+        student_ids, teacher_ids = _in_table(student_ids, self.student), _in_table(teacher_ids, self.teacher)
         if self._tables is not None:
-            return _take(self._tables[0], student_ids), _take(self._tables[1], teacher_ids)
+            return self._tables[0].take(student_ids), self._tables[1].take(teacher_ids)
         student_unique, student_inverse = np.unique(student_ids, return_inverse=True)
         teacher_unique, teacher_inverse = np.unique(teacher_ids, return_inverse=True)
-        student, teacher = _intern(
-            _canonical(self.student, student_unique, self.fold), _canonical(self.teacher, teacher_unique, self.fold)
-        )
+        student, teacher = self._tabulate(student_unique, teacher_unique)
         return student.take(student_inverse), teacher.take(teacher_inverse)
 
 
-def _take(table: CanonicalTokens, ids: np.ndarray) -> CanonicalTokens:
-    """The table's entries for these ids; an id outside the table spells nothing."""
-    valid = (ids >= 0) & (ids < len(table))
-    if valid.all():
-        return table.take(ids)
-    if len(table) == 0:
-        raise ValueError(
-            "a vocabulary must have tokens to be aligned, got an empty one; pass the tokenizer's own vocabulary"
-        )
-    taken = table.take(np.where(valid, ids, 0))
-    strings = taken.strings
-    strings = ByteStrings(
-        strings.flat,
-        strings.starts,
-        np.where(valid, strings.lengths, 0),
-        strings.inner & valid,
-        np.where(valid, strings.widths, 0),
-    )
-    return CanonicalTokens(strings, np.where(valid, taken.ids, NONE).astype(np.int32), taken.hashes, taken.powers)
+def _in_table(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """The ids; `size`, one past the last id, in place of those outside the vocabulary."""
+    ids = np.asarray(ids, np.int64)
+    return np.where((ids >= 0) & (ids < vocabulary.size), ids, vocabulary.size)
 
 
 def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> ByteStrings:
-    """The canonical strings of these ids; empty for an id outside the vocabulary."""
-    valid = (ids >= 0) & (ids < vocabulary.size)
-    inside = np.where(valid, ids, 0)
-    starts = vocabulary.starts[inside] if vocabulary.size else np.zeros(len(ids), np.int64)
-    lengths = np.where(valid, vocabulary.lengths[inside] if vocabulary.size else 0, 0).astype(np.int32)
+    """The canonical strings of these ids; empty for the id `size`, one past the last."""
+    starts = vocabulary.starts[ids]
+    lengths = np.append(vocabulary.lengths, 0)[ids].astype(np.int32)
     if fold is None:
         return ByteStrings(vocabulary.flat, starts, lengths, lengths > 0, lengths)
     flat = vocabulary.flat.tobytes()
@@ -166,13 +151,10 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
     """The composition of those folds that leave a lossy vocabulary's own tokens unchanged."""
     steps: list[Callable[[str], str]] = []
     for vocabulary in lossy:
-        flat = vocabulary.flat.tobytes()
         texts = []
-        for start, length in zip(vocabulary.starts.tolist(), vocabulary.lengths.tolist()):
-            try:
-                texts.append(flat[start : start + length].decode())
-            except UnicodeDecodeError:
-                continue
+        for spelling in vocabulary.spellings():
+            with suppress(UnicodeDecodeError):
+                texts.append(spelling.decode())
         for step, unfolded in ((_nfkc, str), (_strip_accents, _nfd), (str.lower, str)):
             if step not in steps and all(
                 step(text) == unfolded(text) for text in texts if not text.isascii() or step is str.lower
@@ -207,14 +189,9 @@ def _intern(*sides: ByteStrings) -> tuple[CanonicalTokens, CanonicalTokens]:
     tokens = []
     for strings in sides:
         flat = strings.flat.tobytes()
-        ids = np.fromiter(
-            (
-                index.setdefault(flat[start : start + length], len(index))
-                for start, length in zip(strings.starts.tolist(), strings.lengths.tolist())
-            ),
-            np.int32,
-            len(strings.starts),
-        )
+        spans = zip(strings.starts.tolist(), strings.lengths.tolist())
+        numbered = (index.setdefault(flat[start : start + length], len(index)) for start, length in spans)
+        ids = np.fromiter(numbered, np.int32, len(strings.starts))
         tokens.append(CanonicalTokens(strings, ids, *_hashes(strings)))
     return tokens[0], tokens[1]
 

@@ -7,62 +7,53 @@ from functools import partial
 import numpy as np
 
 from distill_rl.align.dp.canonical import CanonicalTokens
-from distill_rl.align.spans import keep_chunks
+from distill_rl.align.spans import chunk_bounds, keep_chunks
 
 REACH = 16
 """At most this many consecutive chunks are recognised as out of place"""
 
+Sides = tuple[CanonicalTokens, CanonicalTokens]
+Chunked = tuple[np.ndarray, np.ndarray]
+"""Chunk indices of the rows and of the columns, −1 for none"""
+
 _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
-def keep_verified(
-    rows: CanonicalTokens, columns: CanonicalTokens, row_marks: np.ndarray, column_marks: np.ndarray, count: int
-) -> tuple[np.ndarray, np.ndarray]:
+def keep_verified(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
     """Chunk indices int32 [n], int32 [m], in the order of the text, from the marks of `trace_back`.
 
     Removes joins whose hashes are equal but whose bytes are not, and chunks that pair two different occurrences of the
     same string.
+
+    Args:
+        sides: the rows and the columns.
     """
-    row_chunk, column_chunk = (
-        np.where(marks < 0, -1, count - 1 - marks).astype(np.int32) for marks in (row_marks, column_marks)
-    )
+    rows, columns = (np.where(marks < 0, -1, count - 1 - marks) for marks in (row_marks, column_marks))
+    chunks = rows.astype(np.int32), columns.astype(np.int32)
     for check in (_equal_bytes, _in_place, partial(_in_place, spaces=False)):
-        count = int(row_chunk.max(initial=-1)) + 1
-        keep = check(rows, columns, row_chunk, column_chunk, count)
+        count = int(chunks[0].max(initial=-1)) + 1
+        keep = check(sides, chunks, count)
         if not keep.all():
-            row_chunk, column_chunk = keep_chunks(keep, row_chunk, column_chunk)
-    return row_chunk, column_chunk
+            chunks = keep_chunks(keep, *chunks)
+    return chunks
 
 
-def _equal_bytes(
-    rows: CanonicalTokens, columns: CanonicalTokens, row_chunk: np.ndarray, column_chunk: np.ndarray, count: int
-) -> np.ndarray:
+def _equal_bytes(sides: Sides, chunks: Chunked, count: int) -> np.ndarray:
     """bool [count]: whether both sides of the chunk spell the same bytes."""
-    in_rows, in_columns = row_chunk >= 0, column_chunk >= 0
-    left = rows.strings.take(np.flatnonzero(in_rows))
-    right = columns.strings.take(np.flatnonzero(in_columns))
-    left_sizes = np.bincount(row_chunk[in_rows], weights=left.lengths, minlength=count)
-    right_sizes = np.bincount(column_chunk[in_columns], weights=right.lengths, minlength=count)
+    left, right = (side.strings.take(np.flatnonzero(chunk >= 0)) for side, chunk in zip(sides, chunks))
+    left_sizes = np.bincount(chunks[0][chunks[0] >= 0], left.lengths, count)
+    right_sizes = np.bincount(chunks[1][chunks[1] >= 0], right.lengths, count)
     # Usually all chunks are equal, which one comparison proves: equal lengths of each chunk and equal bytes overall.
     equal = np.ones(count, bool)
     if np.array_equal(left_sizes, right_sizes) and np.array_equal(left.joined(), right.joined()):
         return equal
-    for chunk in range(count):
-        row_bytes = rows.strings.take(np.flatnonzero(row_chunk == chunk)).joined()
-        column_bytes = columns.strings.take(np.flatnonzero(column_chunk == chunk)).joined()
-        equal[chunk] = np.array_equal(row_bytes, column_bytes)
+    for i in range(count):
+        left, right = (side.strings.take(np.flatnonzero(chunk == i)) for side, chunk in zip(sides, chunks))
+        equal[i] = np.array_equal(left.joined(), right.joined())
     return equal
 
 
-def _in_place(
-    rows: CanonicalTokens,
-    columns: CanonicalTokens,
-    row_chunk: np.ndarray,
-    column_chunk: np.ndarray,
-    count: int,
-    *,
-    spaces: bool = True,
-) -> np.ndarray:
+def _in_place(sides: Sides, chunks: Chunked, count: int, *, spaces: bool = True) -> np.ndarray:
     """bool [count]: False for a chunk that pairs two different occurrences of the same string.
 
     The score rewards any pair of equal tokens, so a repeated word, or a repeated byte of divided characters, may be
@@ -78,9 +69,7 @@ def _in_place(
     With `spaces=False` the same is done on the bytes without white space, which one side may add or drop.
     """
     in_place = np.ones(count, bool)
-    texts, begins, ends = zip(
-        *(_extents(side, chunk, count, spaces) for side, chunk in ((rows, row_chunk), (columns, column_chunk)))
-    )
+    texts, begins, ends = zip(*(_extents(side, chunk, count, spaces) for side, chunk in zip(sides, chunks)))
     drift = begins[0] - begins[1]
     changes = np.flatnonzero(np.diff(drift))
     if len(changes) < 2:
@@ -112,10 +101,7 @@ def _extents(
     if not spaces:
         kept = ~_WHITE[text]
         text, ends_of_tokens = text[kept], np.concatenate(([0], np.cumsum(kept)))[ends_of_tokens]
-    inside = np.flatnonzero(chunk >= 0)
-    first, last = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last[chunk[inside]] = inside
-    first[chunk[inside[::-1]]] = inside[::-1]
-    begins = np.concatenate(([0], ends_of_tokens[first], ends_of_tokens[-1:]))
-    ends = np.concatenate(([0], ends_of_tokens[last + 1], ends_of_tokens[-1:]))
+    firsts, stops = chunk_bounds(chunk, count)
+    begins = np.concatenate(([0], ends_of_tokens[firsts], ends_of_tokens[-1:]))
+    ends = np.concatenate(([0], ends_of_tokens[stops], ends_of_tokens[-1:]))
     return text, begins, ends

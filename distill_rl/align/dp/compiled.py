@@ -15,6 +15,7 @@ from distill_rl.align.dp.problem import (
     EQUAL_SCORE,
     GAP_SCORE,
     JOIN_SCORE,
+    MAX_JOIN,
     NEVER,
     ROW_GAP,
     ROWS,
@@ -25,30 +26,21 @@ from distill_rl.align.dp.problem import (
 )
 
 
-def choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4):  # type: ignore[no-untyped-def]
+def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-untyped-def]
     """(score, move) of a cell from the scores of its predecessors, which are `NEVER` if unreachable.
 
-    Arguments besides `equal` (whether row i and column j are equal) are scores S:
+    Among equal scores the first move in the order of `problem` wins. The CUDA kernel compiles the same function.
 
-        diagonal S[i−1, j−1]    above S[i−1, j]    left S[i, j−1]    rowsK S[i−K, j−1]    columnsK S[i−1, j−K]
-
-    Among equal scores the first move in this order wins. The CUDA kernel compiles the same function.
+    Args:
+        equal: whether row i and column j are equal.
+        diagonal, above, left: S[i−1, j−1], S[i−1, j], S[i, j−1].
+        join, join_move: the highest score by a join, and its move; `NEVER` and any move if there is none.
     """
     best, move = NEVER, EQUAL
     if equal:
         best = diagonal + EQUAL_SCORE
-    if rows2 + 2 * JOIN_SCORE > best:
-        best, move = rows2 + 2 * JOIN_SCORE, ROWS
-    if rows3 + 3 * JOIN_SCORE > best:
-        best, move = rows3 + 3 * JOIN_SCORE, ROWS + 1
-    if rows4 + 4 * JOIN_SCORE > best:
-        best, move = rows4 + 4 * JOIN_SCORE, ROWS + 2
-    if columns2 + 2 * JOIN_SCORE > best:
-        best, move = columns2 + 2 * JOIN_SCORE, COLUMNS
-    if columns3 + 3 * JOIN_SCORE > best:
-        best, move = columns3 + 3 * JOIN_SCORE, COLUMNS + 1
-    if columns4 + 4 * JOIN_SCORE > best:
-        best, move = columns4 + 4 * JOIN_SCORE, COLUMNS + 2
+    if join > best:
+        best, move = join, join_move
     if not equal and diagonal + UNEQUAL_SCORE > best:
         best, move = diagonal + UNEQUAL_SCORE, UNEQUAL
     if above + GAP_SCORE > best:
@@ -70,17 +62,16 @@ _choose = _compiled(choose)
 _trace_back = _compiled(trace_back)
 
 
-def _at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
+@_compiled
+def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
     """S[i, j], or `NEVER` outside the strip."""
     if i < 0 or j < low[i] or j > high[i]:
         return np.int64(NEVER)
     return np.int64(scores[offsets[i] + j - low[i]])
 
 
-_score_at = _compiled(_at)
-
-
-def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
+@_compiled
+def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
     """uint8 [cells]: the move into every cell of the strip, row by row.
 
     The three neighbours `diagonal`, `above` and `left` are carried along the row; joins, which are rare, look their
@@ -94,41 +85,28 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
         moves[j] = COLUMN_GAP
     for i in range(1, n + 1):
         row_id = row_ids[i - 1]
-        row1, row2, row3, row4 = row_joins[i - 1, 0], row_joins[i - 1, 1], row_joins[i - 1, 2], row_joins[i - 1, 3]
+        row1 = row_joins[i - 1, 0]
         first, last, row_above = low[i - 1], high[i - 1], offsets[i - 1] - low[i - 1]
         left = np.int64(NEVER)
         diagonal = np.int64(scores[row_above + low[i] - 1]) if low[i] > first else np.int64(NEVER)
         for j in range(low[i], high[i] + 1):
             above = np.int64(scores[row_above + j]) if j <= last else np.int64(NEVER)
-            equal = joined = False
+            equal = False
+            join, join_move = np.int64(NEVER), EQUAL
             if j > 0:
                 equal = row_id != NONE and row_id == column_ids[j - 1]
                 column1 = column_joins[j - 1, 0]
-                by_rows = row2 == column1 or row3 == column1 or row4 == column1
-                by_columns = (
-                    column_joins[j - 1, 1] == row1 or column_joins[j - 1, 2] == row1 or column_joins[j - 1, 3] == row1
-                )
-                joined = (by_rows and column1 != 0) or (by_columns and row1 != 0)
-            if joined:
-                rows2 = rows3 = rows4 = columns2 = columns3 = columns4 = np.int64(NEVER)
-                column1 = column_joins[j - 1, 0]
-                if column1 != 0:
-                    if row2 == column1:
-                        rows2 = _score_at(scores, low, high, offsets, i - 2, j - 1)
-                    if row3 == column1:
-                        rows3 = _score_at(scores, low, high, offsets, i - 3, j - 1)
-                    if row4 == column1:
-                        rows4 = _score_at(scores, low, high, offsets, i - 4, j - 1)
-                if row1 != 0:
-                    if column_joins[j - 1, 1] == row1:
-                        columns2 = _score_at(scores, low, high, offsets, i - 1, j - 2)
-                    if column_joins[j - 1, 2] == row1:
-                        columns3 = _score_at(scores, low, high, offsets, i - 1, j - 3)
-                    if column_joins[j - 1, 3] == row1:
-                        columns4 = _score_at(scores, low, high, offsets, i - 1, j - 4)
-                left, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
-            else:
-                left, move = _choose(equal, diagonal, above, left, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER)
+                for size in range(2, MAX_JOIN + 1):
+                    if row_joins[i - 1, size - 1] == column1 and column1 != 0:
+                        score = _score_at(scores, low, high, offsets, i - size, j - 1) + JOIN_SCORE * size
+                        if score > join:
+                            join, join_move = score, ROWS + size - 2
+                for size in range(2, MAX_JOIN + 1):
+                    if column_joins[j - 1, size - 1] == row1 and row1 != 0:
+                        score = _score_at(scores, low, high, offsets, i - 1, j - size) + JOIN_SCORE * size
+                        if score > join:
+                            join, join_move = score, COLUMNS + size - 2
+            left, move = _choose(equal, diagonal, above, left, join, join_move)
             cell = offsets[i] + j - low[i]
             scores[cell] = left
             moves[cell] = move
@@ -136,22 +114,11 @@ def _fill_cells(row_ids, column_ids, row_joins, column_joins, low, high, offsets
     return moves
 
 
-_fill = _compiled(_fill_cells)
-
-
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
-        moves = _fill(
-            problem.row_ids,
-            problem.column_ids,
-            problem.row_joins,
-            problem.column_joins,
-            problem.low,
-            problem.high,
-            problem.offsets,
-        )
+        moves = _fill(*problem)
         solved.append((rows, columns, int(_trace_back(moves, problem.low, problem.offsets, rows, columns))))
     return solved

@@ -19,7 +19,7 @@ from numba import cuda
 
 from distill_rl.align.dp.canonical import NONE
 from distill_rl.align.dp.compiled import choose
-from distill_rl.align.dp.problem import NEVER, Problem, trace_back
+from distill_rl.align.dp.problem import COLUMNS, EQUAL, JOIN_SCORE, MAX_JOIN, NEVER, ROWS, Problem, trace_back
 
 SCRATCH_BYTES = 512 * 2**20
 """Device memory for the cells of one launch; if more windows are given, there are several launches"""
@@ -73,8 +73,8 @@ def _align(  # type: ignore[no-untyped-def]
                 scores[window, 0, 0] = 0
                 continue
             diagonal = above = left = NEVER
-            rows2 = rows3 = rows4 = columns2 = columns3 = columns4 = NEVER
             equal = False
+            join, join_move = NEVER, EQUAL
             if i > 0 and j >= low[b0 + i - 1] and j <= high[b0 + i - 1]:
                 above = scores[window, (d - 1) % DIAGONALS, (i - 1) % width]
             if j > low[b0 + i]:
@@ -84,28 +84,19 @@ def _align(  # type: ignore[no-untyped-def]
                 if j - 1 >= low[b0 + i - 1] and j - 1 <= high[b0 + i - 1]:
                     diagonal = scores[window, (d - 2) % DIAGONALS, (i - 1) % width]
                 row1, column1 = row_joins[r0 + i - 1, 0], column_joins[c0 + j - 1, 0]
-                for size in range(2, 5):
-                    score = NEVER
-                    if column1 != 0 and row_joins[r0 + i - 1, size - 1] == column1:
-                        if j - 1 >= low[b0 + i - size] and j - 1 <= high[b0 + i - size]:
-                            score = scores[window, (d - 1 - size) % DIAGONALS, (i - size) % width]
-                        if size == 2:
-                            rows2 = score
-                        elif size == 3:
-                            rows3 = score
-                        else:
-                            rows4 = score
-                    score = NEVER
-                    if row1 != 0 and column_joins[c0 + j - 1, size - 1] == row1:
-                        if j - size >= low[b0 + i - 1] and j - size <= high[b0 + i - 1]:
-                            score = scores[window, (d - 1 - size) % DIAGONALS, (i - 1) % width]
-                        if size == 2:
-                            columns2 = score
-                        elif size == 3:
-                            columns3 = score
-                        else:
-                            columns4 = score
-            best, move = _choose(equal, diagonal, above, left, rows2, rows3, rows4, columns2, columns3, columns4)
+                for size in range(2, MAX_JOIN + 1):
+                    joined = row_joins[r0 + i - 1, size - 1] == column1 and column1 != 0
+                    if joined and low[b0 + i - size] <= j - 1 <= high[b0 + i - size]:
+                        score = scores[window, (d - 1 - size) % DIAGONALS, (i - size) % width] + JOIN_SCORE * size
+                        if score > join:
+                            join, join_move = score, ROWS + size - 2
+                for size in range(2, MAX_JOIN + 1):
+                    joined = column_joins[c0 + j - 1, size - 1] == row1 and row1 != 0
+                    if joined and low[b0 + i - 1] <= j - size <= high[b0 + i - 1]:
+                        score = scores[window, (d - 1 - size) % DIAGONALS, (i - 1) % width] + JOIN_SCORE * size
+                        if score > join:
+                            join, join_move = score, COLUMNS + size - 2
+            best, move = _choose(equal, diagonal, above, left, join, join_move)
             scores[window, d % DIAGONALS, i % width] = best
             moves[m0 + offsets[b0 + i] + j - low[b0 + i]] = move
         cuda.syncthreads()

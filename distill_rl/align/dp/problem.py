@@ -5,7 +5,7 @@ Legend: n rows, m columns, n ≤ m; cell (i, j) aligns the first i row tokens wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,9 @@ NEVER = -(2**30)
 """The score of a cell that cannot be reached"""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
+    """The arguments of a backend's compiled function, in this order."""
+
     row_ids: np.ndarray
     """int32 [n]: canonical ids, `NONE` for a token that spells nothing"""
     column_ids: np.ndarray

@@ -30,8 +30,6 @@ from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.align.tokenizer.retokenize import Retokenizer
 from distill_rl.align.tokenizer.vocabulary import Vocabulary, common_vocabulary, read_vocabulary
 
-__all__ = ["Projection", "build_projection", "cached_projection", "load_projection", "save_projection"]
-
 log = logging.getLogger(__name__)
 
 MAX_PIECES = 4

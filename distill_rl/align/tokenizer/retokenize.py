@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from distill_rl.align.dp.canonical import fold_of
 from distill_rl.align.tokenizer.encoder import Encoder, backend_of
@@ -38,9 +35,8 @@ class Retokenizer:
         self._encoder = encoder
         self._model = backend_of(tokenizer).model
         self._fold = fold_of([vocabulary]) if vocabulary.normalization == "lossy" else None
-        flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
-        self._bytes = [flat[start:stop] for start, stop in pairwise(starts)]
-        self.ids = preferred_ids(vocabulary)
+        self._bytes = vocabulary.spellings()
+        self.ids = vocabulary.ids_by_bytes()
         self._longest = max(map(len, self.ids), default=0)
         description = encoder.description
         self._letters = (
@@ -95,16 +91,6 @@ class Retokenizer:
             ids.append(self.ids[spelling[done : done + size]])
             done += size
         return ids
-
-
-def preferred_ids(vocabulary: Vocabulary) -> dict[bytes, int]:
-    """Bytes → the id that spells them. Plain pieces take precedence over byte-fallback ones, then lower ids over higher."""
-    flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
-    ids: dict[bytes, int] = {}
-    for fallback in (False, True):
-        for token in np.flatnonzero((vocabulary.byte_fallback == fallback) & (vocabulary.lengths > 0)).tolist():
-            ids.setdefault(flat[starts[token] : starts[token + 1]], token)
-    return ids
 
 
 def _text(spelling: bytes) -> str | None:

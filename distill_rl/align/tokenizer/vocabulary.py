@@ -77,6 +77,21 @@ class Vocabulary:
         """The bytes that a token spells; empty for a special token."""
         return self.flat[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
 
+    def spellings(self) -> list[bytes]:
+        """The bytes that each id spells."""
+        flat = self.flat.tobytes()
+        return [flat[start:stop] for start, stop in pairwise(self.starts.tolist())]
+
+    def ids_by_bytes(self) -> dict[bytes, int]:
+        """Bytes → the id that spells them. Plain pieces take precedence over byte-fallback ones, then lower ids over
+        higher."""
+        spellings = self.spellings()
+        ids: dict[bytes, int] = {}
+        for fallback in (False, True):
+            for token in np.flatnonzero((self.byte_fallback == fallback) & (self.lengths > 0)).tolist():
+                ids.setdefault(spellings[token], token)
+        return ids
+
     def literal(self, token_id: int) -> bytes:
         """The text that a special token is written as; empty for other tokens."""
         return self.literals.get(int(token_id), b"")
@@ -169,23 +184,10 @@ def _read_table(
     return table, fallback, special, literals
 
 
-def canonical_ids(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [V_s], int32 [V_t]: equal values if and only if two ids, of either side, spell equal bytes; −1 for no bytes."""
-    index: dict[bytes, int] = {b"": -1}
-    sides = []
-    for vocabulary in (student, teacher):
-        flat, starts = vocabulary.flat.tobytes(), vocabulary.starts.tolist()
-        spelled = (flat[start:stop] for start, stop in pairwise(starts))
-        canonical = (index.setdefault(piece, len(index)) for piece in spelled)
-        sides.append(np.fromiter(canonical, np.int32, vocabulary.size))
-    return sides[0], sides[1]
-
-
 def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
     """The ids that two vocabularies have in common, paired one to one.
 
-    1. Ids that spell the same bytes. Of several ids with the same bytes, plain pieces take precedence over
-       byte-fallback ones, then lower ids over higher.
+    1. Ids that spell the same bytes; of several such ids the one of `Vocabulary.ids_by_bytes`.
     2. eos with eos, end_of_turn with end_of_turn, bos with bos, if both ids are still unpaired.
     3. Special tokens that are written alike, if both are still unpaired and either both or neither end an answer.
 
@@ -196,17 +198,13 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
     """
     if student.hash == teacher.hash:
         return np.arange(student.size, dtype=np.int32), np.arange(teacher.size, dtype=np.int32)
-    chosen = []
-    for vocabulary, canonical in zip((student, teacher), canonical_ids(student, teacher)):
-        ids = np.flatnonzero(canonical >= 0)
-        ids = ids[np.lexsort((ids, vocabulary.byte_fallback[ids], canonical[ids]))]
-        first = np.r_[True, canonical[ids][1:] != canonical[ids][:-1]][: len(ids)]
-        chosen.append((canonical[ids[first]], ids[first]))
-    (student_keys, student_ids), (teacher_keys, teacher_ids) = chosen
-    _, in_student, in_teacher = np.intersect1d(student_keys, teacher_keys, assume_unique=True, return_indices=True)
-    left, right = student_ids[in_student], teacher_ids[in_teacher]
-    order = np.argsort(left)
-    matched = left[order].tolist(), right[order].tolist()
+    teacher_ids = teacher.ids_by_bytes()
+    pairs = sorted(
+        (student_id, teacher_ids[spelling])
+        for spelling, student_id in student.ids_by_bytes().items()
+        if spelling in teacher_ids
+    )
+    matched = [left for left, _ in pairs], [right for _, right in pairs]
     for student_id, teacher_id in _special_pairs(student, teacher):
         if student_id not in matched[0] and teacher_id not in matched[1]:
             matched[0].append(student_id)

@@ -55,7 +55,6 @@ class Output:
 class Backend(Protocol):
     """A loaded model."""
 
-    settings: Settings
     device: Any
     """The model's device; its `str` is cpu, cuda or cuda:N."""
 

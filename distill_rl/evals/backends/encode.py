@@ -63,7 +63,7 @@ class Encoder:
             DataError: as `encode`, or a choice that adds no token to the prompt.
         """
         prompt, *wholes = self._tokenize(item, ["", *item.choices])
-        context = _common([prompt, *wholes])
+        context = common_start([prompt, *wholes])
         if not context:
             raise DataError(item.id, "the prompt must have at least one token")
         continuations = tuple(whole[len(context) :] for whole in wholes)
@@ -117,12 +117,8 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
     return folder
 
 
-def common_length(rows: Sequence[Sequence[int]]) -> int:
-    """Length of the common start of all rows."""
-    return len(_common(rows))
-
-
-def _common(rows: Sequence[Sequence[int]]) -> Any:
+def common_start(rows: Sequence[Sequence[int]]) -> Any:
+    """The tokens that all rows begin with."""
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
 
 

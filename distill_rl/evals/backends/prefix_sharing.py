@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distill_rl.evals.backends.encode import common_length
+from distill_rl.evals.backends.encode import common_start
 
 MIN_SHARED_TOKENS = 16
 """Minimum length of a shared prefix for which separate batches pay off."""
@@ -53,7 +53,7 @@ def group_by_prefix(
     unshared = by_prefix.pop("", [])
     groups = []
     for members in by_prefix.values():
-        shared = min(common_length([rows[row] for row in members]), min(max_shared[row] for row in members))
+        shared = min(len(common_start([rows[row] for row in members])), min(max_shared[row] for row in members))
         if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
             groups.append(PrefixGroup(shared, members))
         else:
@@ -71,21 +71,12 @@ class CacheSupport:
 
     plain: bool
     """The cache holds only keys and values, so that its rows can be selected and repeated."""
-    windows: bool
-    """Some layers attend to the last tokens only, counted by position in the row."""
-    by_length: bool
-    """The position encoding depends on the length of the text, so a prefix run alone differs from the same prefix in a
-    long text."""
-
-    @property
-    def share_aligned(self) -> bool:
-        """Whether rows can continue a shared prefix directly after it."""
-        return self.plain and not self.by_length
-
-    @property
-    def share_padded(self) -> bool:
-        """Whether rows can continue a shared prefix after padding, which an attention window would count."""
-        return self.share_aligned and not self.windows
+    share_aligned: bool
+    """Rows can continue a shared prefix directly after it. Not if the position encoding depends on the length of the
+    text, because a prefix run alone then differs from the same prefix in a long text."""
+    share_padded: bool
+    """Rows can continue a shared prefix after padding. Not if some layers attend to the last tokens only, because such a
+    window would count the padding."""
 
 
 def cache_support(model: Any) -> CacheSupport:
@@ -100,11 +91,9 @@ def cache_support(model: Any) -> CacheSupport:
     takes_cache = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
     has_plain_layers = layers <= {DynamicLayer, DynamicSlidingWindowLayer}
-    return CacheSupport(
-        plain=takes_cache and not is_chunked and not model._is_stateful and has_plain_layers,
-        windows=DynamicSlidingWindowLayer in layers,
-        by_length=bool(rope_types & {"longrope", "dynamic"}),
-    )
+    plain = takes_cache and not is_chunked and not model._is_stateful and has_plain_layers
+    aligned = plain and not rope_types & {"longrope", "dynamic"}
+    return CacheSupport(plain, aligned, share_padded=aligned and DynamicSlidingWindowLayer not in layers)
 
 
 class SharedPrefix:

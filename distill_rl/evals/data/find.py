@@ -1,5 +1,7 @@
 """Finds the data of a suite in files, copies of hub repositories, folders of `datasets` and original archives.
 
+`read_split` also reads what `find` finds.
+
 `find` looks for a split in these places and takes the first that has files:
 
 1. the folders named after the data set, up to two levels below `data`, then `data` itself (`_roots`). A folder of the
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.read import SUFFIXES
+from distill_rl.evals.data.read import SUFFIXES, Columns, Row, read_rows, require_columns
 
 _PARTS = ("main", "all", "default", "data")
 """Folders between a data set's folder and its files: configurations of a hub repository, the content of an archive."""
@@ -40,6 +42,29 @@ MATH500 = DataSetNames(("math500", "huggingfaceh4math500"), hosts=MATH.aliases)
 MMLU = DataSetNames(("mmlu", "caismmlu", "hendryckstest", "mmlunotrain", "hailsmmlunotrain", "lukaemonmmlu"))
 GSM8K = DataSetNames(("gsm8k", "openaigsm8k", "gradeschoolmath"))
 _ALL = frozenset(alias for names in (MATH, MATH500, MMLU, GSM8K) for alias in names.aliases)
+
+
+def read_split(
+    data: Path,
+    names: DataSetNames,
+    split: str,
+    columns: Columns,
+    foreign: Columns | None = None,
+    header: Sequence[str] = (),
+) -> tuple[list[Row], list[Path]]:
+    """The rows of a split, and its files.
+
+    Args:
+        columns, foreign: the columns that the files must have and must not have, as `require_columns` takes them.
+        header: the columns of CSV files that do not name them.
+
+    Raises:
+        DataError: as `find`, `read_rows` and `require_columns`.
+    """
+    files = find(data, names, split)
+    rows = [row for file in files for row in read_rows(file, header)]
+    require_columns(rows, columns, foreign)
+    return rows, files
 
 
 def find(data: Path, names: DataSetNames, split: str) -> list[Path]:

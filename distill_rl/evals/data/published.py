@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from distill_rl.errors import DataError
+from distill_rl.evals.data.read import ContentIds, content_sha256
+from distill_rl.evals.suites.base import Item, Questions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,25 @@ class PublishedSplit:
         return ()
 
 
+def make_questions(
+    rows: Sequence[T],
+    content_of: Callable[[T], Sequence[str]],
+    make_item: Callable[[str, T], Item],
+    files: Iterable[Path],
+    published: PublishedSplit,
+) -> Questions:
+    """The questions of a split, with ids and a hash of their content, and the differences from the published split.
+
+    Args:
+        content_of: row → the texts that identify it.
+        make_item: (id, row) → item.
+    """
+    contents = [content_of(row) for row in rows]
+    content, ids = content_sha256(contents), ContentIds()
+    items = tuple(make_item(ids(*texts), row) for texts, row in zip(contents, rows))
+    return Questions(items, tuple(files), content, published.warnings(len(items), content))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkedExample:
     """A worked example."""
@@ -37,21 +61,15 @@ class WorkedExample:
     answer: str
 
 
-@cache
-def worked_examples(name: str) -> tuple[WorkedExample, ...]:
-    """The worked examples of a paper, in its order; the file in `fewshot/` cites the paper."""
-    text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
-    return tuple(WorkedExample(**example) for example in json.loads(text)["examples"])
-
-
-def first_examples(name: str, count: int) -> tuple[WorkedExample, ...]:
-    """The first `count` worked examples of a paper.
+def first_examples(name: str, count: int) -> list[WorkedExample]:
+    """The first `count` worked examples of a paper; the file in `fewshot/` cites it.
 
     Raises:
         DataError: the paper has fewer.
     """
-    examples = worked_examples(name)
+    text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
+    examples = json.loads(text)["examples"]
     if not 0 <= count <= len(examples):
         rule = f"must be 0 to {len(examples)}, the worked examples of its paper"
         raise DataError(f"num_fewshot of {name}", rule, count)
-    return examples[:count]
+    return [WorkedExample(**example) for example in examples[:count]]

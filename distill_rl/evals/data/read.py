@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from distill_rl.errors import DataError
 
 T = TypeVar("T")
+Columns = Mapping[str, Sequence[str]]
+"""Per kind of column ("answer"), the names that it may have."""
 
 _QUESTION_COLUMNS = {"question", "problem", "prompt", "input"}
 """A first CSV record with one of these names is a header."""
@@ -80,14 +82,12 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
     return converted
 
 
-def require_columns(
-    rows: Sequence[Row], kinds: Mapping[str, Sequence[str]], foreign: Mapping[str, Sequence[str]] | None = None
-) -> None:
+def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None = None) -> None:
     """Checks that every file has the columns of its suite.
 
     Args:
-        kinds: per kind of column ("answer"), the names that it may have.
-        foreign: per kind, names of columns that occur only in the data of other suites.
+        kinds: the columns that a file must have.
+        foreign: columns that occur only in the data of other suites.
 
     Raises:
         DataError: a file lacks a kind of column or has a foreign one; one line per file and kind.
@@ -178,13 +178,9 @@ def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
 
 def _contents(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
     """(number, the row or the rule that it breaks) for every row of a file."""
-    if path.is_dir():
-        return enumerate(_saved(path), start=1)
     suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return enumerate(_parquet(path), start=1)
-    if suffix == ".arrow":
-        return enumerate(_arrow(path), start=1)
+    if path.is_dir() or suffix in (".parquet", ".arrow"):
+        return enumerate(_table(path, suffix), start=1)
     if suffix == ".csv":
         return _csv(path, header)
     if suffix in (".json", ".jsonl"):
@@ -192,32 +188,18 @@ def _contents(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[
     raise DataError(str(path), f"must end in {', '.join(SUFFIXES)}, or be a folder written by datasets.save_to_disk")
 
 
-def _parquet(path: Path) -> list[dict[str, Any]]:
+def _table(path: Path, suffix: str) -> list[dict[str, Any]]:
+    """The rows of a Parquet file, an Arrow file, or a folder that `datasets` saved."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path).to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from error
+        if suffix == ".parquet" and path.is_file():
+            return pq.read_table(path).to_pylist()
+        import datasets  # slow to import
 
-
-def _arrow(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    from datasets import Dataset
-
-    try:
-        return Dataset.from_file(str(path)).to_list()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from error
-
-
-def _saved(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    from datasets import load_from_disk
-
-    try:
-        return load_from_disk(str(path)).to_list()
+        dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+        return dataset.to_list()
     except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
 

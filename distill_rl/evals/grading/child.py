@@ -47,15 +47,8 @@ class Child:
     """
 
     def __init__(self, deadline_s: float, memory_bytes: int):
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "distill_rl.evals.grading.judge",
-            str(os.getpid()),
-            str(deadline_s),
-            str(memory_bytes),
-        ]
+        arguments = os.getpid(), deadline_s, memory_bytes
+        command = [sys.executable, "-P", "-m", "distill_rl.evals.grading.judge", *map(str, arguments)]
         self._process = subprocess.Popen(
             command,
             bufsize=0,

@@ -161,7 +161,8 @@ class Grader:
         Raises:
             WorkerError: the child cannot load the suite, or no child starts.
         """
-        request = json.dumps({"suite": task.suite, "item": _fields(task.item), "completion": task.completion})
+        item = {name: getattr(task.item, name) for name in Item.__dataclass_fields__}
+        request = json.dumps({"suite": task.suite, "item": item, "completion": task.completion}, default=dict)
         reason = ""
         for _ in range(MAX_STARTS):
             child = child or self._start()
@@ -204,12 +205,6 @@ class Grader:
             self._children.discard(child)
             child.kill()
         return child.reap()
-
-
-def _fields(item: Item) -> dict[str, Any]:
-    prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
-    fields = {name: getattr(item, name) for name in ("id", "answer", "task", "prefix", "choices")}
-    return fields | {"prompt": prompt}
 
 
 def _outcome(reply: dict[str, Any]) -> Graded:

@@ -27,13 +27,15 @@ PARTIAL, ITEMS = ".partial.jsonl", ".items.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class ItemScores:
-    """A model's scores on the items of one suite."""
+class ItemScore:
+    """A model's score on one item of a suite."""
 
-    scores: Mapping[str, float]
-    """Score by item id."""
-    tasks: Mapping[str, str]
-    """Task by item id."""
+    score: float
+    task: str
+
+
+Items = Mapping[str, ItemScore]
+"""By the items' ids."""
 
 
 def find(paths: Sequence[Path]) -> Evaluation:
@@ -45,28 +47,15 @@ def find(paths: Sequence[Path]) -> Evaluation:
     Raises:
         ConfigError: paths without a result; all of them are listed.
     """
-    groups: list[list[Path]] = []
-    problems = []
-    for path in paths:
-        seen = {folder for group in groups for folder in group}
-        folders = _model_folders(path)
-        groups.append([folder for folder in folders if folder not in seen])
-        if not folders:
-            rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
-            if path.is_dir():
-                got = "a folder that is neither"
-            elif path.exists():
-                got = "a file"
-            else:
-                got = "no such folder"
-            remedy = "give the folder that distill-rl train or eval wrote"
-            problems.append(str(ConfigError(str(path), rule, got, remedy)))
+    groups = [_model_folders(path) for path in paths]
+    problems = [_no_results(path) for path, folders in zip(paths, groups) if not folders]
     if problems:
         raise ConfigError.many(problems)
-    names = _labels([folder for group in groups for folder in group])
+    names = _labels(list(dict.fromkeys(folder for group in groups for folder in group)))
+    unread = dict(names)
     scores: list[Score] = []
     for group in groups:
-        group_scores, damaged = read_folders({folder: names[folder] for folder in group})
+        group_scores, damaged = read_folders({folder: unread.pop(folder) for folder in group if folder in unread})
         scores += group_scores
         problems += damaged
     notes = [note for folder, name in names.items() for note in _unfinished(folder, name)]
@@ -110,9 +99,9 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
             base = _item_scores(base_row, notes, problems)
         notes += _different_settings(suite, rows)
         for row in rows:
-            if base and row.model != reference:
+            if base is not None and row.model != reference:
                 items = _item_scores(row, notes, problems)
-                if items:
+                if items is not None:
                     row = _with_difference(row, items, base, reference, notes)
             compared[suite].append(row)
     remaining = {suite: iter(rows) for suite, rows in compared.items()}
@@ -120,22 +109,21 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     return Evaluation(scores, reference, tuple(notes), tuple(problems))
 
 
-def read_items(file: Path) -> ItemScores:
+def read_items(file: Path) -> Items:
     """Reads the items that belong to a result file.
 
     Raises:
         DataError: no such file, or bad rows, one line each.
     """
     path = file.with_name(file.stem + ITEMS)
-    scores: dict[str, float] = {}
-    tasks: dict[str, str] = {}
+    items: dict[str, ItemScore] = {}
     problems: list[str] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    item_id, score, task = _parse_item(line)
-                    if item_id in scores:
+                    item_id, item = _parse_item(line)
+                    if item_id in items:
                         raise ValueError(f"`id` must be unique; got {item_id[:80]} again")
                 except ValueError as error:
                     problems.append(str(DataError(f"{path}, line {number}", str(error), remedy="evaluate again")))
@@ -143,16 +131,16 @@ def read_items(file: Path) -> ItemScores:
                         problems.append(f"{path}: stopped after {MAX_PROBLEMS} bad lines")
                         break
                     continue
-                scores[item_id], tasks[item_id] = score, task
+                items[item_id] = item
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror) from error
     if problems:
         raise DataError.many(problems)
-    return ItemScores(scores, tasks)
+    return items
 
 
-def _parse_item(line: bytes) -> tuple[str, float, str]:
-    """(id, score, task)"""
+def _parse_item(line: bytes) -> tuple[str, ItemScore]:
+    """(id, score and task)"""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -164,10 +152,10 @@ def _parse_item(line: bytes) -> tuple[str, float, str]:
         raise ValueError("needs an `id`, and its `task` must be a text")
     if not isinstance(score, int | float) or isinstance(score, bool) or not 0 <= score <= 1:
         raise ValueError("`score` must be a number from 0 to 1")
-    return item_id, float(score), printable(task)
+    return item_id, ItemScore(float(score), printable(task))
 
 
-def _item_scores(score: Score, notes: list[str], problems: list[str]) -> ItemScores | None:
+def _item_scores(score: Score, notes: list[str], problems: list[str]) -> Items | None:
     if score.file is None or not score.file.with_name(score.file.stem + ITEMS).exists():
         notes.append(f"{score.suite}: {score.model} has no items file, so there is no difference to show")
         return None
@@ -178,16 +166,16 @@ def _item_scores(score: Score, notes: list[str], problems: list[str]) -> ItemSco
         return None
 
 
-def _with_difference(row: Score, items: ItemScores, base: ItemScores, reference: str, notes: list[str]) -> Score:
+def _with_difference(row: Score, items: Items, base: Items, reference: str, notes: list[str]) -> Score:
     """`row` with its difference to the baseline, over all items and by task."""
-    common = [item_id for item_id in base.scores if item_id in items.scores]
-    if len(common) < max(len(items.scores), len(base.scores)):
-        counts = f"{len(items.scores):,} items of {row.model} and {len(base.scores):,} of {reference}"
+    common = [item_id for item_id in base if item_id in items]
+    if len(common) < max(len(items), len(base)):
+        counts = f"{len(items):,} items of {row.model} and {len(base):,} of {reference}"
         remark = f"the difference is over these {len(common):,}" if common else "there is no difference to show"
         notes.append(f"{row.suite}: {counts} have {len(common):,} in common; {remark}")
     by_task: dict[str, list[str]] = {}
     for item_id in common:
-        by_task.setdefault(base.tasks[item_id], []).append(item_id)
+        by_task.setdefault(base[item_id].task, []).append(item_id)
     tasks = {
         task: replace(part, difference=_difference(by_task.get(task, []), items, base))
         for task, part in row.tasks.items()
@@ -195,10 +183,10 @@ def _with_difference(row: Score, items: ItemScores, base: ItemScores, reference:
     return replace(row, whole=replace(row.whole, difference=_difference(common, items, base)), tasks=tasks)
 
 
-def _difference(item_ids: Sequence[str], items: ItemScores, base: ItemScores) -> Difference | None:
+def _difference(item_ids: Sequence[str], items: Items, base: Items) -> Difference | None:
     if not item_ids:
         return None
-    values = [items.scores[item_id] - base.scores[item_id] for item_id in item_ids]
+    values = [items[item_id].score - base[item_id].score for item_id in item_ids]
     better, worse = sum(value > 0 for value in values), sum(value < 0 for value in values)
     return Difference(math.fsum(values) / len(values), paired_bootstrap(values), len(values), better, worse)
 
@@ -230,6 +218,18 @@ def _model_folders(path: Path) -> list[Path]:
         return []
     folders = [root, *children]
     return [folder.resolve() for folder in folders if any(_looks_like_result(file) for file in folder.glob("*.json"))]
+
+
+def _no_results(path: Path) -> str:
+    """The error line for a path without results."""
+    if path.is_dir():
+        got = "a folder that is neither"
+    elif path.exists():
+        got = "a file"
+    else:
+        got = "no such folder"
+    rule = "must be a run directory with a metrics.jsonl, or a folder of evaluation results (<suite>.json)"
+    return str(ConfigError(str(path), rule, got, "give the folder that distill-rl train or eval wrote"))
 
 
 def _looks_like_result(file: Path) -> bool:

@@ -139,34 +139,26 @@ class Store:
 
 
 @contextmanager
-def locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Locks result folders against other processes for the duration of the block.
+def locked(folder: Path) -> Iterator[None]:
+    """Locks a result folder against other processes for the duration of the block.
 
     Raises:
-        ConfigError: another process holds the lock, or a folder cannot be created.
+        ConfigError: another process holds the lock, or the folder cannot be created.
     """
-    descriptors: list[int] = []
-    try:
-        for folder in folders:
-            descriptors.append(_lock_folder(folder))
-        yield
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _lock_folder(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(str(folder), "must be a folder that can be written", error.strerror) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            remedy = "wait, or choose another"
+            raise ConfigError(str(folder), "is in use by another evaluation", remedy=remedy) from error
+        yield
+    finally:
         os.close(descriptor)
-        raise ConfigError(str(folder), "is in use by another evaluation", remedy="wait, or choose another") from error
-    return descriptor
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -89,6 +89,19 @@ class Suite(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class SuiteSettings:
+    """The attributes of `Suite`, with defaults: a base for suites that are dataclasses."""
+
+    name: str
+    title: str
+    num_fewshot: int = 0
+    max_fewshot: int = 0
+    chat: bool = False
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
 def resolve_num_fewshot(suite: Suite, requested: int | None) -> int:
     """Worked examples for a suite: the requested number, or the default if none is requested or the suite takes none."""
     return suite.num_fewshot if requested is None or suite.max_fewshot == 0 else requested

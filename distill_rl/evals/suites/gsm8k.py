@@ -6,19 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import GSM8K, find
-from distill_rl.evals.data.published import PublishedSplit, first_examples
-from distill_rl.evals.data.read import (
-    ContentIds,
-    Row,
-    content_sha256,
-    convert_rows,
-    first_value,
-    read_rows,
-    require_columns,
-    required_text,
-)
-from distill_rl.evals.suites.base import Item, Questions, Verdict
+from distill_rl.evals.data.find import GSM8K, read_split
+from distill_rl.evals.data.published import PublishedSplit, first_examples, make_questions
+from distill_rl.evals.data.read import Row, convert_rows, first_value, required_text
+from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")
 
@@ -29,29 +20,18 @@ INSTRUCTION = "Please reason step by step, and end with a line of the form `####
 
 
 @dataclass(slots=True)
-class Gsm8k:
+class Gsm8k(SuiteSettings):
     """As text: worked examples "Q: …" and "A: …", the chain-of-thought prompt of Wei et al. 2022 (arXiv:2201.11903).
     As a chat: the question and an instruction on how to write the answer.
     """
 
-    name: str
-    title: str
-    num_fewshot: int
-    max_fewshot: int
-    chat: bool
-    max_new_tokens: int | None
-    stop: tuple[str, ...]
-
     def load(self, data: Path, num_fewshot: int) -> Questions:
-        files = find(data, GSM8K, "test")
-        rows = [row for file in files for row in read_rows(file)]
-        require_columns(rows, {"question": _QUESTION, "answer": _ANSWER}, {"choices": ("choices", "options")})
+        columns, foreign = {"question": _QUESTION, "answer": _ANSWER}, {"choices": ("choices", "options")}
+        rows, files = read_split(data, GSM8K, "test", columns, foreign=foreign)
         pairs = convert_rows(rows, lambda row: (required_text(row, _QUESTION), _gold(row)))
         examples = first_examples("gsm8k", num_fewshot)
         prefix = "".join(f"Q: {example.question}\nA: {example.answer}\n\n" for example in examples)
-        content, ids = content_sha256(pairs), ContentIds()
-        items = tuple(self._item(ids(*pair), *pair, prefix) for pair in pairs)
-        return Questions(items, tuple(files), content, TEST.warnings(len(items), content))
+        return make_questions(pairs, tuple, lambda item_id, pair: self._item(item_id, *pair, prefix), files, TEST)
 
     def judge(self, item: Item, completion: str) -> Verdict:
         from distill_rl.evals.grading.equivalence import same_number
@@ -78,6 +58,13 @@ def _gold(row: Row) -> str:
 
 
 SUITES = (
-    Gsm8k("gsm8k", "GSM8K, 8 worked examples with reasoning, the last number", 8, 8, False, 512, ("\nQ:",)),
-    Gsm8k("gsm8k_0shot", "GSM8K as a chat, with reasoning, the last number", 0, 0, True, 1024, ()),
+    Gsm8k(
+        "gsm8k",
+        "GSM8K, 8 worked examples with reasoning, the last number",
+        num_fewshot=8,
+        max_fewshot=8,
+        max_new_tokens=512,
+        stop=("\nQ:",),
+    ),
+    Gsm8k("gsm8k_0shot", "GSM8K as a chat, with reasoning, the last number", chat=True, max_new_tokens=1024),
 )

@@ -8,20 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import MATH, MATH500, DataSetNames, find
-from distill_rl.evals.data.published import PublishedSplit, first_examples
-from distill_rl.evals.data.read import (
-    ContentIds,
-    Row,
-    content_sha256,
-    convert_rows,
-    first_value,
-    read_rows,
-    require_columns,
-    require_unicode,
-    required_text,
-)
-from distill_rl.evals.suites.base import Item, Questions, Verdict
+from distill_rl.evals.data.find import MATH, MATH500, DataSetNames, read_split
+from distill_rl.evals.data.published import PublishedSplit, first_examples, make_questions
+from distill_rl.evals.data.read import Row, convert_rows, first_value, require_unicode, required_text
+from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
 TEST500 = PublishedSplit("MATH-500", 500, "4a06788f3cba46e9a4ab4525f68621e9c2e6dfa08fe1951ffb7345026ab0dea6")
@@ -40,18 +30,13 @@ class _Problem:
 
 
 @dataclass(slots=True)
-class BoxedMath:
+class BoxedMath(SuiteSettings):
     r"""As a chat, without examples; the answer is the content of the last `\boxed{}`."""
 
-    name: str
-    title: str
-    names: DataSetNames
-    published: PublishedSplit
-    num_fewshot: int = 0
-    max_fewshot: int = 0
     chat: bool = True
     max_new_tokens: int | None = 2048
-    stop: tuple[str, ...] = ()
+    names: DataSetNames = MATH
+    published: PublishedSplit = TEST
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
         def make_item(item_id: str, problem: _Problem) -> Item:
@@ -67,17 +52,9 @@ class BoxedMath:
 
 
 @dataclass(slots=True)
-class MinervaMath:
+class MinervaMath(SuiteSettings):
     """As text after the worked examples of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.2; the answer is the
     text between "Final Answer: The final answer is" and ". I hope it is correct."."""
-
-    name: str = "minerva_math"
-    title: str = "MATH, 4 worked examples (Minerva), the final answer"
-    num_fewshot: int = 4
-    max_fewshot: int = 4
-    chat: bool = False
-    max_new_tokens: int | None = 1024
-    stop: tuple[str, ...] = ("Problem:",)
 
     def load(self, data: Path, num_fewshot: int = 4) -> Questions:
         examples = first_examples(self.name, num_fewshot)
@@ -98,14 +75,10 @@ class MinervaMath:
 def _load(
     data: Path, names: DataSetNames, published: PublishedSplit, make_item: Callable[[str, _Problem], Item]
 ) -> Questions:
-    files = find(data, names, "test")
-    rows = [row for file in files for row in read_rows(file)]
-    require_columns(rows, {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}, {"choices": ("choices", "options")})
+    columns = {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}
+    rows, files = read_split(data, names, "test", columns, foreign={"choices": ("choices", "options")})
     problems = convert_rows(rows, _problem)
-    pairs = [(problem.text, problem.answer) for problem in problems]
-    content, ids = content_sha256(pairs), ContentIds()
-    items = tuple(make_item(ids(*pair), problem) for pair, problem in zip(pairs, problems))
-    return Questions(items, tuple(files), content, published.warnings(len(items), content))
+    return make_questions(problems, lambda problem: (problem.text, problem.answer), make_item, files, published)
 
 
 def _judge(item: Item, extracted: str | None) -> Verdict:
@@ -139,7 +112,16 @@ def _type(row: Row) -> str:
 
 
 SUITES = (
-    BoxedMath("math", "MATH as a chat, with reasoning, the answer in \\boxed{}", MATH, TEST),
-    BoxedMath("math500", "MATH-500 as a chat, with reasoning, the answer in \\boxed{}", MATH500, TEST500),
-    MinervaMath(),
+    BoxedMath("math", "MATH as a chat, with reasoning, the answer in \\boxed{}"),
+    BoxedMath(
+        "math500", "MATH-500 as a chat, with reasoning, the answer in \\boxed{}", names=MATH500, published=TEST500
+    ),
+    MinervaMath(
+        "minerva_math",
+        "MATH, 4 worked examples (Minerva), the final answer",
+        num_fewshot=4,
+        max_fewshot=4,
+        max_new_tokens=1024,
+        stop=("Problem:",),
+    ),
 )

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.find import MMLU, find
-from distill_rl.evals.data.published import PublishedSplit
-from distill_rl.evals.data.read import (
-    ContentIds,
-    Row,
-    content_sha256,
-    convert_rows,
-    first_value,
-    read_rows,
-    require_columns,
-    require_unicode,
-    required_text,
-)
-from distill_rl.evals.suites.base import Item, Questions, Verdict
+from distill_rl.evals.data.find import MMLU, read_split
+from distill_rl.evals.data.published import PublishedSplit, make_questions
+from distill_rl.evals.data.read import Row, content_sha256, convert_rows, first_value, require_unicode, required_text
+from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
 DEV = PublishedSplit("MMLU dev", 285, "641f921cfba366331d9d9eca6863cf3d47d1c60ef9e0a64e31d2d1ace32736f8")
@@ -59,84 +49,51 @@ class _Question:
 
 
 @dataclass(slots=True)
-class Mmlu:
+class Mmlu(SuiteSettings):
     """As text after worked examples, the first ones of the subject in the dev split; the answer is the letter with the
-    highest likelihood. Header, examples and question are joined as by Hendrycks et al."""
+    highest likelihood. Header, examples and question are joined as by Hendrycks et al.
 
-    name: str
-    title: str
-    num_fewshot: int
-    max_fewshot: int
-    chat: bool = False
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    As a chat, with reasoning and without examples; the answer is the letter of the last `Answer: X`.
+    """
 
     def load(self, data: Path, num_fewshot: int) -> Questions:
         if num_fewshot < 0:
             raise DataError(f"num_fewshot of {self.name}", "must be 0 or more", num_fewshot)
-        questions, files = _read(data, "test")
-        prefixes = {question.subject: _header(question) for question in questions}
-        content = content_sha256(question.content for question in questions)
-        warnings = TEST.warnings(len(questions), content)
+        rows, files = _read(data, "test")
+        prefixes = {row.subject: _header(row) for row in rows}
+        shown: list[_Question] = []
+        warnings: tuple[str, ...] = ()
         if num_fewshot:
             dev, dev_files = _read(data, "dev")
-            examples = _first_examples(dev, num_fewshot, prefixes, self.name, dev_files)
-            for subject, shown in examples.items():
-                prefixes[subject] += "".join(f"{one.listed}\nAnswer: {one.answer}\n\n" for one in shown)
+            for subject, examples in _first_examples(dev, num_fewshot, prefixes, self.name, dev_files).items():
+                prefixes[subject] += "".join(f"{one.listed}\nAnswer: {one.answer}\n\n" for one in examples)
+                shown += examples
             files += dev_files
-            warnings += DEV.warnings(len(dev), content_sha256(one.content for one in dev))
-            # The examples that are shown are part of the content; the remaining ones of the split are not.
-            content = content_sha256([(content,), *(one.content for shown in examples.values() for one in shown)])
-        ids = ContentIds()
-        items = tuple(
-            Item(
-                id=f"{question.subject}/{ids(*question.content)}",
-                prompt=f"{question.listed}\nAnswer:",
-                answer=question.answer,
-                task=question.subject,
-                prefix=prefixes[question.subject],
-                choices=tuple(f" {letter}" for letter in LETTERS),
-            )
-            for question in questions
-        )
-        return Questions(items, tuple(files), content, warnings)
+            warnings = DEV.warnings(len(dev), content_sha256(one.content for one in dev))
+
+        def make_item(content_id: str, row: _Question) -> Item:
+            return self._item(f"{row.subject}/{content_id}", row, prefixes[row.subject])
+
+        questions = make_questions(rows, lambda row: row.content, make_item, files, TEST)
+        if not shown:
+            return questions
+        # The examples that are shown are part of the content; the remaining ones of the split are not.
+        content = content_sha256([(questions.content_sha256,), *(one.content for one in shown)])
+        return replace(questions, content_sha256=content, warnings=questions.warnings + warnings)
 
     def judge(self, item: Item, completion: str) -> Verdict:
-        return _judge(item, completion)
+        from distill_rl.evals.grading.extract import last_letter
 
+        letter = last_letter(completion, LETTERS)
+        return Verdict(float(letter == item.answer), letter)
 
-@dataclass(slots=True)
-class MmluChat:
-    """As a chat, with reasoning; the answer is the letter of the last `Answer: X`."""
-
-    name: str = "mmlu_cot"
-    title: str = "MMLU as a chat, with reasoning, the last `Answer: X`"
-    num_fewshot: int = 0
-    max_fewshot: int = 0
-    chat: bool = True
-    max_new_tokens: int | None = 1024
-    stop: tuple[str, ...] = ()
-
-    def load(self, data: Path, num_fewshot: int = 0) -> Questions:
-        questions, files = _read(data, "test")
-        content, ids = content_sha256(question.content for question in questions), ContentIds()
-        items = []
-        for question in questions:
+    def _item(self, item_id: str, question: _Question, prefix: str) -> Item:
+        if self.chat:
             header = f"The following is a multiple choice question about {question.topic}."
             message = {"role": "user", "content": f"{header}\n\n{question.listed}\n\n{INSTRUCTION}"}
-            item_id = f"{question.subject}/{ids(*question.content)}"
-            items.append(Item(item_id, (message,), question.answer, question.subject))
-        return Questions(tuple(items), tuple(files), content, TEST.warnings(len(items), content))
-
-    def judge(self, item: Item, completion: str) -> Verdict:
-        return _judge(item, completion)
-
-
-def _judge(item: Item, completion: str) -> Verdict:
-    from distill_rl.evals.grading.extract import last_letter
-
-    letter = last_letter(completion, LETTERS)
-    return Verdict(float(letter == item.answer), letter)
+            return Item(item_id, (message,), question.answer, question.subject)
+        choices = tuple(f" {letter}" for letter in LETTERS)
+        return Item(item_id, f"{question.listed}\nAnswer:", question.answer, question.subject, prefix, choices)
 
 
 def _header(question: _Question) -> str:
@@ -144,9 +101,8 @@ def _header(question: _Question) -> str:
 
 
 def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
-    files = find(data, MMLU, split)
-    rows = [row for file in files for row in read_rows(file, _HEADER)]
-    require_columns(rows, {"question": _QUESTION, "answer": _ANSWER, "choices": (*_CHOICES, *LETTERS.lower())})
+    columns = {"question": _QUESTION, "answer": _ANSWER, "choices": (*_CHOICES, *LETTERS.lower())}
+    rows, files = read_split(data, MMLU, split, columns, header=_HEADER)
     return convert_rows(rows, lambda row: _question(row, split, alone=len(files) == 1)), files
 
 
@@ -217,7 +173,7 @@ def _subject(row: Row, split: str, alone: bool) -> str:
 
 
 SUITES = (
-    Mmlu("mmlu", "MMLU, 5 worked examples, the likeliest letter", 5, 5),
-    Mmlu("mmlu_0shot", "MMLU without examples, the likeliest letter", 0, 0),
-    MmluChat(),
+    Mmlu("mmlu", "MMLU, 5 worked examples, the likeliest letter", num_fewshot=5, max_fewshot=5),
+    Mmlu("mmlu_0shot", "MMLU without examples, the likeliest letter"),
+    Mmlu("mmlu_cot", "MMLU as a chat, with reasoning, the last `Answer: X`", chat=True, max_new_tokens=1024),
 )

@@ -120,12 +120,11 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
         except ConfigError as error:
             problems += error.problems
             continue
-        same = next((other for other in suites if suites[other].name == suite.name), None)
-        if same is not None:
+        if same := [other for other in suites if suites[other].name == suite.name]:
             rule = "must have different names, because their results are named after them"
-            problems.append(str(ConfigError("suites", rule, f"{same} and {name} are both {suite.name!r}")))
-            continue
-        suites[name] = suite
+            problems.append(str(ConfigError("suites", rule, f"{same[0]} and {name} are both {suite.name!r}")))
+        else:
+            suites[name] = suite
     if problems:
         raise ConfigError.many(problems)
     return suites

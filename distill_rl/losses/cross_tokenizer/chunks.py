@@ -48,21 +48,12 @@ class Chunks:
         """
         sides: tuple[list[Tensor], list[Tensor]] = ([], [])
         count = 0
-        for each in alignments:
-            numbers = [torch.tensor(side, dtype=torch.int64) for side in (each.student_chunk, each.teacher_chunk)]
-            total = int(each.num_chunks)
-            for pair in each.stop_pairs if stops else ():
-                for side, position in zip(numbers, pair):
-                    side[position] = total
-                total += 1
-            kept = torch.ones(total + 1, dtype=torch.bool)  # the last entry is what a −1 reads
-            kept[-1] = False
-            for side in numbers:
-                kept[side[:1]] = False
-            renumbered = torch.where(kept, kept.cumsum(0) - 1 + count, -1)
-            for found, side in zip(sides, numbers):
-                found.append(renumbered[side][1:])
-            count += int(kept.sum())
+        for alignment in alignments:
+            chunks = alignment.trainable(stops=stops)
+            for rows, chunk in zip(sides, (chunks.student_chunk, chunks.teacher_chunk)):
+                predicted = torch.tensor(chunk[1:], dtype=torch.int64)
+                rows.append(torch.where(predicted < 0, -1, predicted + count))
+            count += chunks.num_chunks
         student, teacher = sides
         return cls(_in_rows("student", student, student_length), _in_rows("teacher", teacher, teacher_length), count)
 

@@ -62,7 +62,7 @@ class EvalWorker(Worker):
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
         try:
-            return evaluate_models([model], suites, data, options, self._executor, loaded=loaded)[model.name]
+            return evaluate_models([model], loaded, options, self._executor)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from distill_rl.align.dp.backends import align_window
 from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
-from tests.helpers.windows import check_chunks
+from tests.helpers.windows import align_window, check_chunks
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 EXACT = [("qwen3", "cl100k_base"), ("qwen3", "mistral-v1"), ("minimind", "mistral-tekken"), ("llm-jp-v2.2", "qwen3")]

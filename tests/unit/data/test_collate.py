@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, Tokenization, build_batch, lay_out, pad_id
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, Tokenization, lay_out, pad_id
+from distill_rl.data.cross_tokenizer_batch import BatchBuilder
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
 from tests.helpers.corpus import corpus_rows
@@ -181,7 +182,7 @@ class TestLayOut:
 class TestBuildBatch:
     def build(self, tokenizer, layout, rows=20, messages=False, loss_on="all", max_length=64):
         tokenization = Tokenization(tokenizer, format="auto", loss_on=loss_on, max_length=max_length)
-        return build_batch(documents(corpus_rows(rows, 1, messages), index=3), tokenization, layout)
+        return BatchBuilder(tokenization, layout).build(documents(corpus_rows(rows, 1, messages), index=3))
 
     @pytest.mark.parametrize("packing", [True, False])
     def test_info_counts_the_rows(self, tokenizer, packing):

@@ -7,7 +7,7 @@ import pytest
 
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render
-from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization, build_batch
+from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
@@ -147,12 +147,12 @@ def test_assistant_loss_with_special_tokens_spelled_in_messages(name):
     assert (trained == student.convert_tokens_to_ids("<|end|>")).sum() == 2, "the ends of the assistant's turns"
 
 
-def test_a_plain_chat_gives_the_rows_of_build_batch(student, teacher):
+def test_a_plain_chat_gives_the_rows_of_one_tokenizer(student, teacher):
     batch = documents(corpus_rows(8, 3, messages=True))
     for loss_on in ("all", "assistant"):
         build = builder(student, teacher, loss_on=loss_on, max_length=400)
         _, (part,), _ = build.build(batch)
-        _, (wanted,), _ = build_batch(batch, build._tokenization, build._plan)
+        _, (wanted,), _ = BatchBuilder(build._tokenization, build._plan).build(batch)
         assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
         assert np.array_equal(part.rows.labels, wanted.rows.labels)
 
@@ -228,13 +228,14 @@ def test_ranks_get_contiguous_parts_and_global_counts(student, teacher):
     assert {part.chunks[0].num_chunks for part in parts} == {whole.chunks[0].num_chunks}
 
 
-def test_one_tokenizer_gives_the_rows_of_build_batch(student):
+def test_teachers_with_the_students_tokenizer_read_its_rows(student):
     plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), LENGTH, packing=True, pad_id=2)
     tokenization = Tokenization(student, format="auto", loss_on="all", max_length=LENGTH)
     batch = documents(corpus_rows(9, 4))
-    info, (part,), _ = BatchBuilder(tokenization, plan, [None]).build(batch)
-    other, (wanted,), _ = build_batch(batch, tokenization, plan)
+    info, (part,), ((teacher_part,),) = BatchBuilder(tokenization, plan, [None]).build(batch)
+    other, (wanted,), _ = BatchBuilder(tokenization, plan).build(batch)
     assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
+    assert np.array_equal(part.rows.input_ids, teacher_part.rows.input_ids)
     assert part.chunks == ()
     assert info.num_labels == other.num_labels
 

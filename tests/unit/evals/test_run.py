@@ -4,17 +4,30 @@ import json
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
+from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.executor import LocalExecutor
-from distill_rl.evals.options import Options
+from distill_rl.evals.options import Options, load_questions
 from distill_rl.evals.results.statistics import wilson
-from distill_rl.evals.run import SUITES, Model, evaluate, evaluate_models
+from distill_rl.evals.run import Model, evaluate_models
+from distill_rl.evals.suites.registry import SUITES
 from tests.helpers.models import write_tiny_model
 from tests.helpers.suites import write_suite
 from tests.unit.evals.conftest import KNOWN, chat, write_rows
+
+
+def evaluate(
+    model: Path, names: list[str], data: Path, *, out_dir: Path | None = None, batch_size: int = 64, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """One model, in this process: suite → result."""
+    settings = Options(**options, settings=Settings(batch_size=batch_size))
+    suites = load_questions(names, data, settings)
+    with closing(LocalExecutor()) as executor:
+        return evaluate_models([Model("m", model, out_dir)], suites, settings, executor)["m"]
 
 
 def test_known_prompts_score_one_and_others_zero(parrot: Path, questions: Path) -> None:
@@ -110,8 +123,9 @@ def test_interruption_is_noticed_while_grading(parrot: Path, tmp_path: Path) -> 
         if calls > 20:
             raise Stopped
 
+    suites = load_questions([str(suite)], tmp_path, Options())
     with closing(LocalExecutor()) as executor, pytest.raises(Stopped):
-        evaluate_models([Model("m", parrot)], [str(suite)], tmp_path, Options(), executor, interrupted=interrupted)
+        evaluate_models([Model("m", parrot)], suites, Options(), executor, interrupted=interrupted)
 
 
 def test_nothing_is_written_unless_requested(parrot: Path, questions: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.align.dp.backends import BACKENDS, align_window, align_windows, load_backend
+from distill_rl.align.dp.backends import BACKENDS, align_windows, load_backend
 from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.dp.problem import make_problems
-from tests.helpers.windows import STUDENT, TEACHER, check_chunks, random_windows, same, vocabulary
+from tests.helpers.windows import STUDENT, TEACHER, align_window, check_chunks, random_windows, same, vocabulary
 
 CPU = [name for name in BACKENDS if name != "cuda"]
 

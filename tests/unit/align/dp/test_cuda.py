@@ -37,8 +37,7 @@ print(cuda.config.ENABLE_CUDASIM, joins, *together, "|", *launched[3:])
 NO_DEVICE = """
 import numpy as np
 from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.dp.backends import align_window
-from tests.helpers.windows import vocabulary
+from tests.helpers.windows import align_window, vocabulary
 tables = CanonicalTables(vocabulary(["a"]), vocabulary(["a"]))
 align_window(np.array([0]), np.array([0]), tables, backend="cuda")
 """

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.backends.encode import Encoder, common_length, model_folder
+from distill_rl.evals.backends.encode import Encoder, common_start, model_folder
 from distill_rl.evals.backends.greedy import prompt_rows
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
@@ -149,5 +149,5 @@ def test_missing_folder_is_refused_without_hub_access() -> None:
 @pytest.mark.parametrize(
     ("rows", "length"), [([[1, 2, 3], [1, 2, 4, 5]], 2), ([[1], [2]], 0), ([[7, 8]], 2), ([[], [1]], 0)]
 )
-def test_common_length(rows: list[list[int]], length: int) -> None:
-    assert common_length(rows) == length
+def test_common_start(rows: list[list[int]], length: int) -> None:
+    assert len(common_start(rows)) == length

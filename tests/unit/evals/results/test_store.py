@@ -142,9 +142,9 @@ def test_invalid_unicode_and_line_breaks_stay_on_one_line(tmp_path: Path) -> Non
 
 
 def test_a_folder_is_used_by_one_evaluation_at_a_time(tmp_path: Path) -> None:
-    with locked([tmp_path]), pytest.raises(ConfigError, match="in use by another evaluation"), locked([tmp_path]):
+    with locked(tmp_path), pytest.raises(ConfigError, match="in use by another evaluation"), locked(tmp_path):
         pass
-    with locked([tmp_path]):
+    with locked(tmp_path):
         pass
 
 
@@ -152,6 +152,6 @@ def test_uncreatable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="must be a folder that can be written"),
-        locked([tmp_path / "file" / "out"]),
+        locked(tmp_path / "file" / "out"),
     ):
         pass
