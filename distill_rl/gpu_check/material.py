@@ -22,6 +22,7 @@ from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
 from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 VOCABULARY = 320
@@ -136,11 +137,15 @@ def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index:
     return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))
 
 
-def targets_from(teacher: Any, batch: RankBatch) -> Any:
-    """A target source for `StudentEngine` with the targets that a TeacherEngine exports for a batch."""
+def exported(teacher: TeacherEngine, batch: RankBatch) -> dict[str, Tensor]:
+    """The targets that an engine exports for a batch, of all micro-batches together."""
     parts = [tensors for _, tensors in teacher.forward(batch)]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return target_source(whole, batch.rows.shape[1], teacher.config.loss.temperature)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def targets_from(teacher: TeacherEngine, batch: RankBatch) -> Any:
+    """A target source for `StudentEngine` with the targets that a TeacherEngine exports for a batch."""
+    return target_source(exported(teacher, batch), batch.rows.shape[1], teacher.config.loss.temperature)
 
 
 def target_source(tensors: Mapping[str, Tensor], width: int, temperature: float) -> Any:

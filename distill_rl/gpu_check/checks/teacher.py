@@ -14,6 +14,7 @@ from distill_rl.gpu_check.material import (
     Shape,
     batch_of,
     documents,
+    exported,
     on_every_model,
     on_host,
     plain_labels,
@@ -89,8 +90,7 @@ def _exported(path: Path, world: World, batch: RankBatch, order: Tensor, **expor
     for name, value in export.items():
         setattr(teacher, name, value)
     engine = TeacherEngine(config, teacher, world, vocabulary_size=VOCABULARY)
-    parts = [tensors for _, tensors in engine.forward(batch)]
-    return {name: torch.cat([on_host(part[name]) for part in parts])[order] for name in parts[0]}
+    return {name: on_host(tensor)[order] for name, tensor in exported(engine, batch).items()}
 
 
 def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
