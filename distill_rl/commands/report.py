@@ -42,7 +42,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
         with _writing(target):
             write_report(first, comparisons=others, evaluation=compare.of_run(first, others, baseline), out=target)
     else:
-        from distill_rl.observe.report.comparison import write_comparison
+        from distill_rl.observe.report.page import write_comparison
 
         evaluation = compare.compare(compare.find(paths), baseline)
         if evaluation.problems:

@@ -6,7 +6,8 @@ document at a time, so that padding and packing cannot affect it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
 from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 VOCABULARY = 320
@@ -48,6 +50,28 @@ _MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
 def shapes(tiny: bool) -> tuple[Shape, ...]:
     """The models that the engines are checked with."""
     return _TINY if tiny else _TINY + _MIDDLE
+
+
+def on_every_model(
+    device: torch.device, tiny: bool, compare: Callable[[Path, Shape, World], Iterable[tuple[str, float, float]]]
+) -> dict[str, float]:
+    """The largest error by name over all models.
+
+    Args:
+        compare: called with an empty folder, a shape and a world of one rank; yields (name, error, bound).
+
+    Raises:
+        AssertionError: an error is above its bound, or NaN.
+    """
+    figures: dict[str, float] = {}
+    with one_rank(device) as world:
+        for shape in shapes(tiny):
+            with tempfile.TemporaryDirectory() as folder:
+                for name, error, bound in compare(Path(folder), shape, world):
+                    what = f"{shape.family}, hidden size {shape.hidden}: {name}"
+                    assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
+                    figures[name] = max(error, figures.get(name, 0.0))
+    return figures
 
 
 @contextmanager
@@ -113,16 +137,24 @@ def batch_of(texts: Sequence[Encoded], max_length: int, *, packing: bool, index:
     return RankBatch(index, 0, rows, int((rows.labels != IGNORE_INDEX).sum()))
 
 
-def targets_from(teacher: Any, batch: RankBatch) -> Any:
-    """A target source for `StudentEngine` with the targets that a TeacherEngine exports for a batch."""
+def exported(teacher: TeacherEngine, batch: RankBatch) -> dict[str, Tensor]:
+    """The targets that an engine exports for a batch, of all micro-batches together."""
     parts = [tensors for _, tensors in teacher.forward(batch)]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    width = batch.rows.shape[1]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def targets_from(teacher: TeacherEngine, batch: RankBatch) -> Any:
+    """A target source for `StudentEngine` with the targets that a TeacherEngine exports for a batch."""
+    return target_source(exported(teacher, batch), batch.rows.shape[1], teacher.config.loss.temperature)
+
+
+def target_source(tensors: Mapping[str, Tensor], width: int, temperature: float) -> Any:
+    """A target source for `StudentEngine`; the tensors' rows are the tokens of rows of `width` tokens."""
 
     @contextmanager
     def source(first_row: int, num_rows: int) -> Iterator[list[Any]]:
         part = slice(first_row * width, (first_row + num_rows) * width)
-        yield [target_of({name: tensor[part] for name, tensor in whole.items()}, teacher.config.loss.temperature)]
+        yield [target_of({name: tensor[part] for name, tensor in tensors.items()}, temperature)]
 
     return source
 
@@ -207,16 +239,6 @@ def relative_error(values: Mapping[str, Tensor], truth: Mapping[str, Tensor]) ->
     assert values.keys() == truth.keys(), f"other parameters: {sorted(values.keys() ^ truth.keys())[:4]}"
     difference = sum((values[name].double() - truth[name].double()).square().sum() for name in truth)
     return float((difference / sum(tensor.double().square().sum() for tensor in truth.values())) ** 0.5)
-
-
-def at_most(what: str, error: float, bound: float) -> float:
-    """Return the error, for the figures.
-
-    Raises:
-        AssertionError: it is above the bound, or NaN.
-    """
-    assert error <= bound, f"{what}: relative error {error:.1e}, more than {bound:.1e}"
-    return error
 
 
 def differing(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:

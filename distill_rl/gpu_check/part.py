@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def call(module: str, function: str, device: str, tiny: bool, budget_s: float | None) -> dict[str, Any]:
-    """Call the function; return `status` (ok, failed or skipped), `reason`, `figures`, `text` and on a GPU `peak_gib`.
+    """Call the function; return fields of `process.Outcome`: `status` (ok, failed or skipped), `reason`, `figures`, `text`
+    and on a GPU `peak_gib`.
 
     The module may define `problems(figures)`, which returns lines that turn the result into a failure, and
     `report(figures)`, which returns text that the page shows instead of the figures.

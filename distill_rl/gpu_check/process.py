@@ -87,15 +87,7 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
             return Outcome(OK if code == 0 else FAILED, last if code == 0 else _death(code, last), seconds, figures)
         if code != 0 or not result.exists():
             return Outcome(FAILED, _death(code, last), seconds)
-        content = json.loads(result.read_text("utf-8"))
-        return Outcome(
-            status=content["status"],
-            reason=content["reason"],
-            seconds=seconds,
-            figures=content["figures"],
-            text=content["text"],
-            peak_gib=content.get("peak_gib"),
-        )
+        return Outcome(seconds=seconds, **json.loads(result.read_text("utf-8")))
 
 
 def adopt_orphans() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-from distill_rl.gpu_check.page import headline
+from distill_rl.gpu_check.page import JSON, LOG, TEXT, Record, headline
 from distill_rl.gpu_check.parts import PARTS, RAY_PARTS, Part, named
 from distill_rl.gpu_check.process import NOT_RUN, OK, Call, Outcome, adopt_orphans, run_part
-from distill_rl.gpu_check.record import JSON, LOG, TEXT, Record
 
 REQUIRED = ("torch", "transformers", "numpy", "safetensors")
 BUDGET_S = 570.0

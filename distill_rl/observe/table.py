@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from distill_rl.observe.log import get
@@ -33,13 +33,10 @@ class TableSink:
 
     Args:
         every: steps per table.
-        emit: takes a table as one text of several lines; default: write it to the log.
     """
 
-    def __init__(self, every: int, emit: Callable[[str], None] | None = None):
-        if every < 1:
-            raise ValueError(f"every must be 1 or more; got {every}")
-        self._every, self._emit = every, emit or get("observe").info
+    def __init__(self, every: int):
+        self._every = every
         self._steps: list[int] = []
         self._records: list[Mapping[str, float]] = []
 
@@ -60,7 +57,7 @@ class TableSink:
             first, last, records = self._steps[0], self._steps[-1], self._records
             self._steps, self._records = [], []
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            self._emit(f"where the time went, {steps}\n{step_table(records)}")
+            get("observe").info("where the time went, %s\n%s", steps, step_table(records))
 
 
 def step_table(records: Sequence[Mapping[str, float]]) -> str:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from torch import Tensor, nn
 from distill_rl.models import families
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN, installed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest relative L2 error of a kernel against fp64. fp32: sums of a few thousand terms; bf16: five roundings of 2⁻⁸
@@ -49,6 +47,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 40}),
 }
 
+Shape = tuple[int, int, int, int | None]
+"""Query heads, key-value heads, features per head, sliding window."""
+
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
     """Compare the values and gradients of all paths that this device supports.
@@ -67,9 +68,8 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     assert device.type != "cuda" or missing is None, f"no variable-length attention on this GPU: {missing}"
     packages = [name for name in VARLEN if name == "torch" or (installed(name) and device.type == "cuda")]
     errors: dict[str, float] = {}
-    for package, (heads, groups, size, window) in itertools.product(packages, _shapes(tiny)):
-        name = f"{package} {heads}/{groups} heads of {size}{f', window {window}' if window else ''}"
-        errors |= _kernel(name, package, heads, groups, size, window, dtype=dtype, device=device, tiny=tiny)
+    for package, shape in itertools.product(packages, _shapes(tiny)):
+        errors |= _kernel(package, shape, dtype, device, tiny)
     for name, error in errors.items():
         assert error <= _BOUND[dtype], f"{name}: relative error {error:.1e}, at most {_BOUND[dtype]:.0e} is rounding"
     for family, package in itertools.product(_FAMILIES, packages):
@@ -79,8 +79,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     return errors
 
 
-def _shapes(tiny: bool) -> list[tuple[int, int, int, int | None]]:
-    """Query heads, key-value heads, features per head, sliding window."""
+def _shapes(tiny: bool) -> list[Shape]:
     if tiny:
         return [(4, 2, 16, None), (4, 4, 8, None), (4, 1, 16, 40)]
     return [(32, 8, 64, None), (32, 8, 128, None), (16, 16, 96, None), (8, 4, 256, None), (32, 8, 128, 700)]
@@ -95,19 +94,10 @@ def _positions(rows: int, width: int, seed: int = 0) -> np.ndarray:
     return positions
 
 
-def _kernel(
-    name: str,
-    package: str,
-    heads: int,
-    groups: int,
-    size: int,
-    window: int | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    tiny: bool,
-) -> dict[str, float]:
+def _kernel(package: str, shape: Shape, dtype: torch.dtype, device: torch.device, tiny: bool) -> dict[str, float]:
     """`varlen.attend` on packed rows and on whole rows against an fp64 oracle."""
+    heads, groups, size, window = shape
+    name = f"{package} {heads}/{groups} heads of {size}{f', window {window}' if window else ''}"
     rows, width = (3, 128) if tiny else (4, 2048)
     draw = torch.Generator().manual_seed(size)
     inputs = [
@@ -118,18 +108,17 @@ def _kernel(
     module.num_key_value_groups = heads // groups  # type: ignore[assignment]
     errors: dict[str, float] = {}
     for kind in ("packed", "whole rows"):
-        if kind == "whole rows" and window is not None:
+        if kind == "packed":
+            positions = _positions(rows, width)
+            documents = varlen.Documents.of(positions, device).arguments()
+        elif window is None:
+            positions, documents = np.tile(np.arange(width), (rows, 1)), {}
+        else:
             continue
-        positions = _positions(rows, width) if kind == "packed" else np.tile(np.arange(width), (rows, 1))
-        documents = varlen.Documents.of(positions, device)
-        arguments = documents.arguments() if kind == "packed" else {}
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any] = arguments) -> Tensor:
-            return varlen.attend(module, q, k, v, None, package=package, sliding_window=window, **arguments)[0]
-
-        def oracle(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray = positions) -> Tensor:
-            return _oracle(q, k, v, positions, window)
-
+        attend = partial(
+            varlen.attend, module, attention_mask=None, package=package, sliding_window=window, **documents
+        )
+        oracle = partial(_oracle, positions=positions, window=window)
         values = _with_gradients(attend, inputs, weight)
         truth = _with_gradients(oracle, [tensor.double() for tensor in inputs], weight.double())
         for i, what in enumerate(("output", "dq", "dk", "dv")):
@@ -154,9 +143,12 @@ def _oracle(query: Tensor, key: Tensor, value: Tensor, positions: np.ndarray, wi
     return torch.stack(out)
 
 
-def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+    """The output, or the first of several outputs, and the gradients of the inputs."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = function(*leaves)
+    if isinstance(out, tuple):
+        out = out[0]
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
@@ -166,16 +158,15 @@ def _error(values: Tensor, truth: Tensor) -> float:
 
 def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Errors of the logits and gradients of a small random model on all paths; see the steps above."""
-    ids, positions, real = _documents(rows=3, width=128)
-    exact = _paths(family, "eager", torch.float32, device, ids, positions, real)
-    alone = _paths(family, "eager", torch.float32, device, ids, positions, real, separately=True)
+    exact = _path(family, "eager", torch.float32, device)
+    alone = _path(family, "eager", torch.float32, device, separately=True)
     errors = {f"{family}, documents alone: {what}": _error(alone[what], exact[what]) for what in exact}
     for name, error in errors.items():
         assert error <= _BOUND[torch.float32] * 10, f"{name}: relative error {error:.1e}: documents see each other"
-    masked = _paths(family, "eager", dtype, device, ids, positions, real)
+    masked = _path(family, "eager", dtype, device)
     others = {package: VARLEN[package]} | ({} if family == "gemma2" else {"sdpa with a mask": "sdpa"})
     for name, implementation in others.items():
-        result = _paths(family, implementation, dtype, device, ids, positions, real)
+        result = _path(family, implementation, dtype, device)
         for what in exact:
             error, usual = _error(result[what], exact[what]), _error(masked[what], exact[what])
             errors[f"{family}, {name}: {what}"] = error
@@ -184,7 +175,7 @@ def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.devic
     return errors
 
 
-def _documents(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _packed_rows(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, positions and a mask of tokens that are not padding, each [rows, width], of packed rows."""
     draw = np.random.default_rng(1)
     positions = _positions(rows, width, seed=2)
@@ -192,28 +183,23 @@ def _documents(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return np.where(real, draw.integers(5, 250, (rows, width)), 0), positions, real
 
 
-def _paths(
-    family: str,
-    implementation: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    ids: np.ndarray,
-    positions: np.ndarray,
-    real: np.ndarray,
-    *,
-    separately: bool = False,
+def _path(
+    family: str, implementation: str, dtype: torch.dtype, device: torch.device, *, separately: bool = False
 ) -> dict[str, Tensor]:
-    """Logits of real tokens, and the gradient of all weights as one vector.
+    """Logits of real tokens, and the gradient of all weights as one vector; the model and the rows are always the same.
 
     `separately` gives every document a forward pass of its own.
     """
     import transformers
 
+    ids, positions, real = _packed_rows(rows=3, width=128)
     name, options = _FAMILIES[family]
     config = getattr(transformers, name)(**(_GPT2_SIZES if family == "gpt2" else _SIZES), **options)
+    varlen.register()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = _build(config, implementation)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    model.config.use_cache = False
     for parameter in model.parameters():  # not the buffers: rotary frequencies stay in fp32, as in a loaded model
         parameter.data = parameter.data.to(dtype)
     model.to(device).train()
@@ -229,15 +215,6 @@ def _paths(
         pieces.append(logits.detach().float()[mask])
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     return {"logits": torch.cat(pieces), "gradient": gradient}
-
-
-def _build(config: Any, implementation: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    varlen.register()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    model.config.use_cache = False
-    return model
 
 
 def _documents_of(positions: np.ndarray) -> Iterator[tuple[slice, slice]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,23 +55,18 @@ def _same_vocabulary(
         "dense": DenseLogits(teacher), "top-k": vocab_parallel_topk(teacher, 64, labels=labels),
     }  # fmt: skip
     for divergence in reference.DIVERGENCES:
+        keywords = {"labels": labels, "divergence": divergence, "kd_ratio": 0.7}
         for target_name, target in targets.items():
-
-            def loss_of(
-                function: Callable[..., reference.KDOutput], *leaves: Tensor, divergence: str = divergence,
-                target: Teacher = target,
-            ) -> Tensor:  # fmt: skip
-                return function(*leaves, target, labels=labels, divergence=divergence, kd_ratio=0.7).loss
-
-            def plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: object) -> reference.KDOutput:
-                return reference.kd_loss(states @ layer.T, target, **keywords)  # type: ignore[arg-type]
-
             name = f"{divergence}, {target_name}"
-            truth = _gradients(lambda leaf: loss_of(reference.kd_loss, leaf), logits.double())
-            yield "logits", name, _error(_gradients(lambda leaf: loss_of(kd_loss, leaf), logits), truth)
-            truth = _gradients(lambda *leaves: loss_of(plain_fused, *leaves), hidden.double(), weight.double())
-            gradients = _gradients(lambda *leaves: loss_of(fused_linear_kd_loss, *leaves), hidden, weight)
+            truth = _gradients(reference.kd_loss, [logits.double()], target, **keywords)
+            yield "logits", name, _error(_gradients(kd_loss, [logits], target, **keywords), truth)
+            truth = _gradients(_plain_fused, [hidden.double(), weight.double()], target, **keywords)
+            gradients = _gradients(fused_linear_kd_loss, [hidden, weight], target, **keywords)
             yield "fused", f"{name}, fused", _error(gradients, truth)
+
+
+def _plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: Any) -> reference.KDOutput:
+    return reference.kd_loss(states @ layer.T, target, **keywords)
 
 
 def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
@@ -87,30 +83,22 @@ def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -
     )
     label_logprob = teacher_logits.log_softmax(1).gather(1, teacher_labels[:, None])[:, 0]
     target = DenseLogits(teacher_logits, label_logprob)
-    device_target = DenseLogits(teacher_logits.to(device), label_logprob.to(device))
-    device_chunks = Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count)
+    device_arguments = (
+        DenseLogits(teacher_logits.to(device), label_logprob.to(device)),
+        Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count),
+        projection.to(device),
+    )
+    device_keywords = {"labels": labels.to(device), "chunk_size": 16}
     for method in METHODS:
         for average in ("mean", "chain"):
             settings = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
-
-            def plain(leaf: Tensor, settings: dict = settings) -> Tensor:
-                output = reference_chunks.chunk_kd_loss(leaf, target, chunks, projection, labels=labels, **settings)
-                return output.kd + output.ce
-
-            def loss(leaf: Tensor, settings: dict = settings) -> Tensor:
-                output = chunk_kd_loss(
-                    leaf,
-                    device_target,
-                    device_chunks,
-                    projection.to(device),
-                    labels=labels.to(device),
-                    chunk_size=16,
-                    **settings,
-                )
-                return output.kd + output.ce
-
-            truth = _gradients(plain, student_logits)
-            yield "chunks", f"{method}, {average}", _error(_gradients(loss, student_logits.float().to(device)), truth)
+            truth = _gradients(
+                reference_chunks.chunk_kd_loss, [student_logits], target, chunks, projection, labels=labels, **settings
+            )
+            gradients = _gradients(
+                chunk_kd_loss, [student_logits.float().to(device)], *device_arguments, **device_keywords, **settings
+            )
+            yield "chunks", f"{method}, {average}", _error(gradients, truth)
 
 
 def _projection(student: int, teacher: int) -> VocabularyProjection:
@@ -126,9 +114,12 @@ def _projection(student: int, teacher: int) -> VocabularyProjection:
     )  # fmt: skip
 
 
-def _gradients(loss: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+def _gradients(loss: Callable[..., Any], inputs: Sequence[Tensor], *arguments: Any, **keywords: Any) -> list[Tensor]:
+    """The gradients of `inputs` for the loss of one vocabulary, or for KD + CE across tokenizers."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    return list(torch.autograd.grad(loss(*leaves), leaves))
+    output = loss(*leaves, *arguments, **keywords)
+    total = output.loss if hasattr(output, "loss") else output.kd + output.ce
+    return list(torch.autograd.grad(total, leaves))
 
 
 def _error(gradients: list[Tensor], truths: list[Tensor]) -> float:

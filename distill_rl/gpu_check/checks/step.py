@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from distill_rl.config.schema import Config, OptimizerConfig, StudentConfig, TeacherConfig
-from distill_rl.gpu_check.material import gradients, one_rank, relative_error, weights
-from distill_rl.losses.targets import target_of
+from distill_rl.config.schema import OptimizerConfig
+from distill_rl.gpu_check.material import (
+    TOP_K,
+    VOCABULARY,
+    Shape,
+    gradients,
+    one_rank,
+    relative_error,
+    settings,
+    target_source,
+    weights,
+    write_model,
+)
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer, clip_gradients
 from distill_rl.student.staging import Staging
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
-VOCABULARY, TOP_K, ROWS, WIDTH = 320, 16, 8, 64
+MODEL = Shape("llama", hidden=64)
+ROWS, WIDTH = 8, 64
 GRADIENT_BOUND = 1e-5
 """fp32: the same products, summed in another order."""
 WEIGHTS_BOUND = 1e-4
@@ -46,7 +55,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
     """
     with one_rank(device) as world, tempfile.TemporaryDirectory() as folder:
-        student = _write_model(Path(folder, "student"))
+        student = write_model(Path(folder, "student"), MODEL, seed=1, tied=True)
         figures = {
             "micro-batches, gradient": _micro_batches(world, student),
             "evaluations between steps, weights": _evaluations(world, student),
@@ -149,31 +158,15 @@ def _waits(world: World, student: Path) -> float:
 def _liger(world: World, student: Path) -> float:
     results = []
     for kernels in ("torch", "liger"):
-        engine = _engine(world, student, dtype="bf16", kernels=kernels)
+        engine = _engine(world, student, dtype="bf16", student__kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
         results.append(gradients(engine.model))
     return _at_most(relative_error(results[1], results[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
-def _engine(world: World, student: Path, **settings: Any) -> StudentEngine:
-    config = Config(student=StudentConfig(model=str(student), **({"dtype": "fp32"} | settings)))
-    config.teachers = [TeacherConfig(name="teacher", model="unused: the targets are random")]
-    config.loss.top_k, config.loss.ce_weight, config.train.micro_batch_size = TOP_K, 0.5, 2
-    config.optimizer.lr, config.optimizer.eps = 1e-3, 1e-5
+def _engine(world: World, student: Path, **changes: Any) -> StudentEngine:
+    config = settings(student, student, optimizer__lr=1e-3, optimizer__eps=1e-5, **changes)
     return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=8)
-
-
-def _write_model(folder: Path) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _batch(seed: int) -> RankBatch:
@@ -192,13 +185,7 @@ def _targets(seed: int) -> Any:
     top, ids = logprobs.topk(TOP_K, 1)
     rest = logprobs.scatter(1, ids, -torch.inf).logsumexp(1)
     tensors = {"ids": ids.int(), "logprobs": top, "rest_logprob": rest, "label_logprob": logprobs[:, 0].clone()}
-
-    @contextmanager
-    def source(first_row: int, num_rows: int) -> Iterator[list[Any]]:
-        rows = slice(first_row * WIDTH, (first_row + num_rows) * WIDTH)
-        yield [target_of({name: tensor[rows] for name, tensor in tensors.items()}, 1.0)]
-
-    return source
+    return target_source(tensors, WIDTH, 1.0)
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,16 +13,14 @@ from distill_rl.gpu_check.material import (
     VOCABULARY,
     PlainStudent,
     Shape,
-    at_most,
     batch_of,
     documents,
     gradients,
-    one_rank,
+    on_every_model,
     plain_model,
     plain_topk,
     relative_error,
     settings,
-    shapes,
     targets_from,
     weights,
     write_model,
@@ -51,18 +48,11 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         AssertionError: an error above its bound; TF32 is on.
     """
     assert not torch.backends.cuda.matmul.allow_tf32, "TF32 must be off, but allow_tf32 is set"
-    figures: dict[str, float] = {}
-    with one_rank(device) as world:
-        for shape in shapes(tiny):
-            with tempfile.TemporaryDirectory() as folder:
-                for name, value in _compare(Path(folder), shape, world).items():
-                    figures[name] = max(value, figures.get(name, 0.0))
-    return figures
+    return on_every_model(device, tiny, _errors)
 
 
-def _compare(folder: Path, shape: Shape, world: World) -> dict[str, float]:
-    """All comparisons for one model."""
-    what = f"{shape.family}, hidden size {shape.hidden}"
+def _errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
+    """(what, error, bound)"""
     student = write_model(folder / "student", shape, seed=1, tied=True)
     teacher = write_model(folder / "teacher", shape, seed=2)
     # An epsilon well above the rounding errors of gradients, which AdamW would otherwise scale up to full steps.
@@ -72,18 +62,14 @@ def _compare(folder: Path, shape: Shape, world: World) -> dict[str, float]:
     plain = PlainStudent(config, [plain_topk(oracle, step_texts) for step_texts in texts])
     truth = plain.backward(0, texts[0])
     true_gradient = gradients(plain.model)
-    figures: dict[str, float] = {}
-    for name, packing in (("padded", False), ("packed", True)):
+    for rows, packing in (("padded", False), ("packed", True)):
         losses, gradient = _first_gradient(config, world, texts[0], packing=packing)
-        error = max(abs(loss / expected - 1) for loss, expected in zip(losses, truth))
-        figures["loss"] = max(figures.get("loss", 0.0), at_most(f"{what}, loss of {name} rows", error, LOSS_BOUND))
-        error = relative_error(gradient, true_gradient)
-        figures[f"gradient, {name}"] = at_most(f"{what}, gradient of {name} rows", error, GRADIENT_BOUND)
+        yield "loss", max(abs(loss / expected - 1) for loss, expected in zip(losses, truth)), LOSS_BOUND
+        yield f"gradient, {rows}", relative_error(gradient, true_gradient), GRADIENT_BOUND
     half = settings(student, teacher, dtype="bf16")
     _, gradient = _first_gradient(half, world, texts[0], packing=True)
-    error = relative_error(gradient, true_gradient)
-    figures["gradient, bf16"] = at_most(f"{what}, gradient in bf16", error, BF16_GRADIENT_BOUND)
-    return figures | _steps(config, world, texts, plain, what)
+    yield "gradient, bf16", relative_error(gradient, true_gradient), BF16_GRADIENT_BOUND
+    yield from _steps(config, world, texts, plain)
 
 
 def _first_gradient(
@@ -98,8 +84,8 @@ def _first_gradient(
 
 
 def _steps(
-    config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent, what: str
-) -> dict[str, float]:
+    config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent
+) -> Iterator[tuple[str, float, float]]:
     """Errors over a few steps on packed rows; `plain` already holds the gradient of the first step."""
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
@@ -113,9 +99,5 @@ def _steps(
         plain.update()
     expected = {name: weight - before[name] for name, weight in weights(plain.model).items()}
     change = {name: weight.double() - before[name] for name, weight in weights(engine.model).items()}
-    return {
-        "loss, later steps": at_most(f"{what}, loss of a later step", worst, WEIGHTS_BOUND),
-        "change of weights": at_most(
-            f"{what}, change of weights over {STEPS} steps", relative_error(change, expected), WEIGHTS_BOUND
-        ),
-    }
+    yield "loss, later steps", worst, WEIGHTS_BOUND
+    yield "change of weights", relative_error(change, expected), WEIGHTS_BOUND

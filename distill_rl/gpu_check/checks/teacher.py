@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from distill_rl.gpu_check.material import (
     Shape,
     batch_of,
     documents,
+    exported,
+    on_every_model,
     on_host,
-    one_rank,
     plain_labels,
     plain_logits,
     plain_model,
     settings,
-    shapes,
     write_model,
 )
 from distill_rl.parallel.mesh import World
@@ -42,15 +41,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     Raises:
         AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
     """
-    figures: dict[str, float] = {}
-    with one_rank(device) as world:
-        for shape in shapes(tiny):
-            with tempfile.TemporaryDirectory() as folder:
-                for name, error, bound in _errors(Path(folder), shape, world):
-                    what = f"{shape.family}, hidden size {shape.hidden}: {name}"
-                    assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
-                    figures[name] = max(error, figures.get(name, 0.0))
-    return figures
+    return on_every_model(device, tiny, _errors)
 
 
 def _errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
@@ -99,8 +90,7 @@ def _exported(path: Path, world: World, batch: RankBatch, order: Tensor, **expor
     for name, value in export.items():
         setattr(teacher, name, value)
     engine = TeacherEngine(config, teacher, world, vocabulary_size=VOCABULARY)
-    parts = [tensors for _, tensors in engine.forward(batch)]
-    return {name: torch.cat([on_host(part[name]) for part in parts])[order] for name in parts[0]}
+    return {name: on_host(tensor)[order] for name, tensor in exported(engine, batch).items()}
 
 
 def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:

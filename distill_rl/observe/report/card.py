@@ -23,7 +23,6 @@ def model_card(
     step: int,
     data_fingerprint: str,
     scores: Mapping[str, float] | None = None,
-    facts: Mapping[str, str] | None = None,
 ) -> str:
     """The card as Markdown with the YAML header that model hubs read.
 
@@ -33,7 +32,6 @@ def model_card(
         step: optimizer steps that these weights were trained for.
         data_fingerprint: SHA-256 of the training data.
         scores: measure → value, such as `validation/kl_loss` or `eval/exact_match`.
-        facts: further lines of the table, such as the number of rows or parameters.
     """
     jinja = environment(keep_trailing_newline=True)
     jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
@@ -56,7 +54,7 @@ def model_card(
         version=__version__,
         student=table["Student"],
         teachers=teachers,
-        facts=table | dict(facts or {}),
+        facts=table,
         scores=scores or {},
         yaml=yaml,
         fence=_fence(yaml, 3),

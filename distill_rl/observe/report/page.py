@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill_rl import __version__
+from distill_rl.observe.report.scores import FACTS, Evaluation
 from distill_rl.system.files import write_atomic
 
 if TYPE_CHECKING:
@@ -28,3 +30,19 @@ def write_page(path: Path, template: str, **values: Any) -> None:
     """Render an HTML template and write it. Raises OSError if the page cannot be written."""
     page = environment(autoescape=True).get_template(template).render(**values)
     write_atomic(path, page.encode("utf-8", errors="replace"))
+
+
+def write_comparison(evaluation: Evaluation, path: Path) -> None:
+    """Write a page that compares evaluated models. Raises OSError if it cannot be written."""
+    models, suites = evaluation.models, evaluation.by_suite()
+    facts = {"models": f"{len(models)}", "suites": f"{len(suites)}"}
+    if evaluation.baseline is not None:
+        facts["baseline"] = evaluation.baseline
+    write_page(
+        path,
+        "comparison.html.jinja",
+        title=" · ".join(models[:3]) + (f" and {len(models) - 3} more" if len(models) > 3 else ""),
+        facts=facts | {"created by": f"distill_rl {__version__}"},
+        evaluation=evaluation,
+        fact_names=[name for name in FACTS if any(name in score.facts for score in evaluation.scores)],
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.charts import Chart, Series
 from distill_rl.observe.report.page import write_page
-from distill_rl.observe.report.scores import Evaluation, read_runs
+from distill_rl.observe.report.scores import Evaluation
 from distill_rl.observe.sinks.sinks import RATE, SECONDS, TOKENS, read_records
 from distill_rl.types import RunPaths
 
@@ -55,19 +55,17 @@ class Run:
 def write_report(
     run_dir: str | os.PathLike[str],
     *,
+    evaluation: Evaluation,
     comparisons: Sequence[str | os.PathLike[str]] = (),
-    facts: Mapping[str, str] | None = None,
-    evaluation: Evaluation | None = None,
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write `<run_dir>/report.html`.
 
     Args:
-        run_dir: holds metrics.jsonl, and optionally config.yaml, summary.json and evals/<model>/<suite>.json.
-        comparisons: other run directories, whose losses and scores are shown for comparison.
-        facts: further entries of the header, such as a fingerprint.
-        evaluation: scores of all these runs, possibly with differences between models
-            (`evals.results.compare.of_run`); None: read the scores from the run directories.
+        run_dir: holds metrics.jsonl, and optionally config.yaml.
+        evaluation: scores of this run and of `comparisons`, possibly with differences between models
+            (`evals.results.compare.of_run`).
+        comparisons: other run directories, whose losses are shown for comparison.
         out: path of the page, if not `<run_dir>/report.html`.
 
     Raises:
@@ -75,9 +73,6 @@ def write_report(
         OSError: the page cannot be written.
     """
     run, others = read_run(run_dir), [read_run(other) for other in comparisons]
-    if evaluation is None:
-        roots = [Path(folder) for folder in (run_dir, *comparisons)]
-        evaluation = read_runs(roots, [one_run.name for one_run in (run, *others)])
     final = evaluation.only(lambda score: score.step is None)
     during = evaluation.only(lambda score: score.step is not None)
     path = RunPaths(Path(run_dir)).report if out is None else Path(out)
@@ -86,7 +81,7 @@ def write_report(
         "report.html.jinja",
         title=run.name,
         run=run,
-        facts=_header(run, RunPaths(Path(run_dir)).config) | dict(facts or {}),
+        facts=_header(run, RunPaths(Path(run_dir)).config),
         tiles=_tiles(run),
         groups=[(title, group) for title, group in _chart_groups(run, others) if group],
         score_chart=_score_chart(run, others),

@@ -49,8 +49,6 @@ class Observer:
     """
 
     def __init__(self, sinks: Sequence[Sink], every: int, *, live: Sequence[Sink] = ()):
-        if every < 1:
-            raise ValueError(f"every must be 1 or more; got {every}")
         self._sinks, self._every, self._live = tuple(sinks), every, tuple(live)
         self._step = 0
         self._pending: dict[str, Metric] = {}

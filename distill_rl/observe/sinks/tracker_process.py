@@ -114,6 +114,7 @@ class Mlflow:
 
 
 TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
+"""By key of `observe`."""
 
 
 class RunId:

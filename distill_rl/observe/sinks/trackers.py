@@ -27,8 +27,6 @@ from distill_rl.observe.sinks.tracker_process import CLOSE_S
 from distill_rl.system.redact import redact
 from distill_rl.types import RunPaths
 
-TRACKERS = ("wandb", "mlflow")
-"""Keys of `observe`."""
 QUEUE = 1000
 """Records that may wait for a slow tracker; further ones are dropped."""
 UNREACHED_S = 5.0
@@ -48,7 +46,7 @@ def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
         TrackerSink(
             name, [sys.executable, "-m", tracker_process.__name__, name], start, log_file=paths.logs / f"{name}.log"
         )
-        for name in TRACKERS
+        for name in tracker_process.TRACKERS
         if getattr(config.observe, name)
     ]
 

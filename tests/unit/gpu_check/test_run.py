@@ -10,9 +10,9 @@ from time import monotonic
 import pytest
 
 from distill_rl.gpu_check import run as runner
+from distill_rl.gpu_check.page import JSON, TEXT, Record
 from distill_rl.gpu_check.parts import PARTS, RAY_PARTS, Part, named
 from distill_rl.gpu_check.process import Call
-from distill_rl.gpu_check.record import JSON, TEXT, Record
 
 
 def part(name: str, **more) -> Part:

@@ -50,7 +50,7 @@ def test_log_file_gets_info_messages(tmp_path: Path, monkeypatch: pytest.MonkeyP
         log.get("driver").debug("too much")
     log.get("driver").warning("after the run")
     (line,) = path.read_text().splitlines()
-    assert line.endswith("INFO distill_rl.run.driver: step 1 of 10")
+    assert line.endswith("INFO distill_rl.driver: step 1 of 10")
 
 
 def test_tracebacks_are_indented_in_the_file(tmp_path: Path) -> None:

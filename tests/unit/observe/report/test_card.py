@@ -45,7 +45,7 @@ def test_card_without_teachers() -> None:
 def test_markup_in_names_is_escaped() -> None:
     config = make_config(model=HOSTILE)
     config.run.name = config.teachers[0].name = config.teachers[0].model = config.data.path = HOSTILE
-    card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0}, facts={HOSTILE: HOSTILE})
+    card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0})
     front, body = card.split("---\n", 2)[1:]
     assert set(yaml.safe_load(front)) == {"library_name", "pipeline_tag", "tags"}
     outside_code = re.sub(r"(?ms)^(`{3,})yaml\n.*?^\1$", "", body)

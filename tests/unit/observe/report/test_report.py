@@ -11,7 +11,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.report.report import read_run, write_report
-from distill_rl.observe.report.scores import read_runs
+from distill_rl.observe.report.scores import Evaluation, read_runs
 from tests.helpers import results
 from tests.helpers.page import ACTIVE, HOSTILE, Page
 
@@ -48,8 +48,10 @@ def make_config() -> Config:
     return config
 
 
-def report(run: Path, **options: Any) -> Page:
-    path = write_report(run, **options)
+def report(run: Path, *comparisons: Path, evaluation: Evaluation | None = None) -> Page:
+    runs = [run, *comparisons]
+    evaluation = evaluation or read_runs(runs, [folder.name for folder in runs])
+    path = write_report(run, evaluation=evaluation, comparisons=comparisons)
     assert path == run / "report.html"
     return Page(path.read_text("utf-8"))
 
@@ -72,7 +74,7 @@ def test_report_has_charts_figures_scores_and_config(tmp_path: Path) -> None:
     run = make_run(tmp_path / "quickstart", training())
     save_config(config := make_config(), run / "config.yaml")
     write_result(run, "teacher", score=0.998, per_task={"sort": {"score": 0.75}})
-    page = report(run, facts={"data": "abc123"})
+    page = report(run)
     titles = (
         "Distillation loss (KD)",
         "Cross-entropy with the data (CE)",
@@ -82,7 +84,7 @@ def test_report_has_charts_figures_scores_and_config(tmp_path: Path) -> None:
     for title in (*titles, "Tokens per second", "Seconds per step, by part"):
         assert title in page.texts
     assert page.tags.count("svg") == 7, "six charts and one for train/tokens among the others"
-    for fact in ("abc123", fingerprint(config)[:16], "2023-11-14 22:14:00 UTC", "4,000", "0.0625", "80.0 s"):
+    for fact in (fingerprint(config)[:16], "2023-11-14 22:14:00 UTC", "4,000", "0.0625", "80.0 s"):
         assert fact in page.text
     for fact in ("teacher", "0.998", "0.400 – 0.600", "96", "sort 0.750"):
         assert fact in page.texts
@@ -96,7 +98,7 @@ def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(f"run: {HOSTILE}")
     write_result(run, HOSTILE.replace("/", ""), suite=HOSTILE, per_task={HOSTILE: {"score": 1.0}})
     other = make_run(tmp_path / ("<script>" + "other"), records)
-    page = report(run, comparisons=[other], facts={HOSTILE: HOSTILE})
+    page = report(run, other)
     assert not ACTIVE & set(page.tags)
     assert not page.reaches_out
     assert "{{ 7 * 7 }}" in page.text
@@ -127,7 +129,7 @@ def test_compared_runs_share_the_charts_and_the_table(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "kd", training()), make_run(tmp_path / "ce_only", training())
     write_result(run, "student_after", score=0.9)
     write_result(other, "student", score=0.4)
-    page = report(run, comparisons=[other])
+    page = report(run, other)
     assert page.texts.count("validation, ce_only") == 2
     assert "ce_only: student" in page.texts
     assert "dashed" in " ".join(value or "" for _, name, value in page.attributes if name == "class")
@@ -173,7 +175,7 @@ def test_worker_times_are_not_in_the_drivers_sum(tmp_path: Path) -> None:
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"report of .*nothing: a run directory holds metrics\.jsonl"):
-        write_report(tmp_path / "nothing")
+        write_report(tmp_path / "nothing", evaluation=Evaluation())
     assert not (tmp_path / "nothing").exists()
 
 
@@ -224,5 +226,5 @@ def test_many_tasks_get_a_separate_table(tmp_path: Path) -> None:
 
 def test_compared_runs_share_the_score_chart(tmp_path: Path) -> None:
     run, other = (make_run(tmp_path / name, [{"step": 1, "eval/quiz": 0.1}, {"step": 2, "eval/quiz": 0.2}]) for name in ("kd", "ce"))  # fmt: skip
-    page = report(run, comparisons=[other])
+    page = report(run, other)
     assert {"quiz", "quiz, ce"} <= set(page.texts)

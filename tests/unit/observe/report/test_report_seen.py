@@ -12,6 +12,7 @@ import pytest
 
 from distill_rl.config.save import save_config
 from distill_rl.observe.report.report import write_report
+from distill_rl.observe.report.scores import read_runs
 from tests.helpers import results
 from tests.helpers.chromium import PROGRAM, Browser, View, chromium
 from tests.unit.observe.report.test_report import make_config, make_run, training
@@ -59,7 +60,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_config(make_config(), run / "config.yaml")
     for name, right in (("teacher", 1.0), ("student", 0.75)):
         results.write_result(run / "evals" / name, results.numbered([right] * 20))
-    return write_report(run)
+    return write_report(run, evaluation=read_runs([run], [run.name]))
 
 
 @pytest.fixture(scope="module")
