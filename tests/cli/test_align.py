@@ -182,7 +182,7 @@ def test_a_slow_tokenizer_and_rows_without_text_are_refused(root: Path, tmp_path
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n' * 3)
     for change, words in (
         ({"teacher": str(tmp_path / "slow")}, ("fast tokenizer", "ByT5Tokenizer")),
-        ({"data": str(tmp_path / "empty.jsonl")}, ("must hold text", "3 rows")),
+        ({"data": str(tmp_path / "empty.jsonl")}, ("must hold text", "3 empty rows")),
     ):
         ended = align(root, **change)
         assert ended.code == 2, ended.err

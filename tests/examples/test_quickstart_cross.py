@@ -12,11 +12,12 @@ pytestmark = pytest.mark.cli
 STEPS = 600
 
 
-class TestQuickstartAcrossTokenizers(QuickstartContract):
-    @pytest.fixture(scope="class")
-    def finished(self, cluster, tmp_path_factory):
-        return finish("quickstart-cross", tmp_path_factory.mktemp("cross"), STEPS, cluster)
+@pytest.fixture(scope="module")
+def finished(cluster, tmp_path_factory):
+    return finish("quickstart-cross", tmp_path_factory.mktemp("cross"), STEPS, cluster)
 
+
+class TestQuickstartAcrossTokenizers(QuickstartContract):
     def test_cross_tokenizer_chunks_are_covered_and_the_student_stops(self, finished):
         summary = finished.summary
         assert 0.33 < summary["one_to_one_share"] < 0.41

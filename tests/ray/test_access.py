@@ -26,11 +26,12 @@ except ConfigError as error:
 
 
 def join(address: str, **changed: str | None) -> str:
-    """What the joining process prints, with environment variables changed, or removed where None."""
+    """The last line that the joining process prints, with environment variables changed, or removed where None."""
     variables = environment() | {name: value for name, value in changed.items() if value is not None}
     variables = {name: value for name, value in variables.items() if changed.get(name, "") is not None}
     command = [sys.executable, "-c", PROGRAM, address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
+    return done.stdout.splitlines()[-1]
 
 
 def test_joining_a_cluster_needs_its_token(tmp_path, monkeypatch):

@@ -26,8 +26,8 @@ class Worker:
     def identify(self):
         return identify()
 
-def watchers():
-    return [each for each in psutil.process_iter() if each.name().startswith("ray::NodeMonito")]
+def node_monitors():
+    return [process for process in psutil.process_iter() if process.name().startswith("ray::NodeMonito")]
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="watch")
 own = ray.get_runtime_context().get_node_id()
@@ -35,25 +35,25 @@ own = ray.get_runtime_context().get_node_id()
 there = NodeAffinitySchedulingStrategy(other, soft=False)
 actor = ray.remote(Worker).options(scheduling_strategy=there, num_cpus=0).remote()
 process = ray.get(actor.identify.remote(), timeout=60)
-made = process_monitor.ProcessMonitor(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
+monitor = process_monitor.ProcessMonitor(FaultsConfig(stopped_s=1.0), {"worker": process}, Path(sys.argv[2]))
 
 def seen():
-    made.update()
-    return made._states.get("worker")
+    monitor.update()
+    return monitor._states.get("worker")
 
 until(lambda: seen() == "sleeping", "the first answer")
-(first,) = watchers()
+(first,) = node_monitors()
 first.suspend()
 until(lambda: seen() is None, "its silence being noticed")
-print("seen: the reports of a silent watcher are forgotten")
-until(lambda: seen() == "sleeping", "another watcher's answer")
-print("seen: another watcher answers")
+print("seen: the reports of a silent monitor are forgotten")
+until(lambda: seen() == "sleeping", "another monitor's answer")
+print("seen: another monitor answers")
 os.kill(process.pid, signal.SIGSTOP)
 until(lambda: seen() == process_monitor.GONE, "the death of the stopped worker")
 print("seen:", monitor.fate("worker"))
 monitor.close()
-for watcher in watchers():
-    watcher.kill()
+for process in node_monitors():
+    process.kill()
 """
 
 
@@ -62,7 +62,7 @@ def test_a_stopped_remote_worker_is_killed_and_a_silent_monitor_replaced(tmp_pat
         command = [sys.executable, "-c", DRIVER, address, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment())
     assert [line for line in done.stdout.splitlines() if line.startswith("seen: ")] == [
-        "seen: the reports of a silent watcher are forgotten",
-        "seen: another watcher answers",
+        "seen: the reports of a silent monitor are forgotten",
+        "seen: another monitor answers",
         "seen: it was stopped (SIGSTOP) for 1 s, and killed",
     ], done.stderr

@@ -32,7 +32,7 @@ def test_a_transport_slower_than_promised_is_named():
     bad = copy.deepcopy(good)
     bad["cpu"]["shared_memory"]["share_of_memcpy"] = 0.69
     bad["cuda"]["cuda_ipc"]["fetch_s"] = 150e-6
-    assert [problem.split()[0:2] for problem in verdict(bad)] == [["shared_memory", "moves"], ["a", "cuda_ipc"]]
+    assert [problem.split()[0:2] for problem in verdict(bad)] == [["shared_memory", "reaches"], ["a", "cuda_ipc"]]
     assert "150 µs" in verdict(bad)[1]
 
 

@@ -1,38 +1,41 @@
 """Ends the Ray processes of a driver that was killed: after `kill -9` none of its own handlers runs.
 
-A small process of its own waits for the end of a pipe that only the driver holds. If the driver closes the pipe without a
-word, it is dead: all descendants of Ray's root processes are killed and Ray's directory is removed. A driver that has
-ended Ray itself says so first.
+A small process of its own waits for the end of a pipe that only the driver holds. If the driver closes the pipe without
+a word, it is dead: the reaper kills Ray's root processes with all their descendants and removes Ray's directory. A driver
+that has ended Ray itself says so first.
 
-Runs as `python -I -S reaper.py DIRECTORY PID:START_TIME...`, with the standard library only, so that it starts at once and
-stays small.
+The reaper runs this file as a script, with the standard library and psutil only, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 _TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 5.0
+_POLL_S = 0.05
 
 
 @contextmanager
-def reaper(directory: Path, roots: Iterable[int]) -> Iterator[None]:
-    """While the block runs, the death of this process ends these processes with all their descendants, and removes the
+def reaper(directory: Path, roots: Iterable[psutil.Process]) -> Iterator[None]:
+    """While the block runs, the death of this process ends `roots` with all their descendants, and removes the
     directory."""
-    known = [f"{pid}:{started}" for pid in roots if (started := _start_time(pid))]
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(directory), *known],
+        [sys.executable, "-I", __file__, str(directory), *(str(root.pid) for root in roots)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the whole foreground group
+        env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},  # no secrets
     )
     try:
         yield
@@ -41,49 +44,41 @@ def reaper(directory: Path, roots: Iterable[int]) -> Iterator[None]:
             process.communicate(b"ended", timeout=_TIMEOUT_S)
 
 
+def with_descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """The processes that run among `roots` and their descendants."""
+    processes = set(roots)
+    for root in roots:
+        with suppress(psutil.NoSuchProcess):
+            processes.update(root.children(recursive=True))
+    return {process for process in processes if runs(process)}
+
+
+def runs(process: psutil.Process) -> bool:
+    """False for zombies, too: reaping them is up to their parent, which may be an init process that never does it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def main(directory: str, *roots: str) -> None:
+    family: set[psutil.Process] = set()
+    for pid in roots:
+        with suppress(psutil.NoSuchProcess):
+            family.add(psutil.Process(int(pid)))
+    # Look again and again while the driver lives. When it dies, one of its processes may end by itself first, and the
+    # children of that one are then nobody's descendants.
+    family = with_descendants(family)
+    while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+        family = with_descendants(family)
     if sys.stdin.buffer.read():
         return
-    pids = [int(pid) for pid, _, started in (root.partition(":") for root in roots) if _start_time(int(pid)) == started]
-    while family := _descendants(pids):  # until a look finds no new child
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        pids = [pid for pid in family if _runs(pid)]
+    while family := with_descendants(family):
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=_POLL_S)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _descendants(roots: Iterable[int]) -> list[int]:
-    """The processes that run among these and their descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (stat := _stat(int(entry.name))):
-            children.setdefault(int(stat[1]), []).append(int(entry.name))
-    found, open_ = [], list(roots)
-    while open_:
-        pid = open_.pop()
-        found.append(pid)
-        open_ += children.get(pid, [])
-    return [pid for pid in found if _runs(pid)]
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _start_time(pid: int) -> str:
-    """Distinguishes a process from a later one with the same pid; empty if there is none."""
-    stat = _stat(pid)
-    return stat[19] if stat else ""
-
-
-def _runs(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] != "Z"
 
 
 if __name__ == "__main__":

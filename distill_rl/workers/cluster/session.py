@@ -31,7 +31,7 @@ from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.placement import Node
-from distill_rl.workers.cluster.reaper import reaper
+from distill_rl.workers.cluster.reaper import reaper, runs, with_descendants
 
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
@@ -127,10 +127,10 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
-        after_kill.enter_context(reaper(_private_directory(), [process.pid for process in roots]))
+        after_kill.enter_context(reaper(_private_directory(), roots))
         yield
     finally:
-        family = _with_descendants(roots)
+        family = with_descendants(roots)
         with _kill_on_sigterm(roots):
             ray.shutdown()
         _end(family)
@@ -319,15 +319,7 @@ def _has_pending(pid: int, number: signal.Signals) -> bool:
     return bool(match and int(match.group(1), 16) >> (number - 1) & 1)
 
 
-def _with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    processes = list(roots)
-    for root in roots:
-        with suppress(psutil.NoSuchProcess):
-            processes += root.children(recursive=True)
-    return processes
-
-
-def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
+def _end(processes: Iterable[psutil.Process], patience_s: float = 5.0) -> None:
     """Waits for processes to end, and kills those that do not."""
     for process in _remaining(processes, patience_s):
         log.info("killing %s, left over by Ray", process.pid)
@@ -336,17 +328,9 @@ def _end(processes: list[psutil.Process], patience_s: float = 5.0) -> None:
     _remaining(processes, patience_s)
 
 
-def _remaining(processes: list[psutil.Process], patience_s: float) -> list[psutil.Process]:
-    """The processes that still run after waiting for `patience_s`. Zombies do not count: reaping them is up to their
-    parent, which may be an init process that takes seconds for it or never does it."""
+def _remaining(processes: Iterable[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    """The processes that still run after waiting for `patience_s`."""
     deadline = time.monotonic() + patience_s
-    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+    while (alive := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
         psutil.wait_procs(alive, timeout=0.02)
     return alive
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -14,13 +14,14 @@ import pytest
 
 DRIVER = """
 import os, subprocess, sys
+import psutil
 from pathlib import Path
 from distill_rl.workers.cluster.reaper import reaper
 
 directory = Path(sys.argv[1])
 directory.mkdir()
 child = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
-with reaper(directory, [child.pid]):
+with reaper(directory, [psutil.Process(child.pid)]):
     print(child.pid, flush=True)
     sys.stdin.read()
 if sys.argv[2] == "ends Ray itself":
@@ -41,9 +42,9 @@ def driver(tmp_path: Path, request: pytest.FixtureRequest):
         time.sleep(0.01)
     yield process, [root, *children], tmp_path / "ray"
     process.kill()
-    for each in [root, *children]:
-        if each.is_running():
-            each.kill()
+    for relative in [root, *children]:
+        if relative.is_running():
+            relative.kill()
 
 
 @pytest.mark.parametrize("driver", ["is killed"], indirect=True)
@@ -63,5 +64,5 @@ def test_a_driver_that_ends_in_order_is_not_reaped(driver) -> None:
     process, family, directory = driver
     process.stdin.close()
     assert process.wait(30) == 0
-    assert all(each.is_running() for each in family)
+    assert all(relative.is_running() for relative in family)
     assert directory.is_dir()
