@@ -10,10 +10,14 @@ source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
-names=$(cd distill_rl/bench && ls -- *.py | sed -e 's/\.py$//' -e '/^_/d' -e '/^record$/d' | paste -sd ' ')
-if [[ -z $name || " $names " != *" $name "* ]]; then
+# A benchmark is a file with a main program; helpers of benchmarks have none.
+files=$(grep -l '^if __name__ == "__main__":' distill_rl/bench/*.py distill_rl/bench/gpu/*.py)
+file=$(grep -E "/$name\.py$" <<<"$files" || true)
+if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
+    names=$(sed -e 's|.*/||' -e 's|\.py$||' <<<"$files" | sort | paste -sd ' ')
     echo "bench: error: unknown benchmark '$name'; the benchmarks are: $names" >&2
     exit 2
 fi
 shift
-exec "$PYTHON" -m "distill_rl.bench.$name" "$@"
+module=${file%.py}
+exec "$PYTHON" -m "${module//\//.}" "$@"

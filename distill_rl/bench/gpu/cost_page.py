@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "gpu_model.md"
 _INTRODUCTION = """\
 # What a step should cost on one GPU
 
-Written by `bash launch/bench.sh cost_model --write`; edit [cost_model.py](../../distill_rl/bench/cost_model.py) instead.
+Written by `bash launch/bench.sh cost_model --write`; edit [cost_model.py](../../distill_rl/bench/gpu/cost_model.py) instead.
 These are predictions, not measurements. `bash launch/bench.sh engine_throughput` runs both engines on a GPU and prints what it
 measures beside them.
 
