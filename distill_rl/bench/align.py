@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill_rl.align import TokenAligner
-from distill_rl.bench import record
+from distill_rl.bench import harness, record
 
 TOKENS, LONG, PADS = 2048, 65_536, 1500
 REPEATED = "The cat sat. "
@@ -63,7 +63,7 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = record.parser("The time of alignment beside other implementations")
+    parser = harness.parser("The time of alignment beside other implementations")
     parser.add_argument(
         "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="folders of two tokenizers"
     )
@@ -105,8 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     show(results)
     for line in figures["lossy"]:
         print(f"lossy: {line}")
-    print(f"written: {record.write('align', figures, given.out)}")
-    return 0
+    return harness.finish("align", figures, given.out)
 
 
 def _missing(given: argparse.Namespace) -> str | None:
