@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from distill_rl.bench import harness
 from distill_rl.bench.gpu.contenders import OURS, Case, Step
-from distill_rl.bench.gpu.engines import KINDS
+from distill_rl.bench.gpu.engines import KINDS, made_up_projection
 from distill_rl.bench.gpu.losses_cuda import Figures, measure, show, with_ratio
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
@@ -45,7 +46,7 @@ ONE_TOKENIZER = "kd_loss, one tokenizer"
 
 @dataclass(frozen=True)
 class Sides:
-    """Logits of both, which rows are whose chunk, and the way between the vocabularies."""
+    """Logits and labels of both models, the chunk of every row, and the vocabulary projection."""
 
     student: Tensor
     teacher: Tensor
@@ -90,29 +91,13 @@ def _chunks(rows: int, device: str) -> Chunks:
 
 
 def _projection(columns: int, teacher_columns: int) -> VocabularyProjection:
-    """Two thirds of the smaller vocabulary in common; the others go into two or three tokens."""
-    draw = torch.Generator().manual_seed(0)
-    common = 2 * min(columns, teacher_columns) // 3
-    counterparts = torch.randperm(teacher_columns, generator=draw)[:common]
-    lengths = torch.cat([torch.ones(common, dtype=torch.int64), torch.arange(columns - common) % 2 + 2])
-    start = lengths.cumsum(0) - lengths
-    place = torch.arange(int(lengths.sum())) - start.repeat_interleave(lengths)
-    weights = 0.9 * 0.1 ** place.double()
-    sums = torch.zeros(columns, dtype=torch.float64).index_add_(
-        0, torch.arange(columns).repeat_interleave(lengths), weights
-    )
-    # a row's pieces are neighbours, for they must differ
-    first = torch.randint(0, teacher_columns - 3, (columns,), generator=draw)
-    first[:common] = counterparts
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return VocabularyProjection(
-        indptr, first.repeat_interleave(lengths) + place, (weights / sums.repeat_interleave(lengths)).float(),
-        teacher_columns, torch.arange(common), counterparts,
-    )  # fmt: skip
+    student = replace(LLAMA_1B, columns=columns, tokens=columns)
+    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
+    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
 
 
 def cases(sides: Sides) -> Iterator[Case]:
-    """Of the losses, each with what it is given."""
+    """Every method, with each kind of targets that it is measured on."""
     top = sides.teacher_top
     dense = DenseLogits(sides.teacher, top.label_logprob)
     own = vocab_parallel_topk(sides.student.flip(0), min(TOP_K, sides.student.shape[1]))

@@ -86,17 +86,16 @@ def write_material(root: Path, device: str, *, rows: int, length: int, one_token
 
 def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, device: str, length: int) -> None:
     """Random weights, made on the device and in the dtype that they are kept in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=max(4096, length),
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    config = shape.config(
+        max_position_embeddings=max(4096, length),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
     model.save_pretrained(folder)
