@@ -10,18 +10,14 @@ source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
-names="" module=""
-for file in $(cd distill_rl/bench && grep -l '^if __name__ == "__main__"' -- *.py gpu/*.py); do
-    benchmark=$(basename -- "$file" .py)
-    names+=" $benchmark"
-    if [[ $benchmark == "$name" ]]; then
-        path=${file%.py}
-        module=distill_rl.bench.${path//\//.}
-    fi
-done
-if [[ -z $module ]]; then
-    echo "bench: error: unknown benchmark '$name'; the benchmarks are:$names" >&2
+# A benchmark is a file with a main program; helpers of benchmarks have none.
+files=$(grep -l '^if __name__ == "__main__":' distill_rl/bench/*.py distill_rl/bench/gpu/*.py)
+file=$(grep -E "/$name\.py$" <<<"$files" || true)
+if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
+    names=$(sed -e 's|.*/||' -e 's|\.py$||' <<<"$files" | sort | paste -sd ' ')
+    echo "bench: error: unknown benchmark '$name'; the benchmarks are: $names" >&2
     exit 2
 fi
 shift
-exec "$PYTHON" -m "$module" "$@"
+module=${file%.py}
+exec "$PYTHON" -m "${module//\//.}" "$@"

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill_rl.align import TokenAligner
-from distill_rl.bench import record
+from distill_rl.bench import harness, record
 
 TOKENS, LONG, PADS = 2048, 65_536, 1500
 REPEATED = "The cat sat. "
@@ -63,7 +63,7 @@ class Row:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = record.parser("The time of alignment beside other implementations")
+    parser = harness.parser("The time of alignment beside other implementations")
     parser.add_argument(
         "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="folders of two tokenizers"
     )
@@ -74,46 +74,45 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--no-projection", action="store_true", help="do not measure the vocabulary projection")
-    given = parser.parse_args(arguments)
-    missing = _missing(given)
+    options = parser.parse_args(arguments)
+    missing = _missing(options)
     if missing:
         print(f"align: error: {missing}", file=sys.stderr)
         return 2
     from transformers import AutoTokenizer
 
-    student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in given.tokenizers)
+    student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in options.tokenizers)
     start = time.perf_counter()
     aligner, programme = TokenAligner(student, teacher), TokenAligner(student, teacher, "dp")
     built = (time.perf_counter() - start) / 2
-    texts = {"English": given.text.read_text("utf-8")}
-    if given.chinese:
-        texts["Chinese"] = given.chinese.read_text("utf-8")
-    results = [measure(each, aligner, programme, given.rounds) for each in rows(aligner, texts)]
+    texts = {"English": options.text.read_text("utf-8")}
+    if options.chinese:
+        texts["Chinese"] = options.chinese.read_text("utf-8")
+    results = [measure(row, aligner, programme, options.rounds) for row in rows(aligner, texts)]
     figures: dict[str, Any] = {
         "settings": {
-            "student": given.tokenizers[0].name,
-            "teacher": given.tokenizers[1].name,
+            "student": options.tokenizers[0].name,
+            "teacher": options.tokenizers[1].name,
             "vocabularies": [aligner.student.size, aligner.teacher.size],
-            "rounds": given.rounds,
+            "rounds": options.rounds,
             "trl": walk()[1],
         },
         "aligner_seconds": round(built, 2),
         "results": results,
-        "lossy": [lossy(given.tokenizers[0], folder, given.text, given.rounds) for folder in given.lossy],
-        "projection": None if given.no_projection else projection(given.tokenizers),
+        "lossy": [lossy(options.tokenizers[0], folder, options.text, options.rounds) for folder in options.lossy],
+        "projection": None if options.no_projection else projection(options.tokenizers),
     }
     show(results)
     for line in figures["lossy"]:
         print(f"lossy: {line}")
-    print(f"written: {record.write('align', figures, given.out)}")
-    return 0
+    return harness.finish("align", figures, options.out)
 
 
-def _missing(given: argparse.Namespace) -> str | None:
-    if not given.tokenizers or not given.text:
+def _missing(options: argparse.Namespace) -> str | None:
+    if not options.tokenizers or not options.text:
         return "needs --tokenizers STUDENT TEACHER (folders) and --text FILE: it measures real tokenizers on real text"
-    folders = [*given.tokenizers, *given.lossy]
-    wanted = [folder / "tokenizer.json" for folder in folders] + [given.text, *filter(None, [given.chinese])]
+    folders = [*options.tokenizers, *options.lossy]
+    wanted = [folder / "tokenizer.json" for folder in folders] + [options.text, *filter(None, [options.chinese])]
     absent = next((path for path in wanted if not path.is_file()), None)
     return f"{absent}: no such file" if absent else None
 
@@ -142,9 +141,9 @@ def _pad(vocabulary: Any) -> int:
 def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
     """The beginning of a text, about `tokens` tokens long on the student's side."""
     size = min(len(text), 12 * tokens)
-    found = aligner.align(text[:size], max_student_tokens=tokens)
-    ids = found.student_ids[found.student_chunk >= 0]
-    spelled = b"".join(aligner.student.token_bytes(number) for number in ids.tolist())
+    alignment = aligner.align(text[:size], max_student_tokens=tokens)
+    ids = alignment.student_ids[alignment.student_chunk >= 0]
+    spelled = b"".join(aligner.student.token_bytes(token) for token in ids.tolist())
     kept = spelled.decode(errors="ignore")
     student, teacher = aligner.tokenize_student(kept), aligner.tokenize_teacher(kept)
     return Row(name, kept, student.ids, teacher.ids)
@@ -152,7 +151,7 @@ def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
 
 def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
     """Milliseconds by contender, and the properties of the row."""
-    found = aligner.align_ids(row.student, row.teacher, **row.masks)
+    alignment = aligner.align_ids(row.student, row.teacher, **row.masks)
     ends = [
         np.unique(vocabulary.lengths[ids].cumsum())
         for vocabulary, ids in ((aligner.student, row.student), (aligner.teacher, row.teacher))
@@ -177,8 +176,8 @@ def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: in
         "row": row.name,
         "tokens": [len(row.student), len(row.teacher)],
         "bytes": len(row.text.encode()),
-        "chunks": dict(found.counts),
-        "exact": found.exact,
+        "chunks": dict(alignment.counts),
+        "exact": alignment.exact,
         "milliseconds": times,
         "over_intersect1d": round(times[OURS] / times[BARE], 2),
         "share_of_encodes": round(times[OURS] / encodes, 4) if encodes else None,
@@ -251,10 +250,7 @@ def lossy(student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, An
                 command, capture_output=True, text=True, cwd=record.ROOT, env={**os.environ, "NUMBA_CACHE_DIR": cache}
             )
             if done.returncode:
-                return {
-                    "teacher": teacher.name,
-                    "status": f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}",
-                }
+                return {"teacher": teacher.name, "status": _failure(done)}
             runs.append(json.loads(done.stdout))
     return {"teacher": teacher.name, **runs[1], "first_seconds_without_cache": runs[0]["first_seconds"]}
 
@@ -278,7 +274,7 @@ def projection(folders: list[Path]) -> dict[str, Any]:
     command = [sys.executable, "-c", _PROJECTION, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
     if done.returncode:
-        return {"status": f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}"}
+        return {"status": _failure(done)}
     seconds, before, peak, *sizes = (float(part) for part in done.stdout.split())
     return {
         "seconds": round(seconds, 2),
@@ -287,6 +283,10 @@ def projection(folders: list[Path]) -> dict[str, Any]:
         "shape": [int(size) for size in sizes[:2]],
         "entries": int(sizes[2]),
     }
+
+
+def _failure(done: subprocess.CompletedProcess[str]) -> str:
+    return f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}"
 
 
 def show(results: list[dict[str, Any]]) -> None:

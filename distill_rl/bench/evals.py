@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
-from distill_rl.bench import record
-from distill_rl.bench.prefetch import learn_tokenizer
+from distill_rl.bench import harness
+from distill_rl.bench.material import invent_words, train_tokenizer, write_llama
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
@@ -37,8 +36,7 @@ Logprobs = list[tuple[float, ...]]
 def invent(subjects: int, questions: int, seed: int = 0) -> list[Item]:
     """`subjects` × `questions` items about as long as MMLU's: 30 words per question, 5 per choice."""
     draw = random.Random(seed)
-    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(2000)]
+    words = invent_words(draw, 2000, most_syllables=3)
 
     def text(min_words: int, max_words: int) -> str:
         return " ".join(draw.choices(words, k=draw.randint(min_words, max_words)))
@@ -58,18 +56,18 @@ def invent(subjects: int, questions: int, seed: int = 0) -> list[Item]:
 
 def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden: int, layers: int) -> None:
     """A random Llama with heads of size 32, and a tokenizer trained on such questions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = learn_tokenizer([item.prefix for item in items], vocabulary, "</s>")
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    tokenizer = train_tokenizer([item.prefix for item in items], vocabulary, "</s>")
     torch.manual_seed(0)
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    write_llama(
+        folder,
+        tokenizer,
+        hidden=hidden,
+        intermediate=3 * hidden,
+        layers=layers,
+        positions=4096,
+        heads=hidden // 32,
+        key_value_heads=hidden // 64,
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -104,12 +102,7 @@ def compare(backend: HfBackend, items: Sequence[Item], batch_size: int, rounds: 
         BATCHED: lambda: by_backend(backend, items, batch_size, share=False),
         SHARED: lambda: by_backend(backend, items, batch_size, share=True),
     }
-    best, logprobs = dict.fromkeys(variants, float("inf")), {}
-    for _ in range(rounds):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            logprobs[name] = run()
-            best[name] = min(best[name], time.perf_counter() - start)
+    best, logprobs = harness.best_times(variants, rounds, warm_up=False)
     reference = torch.tensor(logprobs[LOOP])
     return {
         name: {
@@ -135,7 +128,7 @@ def verdict(results: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--subjects", type=int, default=2, help="%(default)s")
     parser.add_argument("--questions", type=int, default=32, help="per subject; %(default)s")
     parser.add_argument("--batch", type=int, default=16, help="rows of a forward pass; %(default)s")
@@ -158,10 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, result in results.items():
         cells = f"{result['seconds']:>9.2f}{result['items_per_second']:>9.1f}{result['times_as_fast']:>8.1f}x"
         print(f"{name:<28}{cells}{result['greatest_difference']:>10.0e}")
-    print(f"written   {record.write('evals', {'workload': workload, 'ways': results}, options.out)}")
-    problems = verdict(results)
-    print("\n".join(problems))
-    return int(bool(problems))
+    figures = {"workload": workload, "ways": results}
+    return harness.finish("evals", figures, options.out, verdict(results))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ their Ray process title, and killed (SIGKILL) or stopped (SIGSTOP) in the middle
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.bench.prefetch import write_material
 
 PROMISE_S = 30.0
@@ -77,17 +76,17 @@ def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict
                 code = again.wait(_DEADLINE_S)
     if code:
         raise SystemExit(f"{name}: exit code {code}")
-    records = _steps(metrics)
+    records = harness.step_records(metrics)
     if fault:
         gaps = [(late["time"] - early["time"]) for early, late in pairwise(records)]
         found["seconds_without_a_step"] = max(gaps)
-    return found | {"losses": [each["train/loss"] for each in records]}
+    return found | {"losses": [step["train/loss"] for step in records]}
 
 
 def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> float:
     """Send the signal after STRIKE_AFTER steps; return the time."""
     deadline = time.monotonic() + _DEADLINE_S
-    while len(_steps(metrics)) < STRIKE_AFTER:
+    while len(harness.step_records(metrics)) < STRIKE_AFTER:
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"the run did not reach step {STRIKE_AFTER}")
         time.sleep(0.02)
@@ -100,15 +99,9 @@ def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> flo
 
 
 def _started(config: Path, *more: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | harness.ONE_THREAD
     command = [sys.executable, "-m", "distill_rl", "train", "-c", str(config), *more]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _steps(metrics: Path) -> list[dict[str, Any]]:
-    lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [each for each in records if "train/loss" in each]
 
 
 def compare(root: Path, repeats: int, steps: int) -> dict[str, Any]:
@@ -141,7 +134,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="runs per fault; default: %(default)s")
     options = parser.parse_args(arguments)
@@ -155,10 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(value, dict)
         ]
         print(f"{title:<16} {', '.join(times)}; losses {'the same' if found['same_losses'] else 'DIFFERENT'}")
-    print(f"written   {record.write('faults', figures, options.out)}")
-    problems = verdict(figures)
-    print("\n".join(problems))
-    return int(bool(problems))
+    return harness.finish("faults", figures, options.out, verdict(figures))
 
 
 if __name__ == "__main__":

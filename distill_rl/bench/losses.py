@@ -9,11 +9,9 @@ TRL and torchtune are measured as installed; where they are not, and for SkyRL a
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from distill_rl.bench import peers, record
+from distill_rl.bench import harness, peers
 from distill_rl.losses import (
     DenseLogits,
     TopKLogprobs,
@@ -100,18 +98,6 @@ def forward_backward(logits: Tensor, step: Step) -> Callable[[], None]:
     return run
 
 
-def best_times(runs: dict[Name, Callable[[], None]], rounds: int) -> dict[Name, float]:
-    """Seconds of the best of `rounds` for each; they take turns, so that a slow moment hits all."""
-    best = dict.fromkeys(runs, float("inf"))
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if number > 0:  # the first is a warm-up
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
 def ours(divergence: str, teacher: Any, labels: Tensor | None = None, **settings: Any) -> Step:
     return lambda student: kd_loss(student, teacher, labels=labels, divergence=divergence, **settings).loss
 
@@ -167,7 +153,7 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:
         narrow = student.to(dtype)
         steps = contenders(teacher.to(dtype), chunk)
         runs = {name: forward_backward(narrow, step) for name, step in steps.items()}
-        best = best_times(runs, rounds)
+        best, _ = harness.best_times(runs, rounds, warm_up=True)
         times[dtype] = {name: seconds / best["forward_kl", PLAIN] for name, seconds in best.items()}
     memory = {name: peak_bytes(run) / narrow.numel() for name, run in runs.items()}
     return [
@@ -201,7 +187,7 @@ def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     measured = []
     for rows in FUSED_ROWS:
         steps = linear_steps(rows, vocabulary)
-        best = best_times({(name, ""): run for name, run in steps.items()}, rounds)
+        best, _ = harness.best_times(steps, rounds, warm_up=True)
         peaks = {name: round(peak_bytes(run) / 2**20, 1) for name, run in steps.items()}
         measured.append(
             {
@@ -209,7 +195,7 @@ def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
                 "rows": rows,
                 "peak_mib": peaks["fused"],
                 "unfused_peak_mib": peaks["unfused"],
-                "time_over_unfused": round(best["fused", ""] / best["unfused", ""], 3),
+                "time_over_unfused": round(best["fused"] / best["unfused"], 3),
             }
         )
     return measured
@@ -231,12 +217,12 @@ def show(figures: list[Figures], fused: list[dict[str, Any]], title: str) -> Non
     console.print(table)
 
 
-def main() -> None:
-    parser = record.parser("Memory and time of the losses beside other implementations")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = harness.parser("Memory and time of the losses beside other implementations")
     parser.add_argument("--elements", type=int, default=2**26, help="logits of a comparison; 67108864")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256])
     parser.add_argument("--rounds", type=int, default=5)
-    arguments: argparse.Namespace = parser.parse_args()
+    arguments = parser.parse_args(argv)
     figures, fused = [], []
     for vocabulary in arguments.vocabularies:
         figures += compare(arguments.elements // vocabulary, vocabulary, arguments.rounds)
@@ -244,11 +230,9 @@ def main() -> None:
     show(figures, fused, "times over plain torch's forward KL of the same vocabulary")
     settings = {name: getattr(arguments, name) for name in ("elements", "vocabularies", "rounds")}
     settings["threads"] = torch.get_num_threads()
-    path = record.write(
-        "losses", {"settings": settings, "results": [asdict(line) for line in figures], "fused": fused}, arguments.out
-    )
-    print(f"written: {path}")
+    results = [asdict(line) for line in figures]
+    return harness.finish("losses", {"settings": settings, "results": results, "fused": fused}, arguments.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

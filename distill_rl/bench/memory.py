@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill_rl.bench import record
+from distill_rl.bench import harness, record
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
 from distill_rl.config.schema import Config, DataConfig, ParallelConfig, StudentConfig, TeacherConfig
@@ -196,12 +196,12 @@ def compare(out: Path | None) -> int:
     worst = max(abs(row["ratio"] - 1) for row in rows)
     print(f"\nlargest difference {worst:.0%}, allowed {TOLERANCE:.0%}")
     figures = {"parameters": facts.parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
-    print(f"written   {record.write('memory', figures, out)}")
-    return int(worst > TOLERANCE)
+    problems = [f"largest difference {worst:.0%}; must be at most {TOLERANCE:.0%}"] if worst > TOLERANCE else []
+    return harness.finish("memory", figures, out, problems)
 
 
 def main() -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

@@ -11,21 +11,21 @@ The losses of all runs, including one at depth 5, must be equal bit for bit.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distill_rl.bench import record
-from distill_rl.bench.prefetch import invent_text, learn_tokenizer
+from distill_rl.bench import harness
+from distill_rl.bench.material import train_tokenizer, write_llama, write_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEPTHS = (0, 1, 2)
 FURTHER = 5
@@ -57,69 +57,53 @@ observe: {{tensorboard: false}}
 
 def write_material(root: Path, *, rows: int, length: int) -> None:
     """Write student/ and text.jsonl: documents longer than `length` tokens, so that all rows are full and all steps equal."""
-    draw = random.Random(0)
-    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]
-    texts = [invent_text(draw, words, length) for _ in range(rows)]
-    tokenizer = learn_tokenizer(texts, VOCABULARY, "</s>")
+    texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=length)
+    tokenizer = train_tokenizer(texts, VOCABULARY, "</s>")
     tokenizer.save_pretrained(root / "student")
-    write_model(root / "student", STUDENT_LAYERS, length)
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    write_model(root / "student", tokenizer, STUDENT_LAYERS, length)
 
 
 def write_teacher(root: Path, layers: int, length: int) -> None:
     """Write teacher/, replacing an existing one."""
+    from transformers import AutoTokenizer
+
     shutil.rmtree(root / "teacher", ignore_errors=True)
     (root / "teacher").mkdir()
     for file in (root / "student").glob("tokenizer*"):
         shutil.copyfile(file, root / "teacher" / file.name)
-    write_model(root / "teacher", layers, length)
+    write_model(root / "teacher", AutoTokenizer.from_pretrained(root / "student"), layers, length)
 
 
-def write_model(folder: Path, layers: int, length: int) -> None:
-    """Write a random Llama for the tokenizer in the folder."""
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, layers: int, length: int) -> None:
+    """Write a random Llama for this tokenizer."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=length,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    write_llama(folder, tokenizer, hidden=HIDDEN, intermediate=4 * HIDDEN, layers=layers, positions=length)
 
 
 def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
     """Train once; return the figures of its metrics."""
     config = root / f"{name}.yaml"
     config.write_text(CONFIG.format(root=root, name=name, depth=depth, **sizes), "utf-8")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "distill_rl", "train", "-c", str(config)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}{done.stderr}the run at depth {depth} failed")
+    harness.train(config, environment=harness.ONE_THREAD, quiet=True)
     return figures(root / "runs" / name / "metrics.jsonl")
 
 
 def figures(metrics: Path) -> dict[str, Any]:
     """Medians over the steps after the warm-up, in seconds, and the losses of all steps."""
-    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-    steps = [one for one in records if "timing/step" in one]
+    steps = harness.step_records(metrics)
     counted = steps[WARM_UP - 1 :]
 
     def middle(name: str) -> float:
-        return round(median(one[f"timing/{name}"] for one in counted[1:]), 4)
+        return round(median(step[f"timing/{name}"] for step in counted[1:]), 4)
 
     return {
         "step": round(median(after["time"] - before["time"] for before, after in pairwise(counted)), 4),
         "teacher": middle(f"{TEACHER}/forward"),
         "student": middle("student/step"),
         "waited_for_teacher": middle("wait_teachers"),
-        "losses": [one["train/loss"] for one in steps],
+        "losses": [step["train/loss"] for step in steps],
     }
 
 
@@ -218,7 +202,7 @@ def show(measured: Mapping[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="runs per depth; default: %(default)s")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run; default: %(default)s")
     parser.add_argument("--batch", type=int, default=4, help="rows per step; default: %(default)s")
@@ -243,11 +227,8 @@ def main(argv: list[str] | None = None) -> int:
         measured = compare(root, options.repeats, sizes)
     show(measured)
     workload = sizes | {"hidden": HIDDEN, "student_layers": STUDENT_LAYERS, "teacher_layers": layers}
-    written = record.write("pipeline", measured | {"workload": workload, "repeats": options.repeats}, options.out)
-    print(f"written   {written}")
-    problems = verdict(measured)
-    print("\n".join(problems))
-    return int(bool(problems))
+    figures = measured | {"workload": workload, "repeats": options.repeats}
+    return harness.finish("pipeline", figures, options.out, verdict(measured))
 
 
 if __name__ == "__main__":

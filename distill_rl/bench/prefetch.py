@@ -8,21 +8,14 @@ the waits are read from the metrics of the runs.
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distill_rl.bench import record
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from distill_rl.bench import harness
+from distill_rl.bench.material import train_tokenizer, write_llama, write_texts
 
 DEPTHS = (0, 1)
 LEAST_AT_0, MOST_AT_1 = 0.20, 0.02
@@ -43,77 +36,34 @@ observe: {{tensorboard: false}}
 """
 
 
-def invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
-    """A text of `count` words, numbers and punctuation marks."""
-    pieces = []
-    for word in draw.choices(words, k=count):
-        kind = draw.random()
-        if kind < 0.08:
-            pieces.append(str(draw.randrange(10**6)))
-        elif kind < 0.16:
-            pieces.append(word + ",")
-        else:
-            pieces.append(word)
-    return " ".join(pieces) + "."
-
-
-def learn_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of about `size` ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=end)
-
-
 def write_material(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
     """Write student/, teacher/ and text.jsonl."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    draw = random.Random(0)
-    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(4000)]
-    texts = [invent_text(draw, words, words_per_row) for _ in range(rows)]
-    for name, size, hidden, end in (("student", 2000, 64, "</s>"), ("teacher", 1000, 64, "<|end|>")):
-        tokenizer = learn_tokenizer(texts[:64], size, end)
-        shape = LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=length,
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-        LlamaForCausalLM(shape).save_pretrained(root / name)
+    texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=words_per_row)
+    for name, size, end in (("student", 2000, "</s>"), ("teacher", 1000, "<|end|>")):
+        tokenizer = train_tokenizer(texts[:64], size, end)
+        write_llama(root / name, tokenizer, hidden=64, intermediate=128, layers=2, positions=length)
         tokenizer.save_pretrained(root / name)
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
 
 
 def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
     """Train at one depth; return medians over the steps after the warm-up, in seconds and as shares of a step."""
     config = root / f"depth-{depth}.yaml"
     config.write_text(CONFIG.format(root=root, depth=depth, **sizes), "utf-8")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-m", "distill_rl", "train", "-c", config], check=True, env=environment)
+    harness.train(config, environment=harness.ONE_THREAD)
     return waits(root / "runs" / f"depth-{depth}" / "metrics.jsonl")
 
 
 def waits(metrics: Path) -> dict[str, Any]:
     """How long a run waited for alignment, from its metrics.jsonl."""
-    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-    steps = [one for one in records if "timing/step" in one and one["step"] > WARM_UP]
-    shares = [one["timing/wait_aligner"] / one["timing/step"] for one in steps]
+    steps = [step for step in harness.step_records(metrics) if step["step"] > WARM_UP]
+    shares = [step["timing/wait_aligner"] / step["timing/step"] for step in steps]
     parts = ("step", "wait_aligner", "wait_teachers", "student", "aligner/align")
     return {
         "steps": len(steps),
         "wait_aligner_share_median": round(median(shares), 4),
         "wait_aligner_share_max": round(max(shares), 4),
-        "seconds_median": {part: round(median(one[f"timing/{part}"] for one in steps), 4) for part in parts},
-        "losses": [one["train/loss"] for one in steps],
+        "seconds_median": {part: round(median(step[f"timing/{part}"] for step in steps), 4) for part in parts},
+        "losses": [step["train/loss"] for step in steps],
     }
 
 
@@ -140,7 +90,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per run; default: %(default)s")
     parser.add_argument("--batch", type=int, default=16, help="documents per step; default: %(default)s")
     parser.add_argument("--length", type=int, default=128, help="tokens trained on per document; default: %(default)s")
@@ -158,10 +108,7 @@ def main() -> int:
             f"{depth:>5}{seconds['step']:>8.3f}s{seconds['wait_aligner']:>21.4f}s"
             f"{one['wait_aligner_share_median']:>8.1%}{seconds['aligner/align']:>8.3f}s"
         )
-    print(f"written   {record.write('prefetch', figures, options.out)}")
-    problems = verdict(figures)
-    print("\n".join(problems))
-    return int(bool(problems))
+    return harness.finish("prefetch", figures, options.out, verdict(figures))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 
 _SAMPLE_S = 0.5
 _HELP_RUNS = 11
 
 
 def main() -> int:
-    options = record.parser(__doc__.splitlines()[0]).parse_args()
+    options = harness.parser(__doc__).parse_args()
     help_s = [_seconds("-m", "distill_rl", "--help") for _ in range(_HELP_RUNS)]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -40,8 +40,7 @@ def main() -> int:
         "seed": summary["seed"],
     }
     print(json.dumps(figures, indent=2))
-    print(f"written   {record.write('quickstart', figures, options.out)}")
-    return 0
+    return harness.finish("quickstart", figures, options.out)
 
 
 def _seconds(*arguments: str) -> float:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distill_rl.bench import record
+from distill_rl.bench import harness, record
 
 SEEDS = (0, 1, 2)
 ONLY_ONE_TO_ONE = "loss.alm_tau=1e9"
@@ -41,14 +41,15 @@ def measure(seed: int, root: Path) -> dict[str, Any]:
     from distill_rl.quickstart.recipe import CROSS, TURNS
 
     runs, material = root / "runs", root / "material"
-    _run("distill_rl.quickstart", "--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material))
+    options = ["--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material)]
+    subprocess.run([sys.executable, "-m", "distill_rl.quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
     scored = {
         "hybrid": _scores(runs / "quickstart-cross", "student_after"),
-        "one_to_one_only": _train(
+        "one_to_one_only": train(
             "one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE
         ),
-        "two_stops": _train("two_stops", make_material(material, seed, TURNS).root, seed, runs),
+        "two_stops": train("two_stops", make_material(material, seed, TURNS).root, seed, runs),
     }
     for name in ("one_to_one_only", "two_stops"):
         summary[name], summary["intervals"][name] = scored[name]["score"], scored[name]["interval"]
@@ -56,7 +57,7 @@ def measure(seed: int, root: Path) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if key != "tasks"}
 
 
-def _train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> dict[str, Any]:
+def train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> dict[str, Any]:
     """Train a student with the quickstart's configuration on this material; return its evaluation."""
     settings = {
         "run.name": name,
@@ -68,8 +69,8 @@ def _train(name: str, material: Path, seed: int, runs: Path, *overrides: str) ->
         "data.validation.path": material / "validation.jsonl",
         "evaluate.data": material / "test.jsonl",
     }
-    given = [f"{key}={value}" for key, value in settings.items()]
-    _run("distill_rl", "train", "-c", str(CONFIG), *given, *overrides)
+    fixed = [f"{key}={value}" for key, value in settings.items()]
+    harness.train(CONFIG, *fixed, *overrides, environment={})
     return _scores(runs / name, "student")
 
 
@@ -77,12 +78,8 @@ def _scores(run: Path, model: str) -> dict[str, Any]:
     return json.loads((run / "evals" / model / "exact_match.json").read_text())
 
 
-def _run(*command: str) -> None:
-    subprocess.run([sys.executable, "-m", *command], check=True)
-
-
 def main() -> int:
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +90,7 @@ def main() -> int:
         print(
             f"{one['seed']:>4}" + "".join(f"{f'{score:.3f} [{low:.3f}, {high:.3f}]':>26}" for score, low, high in cells)
         )
-    print(f"written   {record.write('quickstart_cross', {'seeds': seeds}, options.out)}")
-    return 0
+    return harness.finish("quickstart_cross", {"seeds": seeds}, options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import subprocess
@@ -47,13 +46,6 @@ def peak_bytes() -> int:
     """Peak resident memory of this program. `ru_maxrss` would include what its parent held at the time of the fork."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the option that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, metavar="JSON", help="default: docs/benchmarks/<name>.json")
-    return parser
 
 
 def commit() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from statistics import median
 from typing import Any
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.config.schema import RayConfig
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
 from distill_rl.transport.choose import make
@@ -164,7 +164,7 @@ def compare(num_bytes: int, rounds: int, *, cuda: bool) -> dict[str, Any]:
 def main() -> int:
     import torch
 
-    parser = record.parser(__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--mib", type=int, default=64, help="MiB of targets per round; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds; default: %(default)s")
     options = parser.parse_args()
@@ -176,10 +176,7 @@ def main() -> int:
             publish, fetch, moved, copy = times
             print(f"{device:<8}{name:<16}{publish:>10}{fetch:>10}{moved:>11}{copy:>10}{one['share_of_memcpy']:>8.0%}")
     print("medians in milliseconds; share: speed of publish and fetch together, relative to a plain copy")
-    print(f"written   {record.write('transport', figures, options.out)}")
-    problems = verdict(figures)
-    print("\n".join(problems))
-    return int(bool(problems))
+    return harness.finish("transport", figures, options.out, verdict(figures))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ published formula. The figures are numbers, not times: they are the same on ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.bench.peers import Loss, automodel, liger, plain_torch, trl
 from distill_rl.losses import DenseLogits, kd_loss
 
@@ -62,13 +63,17 @@ def gradient_of(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) ->
     value = loss(leaf * 1, teacher, labels)
     value.backward()
     assert leaf.grad is not None
-    found = "" if value.isfinite() else f"loss {value.item()}, "
-    broken = int((~leaf.grad.isfinite()).any(1).sum())
+    prefix = "" if value.isfinite() else f"loss {value.item()}, "
+    return prefix + _describe(leaf.grad, truth(student, teacher, labels)[1])
+
+
+def _describe(gradient: Tensor, expected: Tensor) -> str:
+    """The gradient's error relative to the norm of the expected one."""
+    broken = int((~gradient.isfinite()).any(1).sum())
     if broken:
-        return f"{found}gradient NaN in {broken} of {len(student)} rows"
-    _, right = truth(student, teacher, labels)
-    norm = right.norm()
-    return f"{found}gradient off by {(leaf.grad.double() - right).norm() / norm:.0e}" if norm else f"{found}gradient 0"
+        return f"gradient NaN in {broken} of {len(gradient)} rows"
+    norm = expected.norm()
+    return f"gradient off by {(gradient.double() - expected).norm() / norm:.0e}" if norm else "gradient 0"
 
 
 def spoilt(side: int) -> Callable[[Loss], str]:
@@ -79,28 +84,21 @@ def spoilt(side: int) -> Callable[[Loss], str]:
         leaf = given[0].clone().requires_grad_()
         loss(leaf * 1, given[1], given[2]).backward()
         assert leaf.grad is not None
-        broken = int(leaf.grad.isnan().any(1).sum())
-        if broken:
-            return f"gradient NaN in {broken} of {ROWS} rows"
-        _, right = truth(*clean)
-        return f"gradient off by {(leaf.grad.double() - right).norm() / right.norm():.0e}"
+        return _describe(leaf.grad, truth(*clean)[1])
 
     return run
 
 
 def no_rows(loss: Loss) -> str:
     student, teacher, labels = inputs()
-    return gradient_or_loss(loss, student, teacher, torch.full_like(labels, -100))
-
-
-def gradient_or_loss(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) -> str:
     leaf = student.clone().requires_grad_()
-    value = loss(leaf * 1, teacher, labels)
+    value = loss(leaf * 1, teacher, torch.full_like(labels, -100))
     if not value.requires_grad:
         return f"loss {value.item():.0f}, not connected to the graph"
     value.backward()
     assert leaf.grad is not None
-    return f"loss {value.item():.0f}, gradient {'NaN' if leaf.grad.isnan().any() else f'{leaf.grad.abs().max():.0f}'}"
+    gradient = "NaN" if leaf.grad.isnan().any() else f"{leaf.grad.abs().max():.0f}"
+    return f"loss {value.item():.0f}, gradient {gradient}"
 
 
 def masked_columns(loss: Loss) -> str:
@@ -117,7 +115,7 @@ def overwritten(loss: Loss) -> str:
     teacher.mul_(-1)
     value.backward()
     assert leaf.grad is not None
-    return f"gradient off by {(leaf.grad.double() - right).norm() / right.norm():.0e}"
+    return _describe(leaf.grad, right)
 
 
 def second_derivative(loss: Loss) -> str:
@@ -185,16 +183,16 @@ def answer(case: Case, loss: Loss) -> str:
         return f"refused: {str(error).splitlines()[0][:60]}"
 
 
-def main() -> None:
-    options = record.parser("What implementations return where they may be silently wrong").parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = harness.parser("What implementations return where they may be silently wrong").parse_args(argv)
     losses = contenders()
     figures = {case.name: {by: answer(case, loss) for by, loss in losses.items()} for case in CASES}
     table = Table("case", *losses, title="forward KL", show_lines=True)
     for name, found in figures.items():
         table.add_row(name, *found.values())
     Console(width=180).print(table)
-    print(f"written: {record.write('traps', {'cases': figures}, options.out)}")
+    return harness.finish("traps", {"cases": figures}, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,10 +18,9 @@ def test_the_benchmark_writes_figures_with_hardware_and_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "losses.json"
-    arguments = ["losses", "--elements", str(128 * 2048), "--vocabularies", "2048", "--rounds", "1", "--out", str(out)]
+    arguments = ["--elements", str(128 * 2048), "--vocabularies", "2048", "--rounds", "1", "--out", str(out)]
     monkeypatch.setattr(losses, "FUSED_ROWS", (64, 128))
-    monkeypatch.setattr("sys.argv", arguments)
-    losses.main()
+    assert losses.main(arguments) == 0
     written = json.loads(out.read_text())
     assert {"cpu", "commit", "torch"} <= set(written["environment"])
     ours = [line for line in written["results"] if line["by"] == "distill_rl, chunk N/64"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill_rl.bench.gpu.shapes import (
     LLAMA_1B,
@@ -23,11 +23,7 @@ aten = torch.ops.aten
 
 
 def make(shape: Shape, **settings: object) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size, tie_word_embeddings=shape.tied, use_cache=False,
-    )  # fmt: skip
+    config = shape.config(use_cache=False)
     return AutoModelForCausalLM.from_config(config, **settings)
 
 

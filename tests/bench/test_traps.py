@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from distill_rl.bench import traps
 
 
-def test_this_library_is_right_or_refuses_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_library_is_right_or_refuses_in_every_case(tmp_path: Path) -> None:
     out = tmp_path / "traps.json"
-    monkeypatch.setattr("sys.argv", ["traps", "--out", str(out)])
-    traps.main()
+    assert traps.main(["--out", str(out)]) == 0
     cases = json.loads(out.read_text())["cases"]
     assert cases.keys() == {case.name for case in traps.CASES}
     for name, found in cases.items():

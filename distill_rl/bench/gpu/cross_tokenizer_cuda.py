@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.bench.gpu.contenders import OURS, Case, Step
-from distill_rl.bench.gpu.losses_cuda import Figures, measure
+from distill_rl.bench.gpu.engines import KINDS, made_up_projection
+from distill_rl.bench.gpu.losses_cuda import Figures, measure, show, with_ratio
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
@@ -34,17 +35,18 @@ from distill_rl.losses import (
     vocab_parallel_topk,
 )
 
-SIZES = {"cuda": (4096, 128_256, 151_936), "cpu": (128, 2048, 2560)}
+SIZES = {
+    "cuda": {"rows": 4096, "columns": 128_256, "teacher_columns": 151_936},
+    "cpu": {"rows": 128, "columns": 2048, "teacher_columns": 2560},
+}
 """Student rows, student columns and teacher columns by default."""
 TOP_K = 64
-KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
-"""Rows of student and teacher, over and over."""
 ONE_TOKENIZER = "kd_loss, one tokenizer"
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Logits of both, which rows are whose chunk, and the way between the vocabularies."""
+    """Logits and labels of both models, the chunk of every row, and the vocabulary projection."""
 
     student: Tensor
     teacher: Tensor
@@ -89,29 +91,13 @@ def _chunks(rows: int, device: str) -> Chunks:
 
 
 def _projection(columns: int, teacher_columns: int) -> VocabularyProjection:
-    """Two thirds of the smaller vocabulary in common; the others go into two or three tokens."""
-    draw = torch.Generator().manual_seed(0)
-    common = 2 * min(columns, teacher_columns) // 3
-    counterparts = torch.randperm(teacher_columns, generator=draw)[:common]
-    lengths = torch.cat([torch.ones(common, dtype=torch.int64), torch.arange(columns - common) % 2 + 2])
-    start = lengths.cumsum(0) - lengths
-    place = torch.arange(int(lengths.sum())) - start.repeat_interleave(lengths)
-    weights = 0.9 * 0.1 ** place.double()
-    sums = torch.zeros(columns, dtype=torch.float64).index_add_(
-        0, torch.arange(columns).repeat_interleave(lengths), weights
-    )
-    # a row's pieces are neighbours, for they must differ
-    first = torch.randint(0, teacher_columns - 3, (columns,), generator=draw)
-    first[:common] = counterparts
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return VocabularyProjection(
-        indptr, first.repeat_interleave(lengths) + place, (weights / sums.repeat_interleave(lengths)).float(),
-        teacher_columns, torch.arange(common), counterparts,
-    )  # fmt: skip
+    student = replace(LLAMA_1B, columns=columns, tokens=columns)
+    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
+    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
 
 
 def cases(sides: Sides) -> Iterator[Case]:
-    """Of the losses, each with what it is given."""
+    """Every method, with each kind of targets that it is measured on."""
     top = sides.teacher_top
     dense = DenseLogits(sides.teacher, top.label_logprob)
     own = vocab_parallel_topk(sides.student.flip(0), min(TOP_K, sides.student.shape[1]))
@@ -149,46 +135,20 @@ def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     sides = Sides.draw(sizes, device)
     measured = [measure(case, [sides.student], repeats) for case in cases(sides)]
     base = next(line.milliseconds for line in measured if line.by == ONE_TOKENIZER)
-    return [
-        replace(line, ratio=round(line.milliseconds / base, 3) if line.milliseconds and base else None)
-        for line in measured
-    ]
+    return [with_ratio(line, base) for line in measured]
 
 
-def show(figures: Sequence[Figures], title: str) -> None:
-    table = Table("loss", "by", "target", "ms", "over one tokenizer", "peak MiB", title=title)
-    for line in figures:
-        numbers = ((line.milliseconds, ".2f"), (line.ratio, ".2f"), (line.peak_mib, ".1f"))
-        cells = ["–" if number is None else format(number, digits) for number, digits in numbers]
-        if line.status != "ok":
-            cells[0] = line.status
-        table.add_row(line.divergence, line.by, line.target, *cells)
-    Console(width=140).print(table)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = record.parser("Time and memory of the cross-tokenizer losses on a CUDA device")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to see that it works")
-    names = ("rows", "columns", "teacher_columns")
-    for name, large, small in zip(names, SIZES["cuda"], SIZES["cpu"]):
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, metavar="N", help=f"default: {large}; {small} on a CPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("cross_tokenizer_cuda: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
-        return 2
-    sizes = [getattr(arguments, name) or size for name, size in zip(names, SIZES[arguments.device])]
-    figures = compare(sizes, arguments.device, arguments.repeats)
-    settings = dict(zip(names, sizes), device=arguments.device, repeats=arguments.repeats, top_k=TOP_K)
-    settings |= {"dtype": "bfloat16" if arguments.device == "cuda" else "float32"}
-    show(figures, ", ".join(f"{name} {value}" for name, value in settings.items()))
-    if arguments.device == "cpu" and arguments.out is None:
-        print("not written: figures of a CPU are no record; --out keeps them")
-        return 0
-    results = {"settings": settings, "results": [asdict(line) for line in figures]}
-    print(f"written: {record.write('cross_tokenizer_cuda', results, arguments.out)}")
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    return harness.run_on_device(
+        "cross_tokenizer_cuda",
+        __doc__,
+        SIZES,
+        repeats=5,
+        compare=compare,
+        show=partial(show, base="one tokenizer"),
+        settings={"top_k": TOP_K},
+        argv=argv,
+    )
 
 
 if __name__ == "__main__":

@@ -199,9 +199,9 @@ def _pair_lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from distill_rl.bench import record
+    from distill_rl.bench import harness
 
-    parser = record.parser(str(__doc__).partition("\n")[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it works; a CPU takes no others")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")
@@ -222,11 +222,8 @@ def main(argv: list[str] | None = None) -> int:
     pairs = [options.pair] if options.pair else PAIRS
     measured = measure(torch.device(options.device), options.tiny, options.budget, step=_step(options), pairs=pairs)
     print(report(measured))
-    if options.device == "cpu" and options.out is None:
-        print("not written: figures of a CPU are no record; --out keeps them")
-    else:
-        print(f"written: {record.write('engine_throughput', measured, options.out)}")
-    return int(any(found["status"].startswith("failed") for found in measured["pairs"].values()))
+    failed = any(found["status"].startswith("failed") for found in measured["pairs"].values())
+    return harness.finish("engine_throughput", measured, options.out, device=options.device) or int(failed)
 
 
 def _step(options: argparse.Namespace) -> Step:

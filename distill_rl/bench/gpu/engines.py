@@ -33,14 +33,14 @@ KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2),
 
 
 class Engines:
-    """Both engines of a pair, what they are given, and one step of them.
+    """The teacher and the student engine of a pair, their batches, and one step of both.
 
     A teacher with the student's vocabulary is compared token by token. One with another vocabulary is compared chunk by
     chunk with the default loss, `hybrid`, over chunks and a vocabulary projection that are made up.
 
     Args:
         folder: an empty directory for the models' descriptions.
-        total_steps: how often `step` will be called at most.
+        total_steps: the largest number of calls of `step`.
     """
 
     def __init__(self, pair: Pair, step: Step, world: World, folder: Path, total_steps: int):
@@ -100,14 +100,9 @@ def _config(folder: Path, step: Step) -> Config:
 
 def write_model(folder: Path, shape: Shape, length: int) -> None:
     """config.json, and model.safetensors with zeros in bf16 that take no room on the disk."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=length,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+    config = shape.config(max_position_embeddings=length)
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

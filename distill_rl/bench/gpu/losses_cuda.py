@@ -15,7 +15,7 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -24,11 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.bench.gpu.contenders import LIGER, PLAIN, Case, Sides, cases, failure
 
-SIZES = {"cuda": (8192, 4096, 128_256), "cpu": (256, 64, 2048)}
-"""Rows, hidden size and columns by default."""
+SIZES = {
+    "cuda": {"rows": 8192, "hidden": 4096, "columns": 128_256},
+    "cpu": {"rows": 256, "hidden": 64, "columns": 2048},
+}
 WARM_UPS = 3
 
 
@@ -107,15 +109,15 @@ def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     for inputs, group in cases(Sides.draw(sizes, device)):
         measured += (measure(case, inputs, repeats) for case in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
-    return [replace(line, ratio=_over(line.milliseconds, base[line.inputs, line.divergence])) for line in measured]
+    return [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
 
 
-def _over(time: float | None, base: float | None) -> float | None:
-    return round(time / base, 3) if time and base else None
+def with_ratio(line: Figures, base: float | None) -> Figures:
+    return replace(line, ratio=round(line.milliseconds / base, 3)) if line.milliseconds and base else line
 
 
-def show(figures: list[Figures], title: str) -> None:
-    table = Table("from", "loss", "by", "target", "ms", "over plain", "peak MiB", "value", title=title)
+def show(figures: Sequence[Figures], title: str, base: str = "plain") -> None:
+    table = Table("from", "loss", "by", "target", "ms", f"over {base}", "peak MiB", "value", title=title)
     for line in figures:
         times = ((line.milliseconds, ".2f"), (line.ratio, ".2f"))
         numbers = (*times, (line.peak_mib, ".1f"), (line.value, ".5f"))
@@ -126,28 +128,17 @@ def show(figures: list[Figures], title: str) -> None:
     Console(width=140).print(table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = record.parser("Time and memory of the losses on a CUDA device beside plain torch and Liger-Kernel")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to see that it works")
-    for name, what, large, small in zip(("rows", "hidden", "columns"), "NHV", SIZES["cuda"], SIZES["cpu"]):
-        parser.add_argument(f"--{name}", type=int, metavar=what, help=f"default: {large}; {small} on a CPU")
-    parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("losses_cuda: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
-        return 2
-    given = (arguments.rows, arguments.hidden, arguments.columns)
-    sizes = [value or default for value, default in zip(given, SIZES[arguments.device])]
-    figures = compare(sizes, arguments.device, arguments.repeats)
-    settings = dict(zip(("rows", "hidden", "columns"), sizes), device=arguments.device, repeats=arguments.repeats)
-    settings |= {"dtype": "bfloat16" if arguments.device == "cuda" else "float32", "liger": _liger_version()}
-    show(figures, ", ".join(f"{name} {value}" for name, value in settings.items()))
-    if arguments.device == "cpu" and arguments.out is None:
-        print("not written: figures of a CPU are no record; --out keeps them")
-        return 0
-    results = {"settings": settings, "results": [asdict(line) for line in figures]}
-    print(f"written: {record.write('losses_cuda', results, arguments.out)}")
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    return harness.run_on_device(
+        "losses_cuda",
+        __doc__,
+        SIZES,
+        repeats=7,
+        compare=compare,
+        show=show,
+        settings={"liger": _liger_version()},
+        argv=argv,
+    )
 
 
 def _liger_version() -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,24 @@ class Shape:
     """ids of its tokenizer; columns beyond them are padding"""
     tied: bool
     """the output layer is the embedding table"""
+
+    def config(self, **settings: Any) -> PretrainedConfig:
+        """transformers' configuration of this shape, without special tokens unless `settings` name them."""
+        from transformers import AutoConfig
+
+        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return AutoConfig.for_model(
+            self.family,
+            vocab_size=self.columns,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            head_dim=self.head_size,
+            tie_word_embeddings=self.tied,
+            **(special | settings),
+        )
 
     @property
     def query_and_key(self) -> int:

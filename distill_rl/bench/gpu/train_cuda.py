@@ -12,9 +12,6 @@ what activation checkpointing computes again, and stand beside the rate of a lar
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distill_rl.bench import record
+from distill_rl.bench import harness
 from distill_rl.bench.gpu.ceilings import matmul_rate
 from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT, Shape
-from distill_rl.bench.prefetch import invent_text, learn_tokenizer
+from distill_rl.bench.material import train_tokenizer, write_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -64,8 +61,8 @@ def fill_up(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenize
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = state["model"]["vocab"]
-    for number in range(size - len(vocabulary)):
-        vocabulary[f"Ġfilling{number}"] = len(vocabulary)
+    for i in range(size - len(vocabulary)):
+        vocabulary[f"Ġfilling{i}"] = len(vocabulary)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         eos_token=tokenizer.eos_token,
@@ -75,16 +72,12 @@ def fill_up(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenize
 
 def write_material(root: Path, device: str, *, rows: int, length: int, one_tokenizer: bool) -> float:
     """student/, teacher/ and text.jsonl, documents longer than a row; the teacher's tokens per token of the student."""
-    draw = random.Random(0)
-    syllables = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
-    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(8000)]
-    texts = [invent_text(draw, words, length) for _ in range(rows)]
-    (root / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=length, vocabulary=8000)
     student, teacher = SHAPES[device]
     ends, counts = ("</s>", "<|end|>"), []
     for name, shape, learnt, end in zip(("student", "teacher"), (student, teacher), LEARNT[device], ends):
         if name == "student" or not one_tokenizer:
-            tokenizer = fill_up(learn_tokenizer(texts[:64], learnt, end), shape.tokens)
+            tokenizer = fill_up(train_tokenizer(texts[:64], learnt, end), shape.tokens)
         tokenizer.save_pretrained(root / name)
         write_model(root / name, shape, tokenizer, device, length)
         counts.append(sum(len(ids) for ids in tokenizer(texts[:8])["input_ids"]))
@@ -93,17 +86,16 @@ def write_material(root: Path, device: str, *, rows: int, length: int, one_token
 
 def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, device: str, length: int) -> None:
     """Random weights, made on the device and in the dtype that they are kept in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_size, tie_word_embeddings=shape.tied, max_position_embeddings=max(4096, length),
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    config = shape.config(
+        max_position_embeddings=max(4096, length),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
     model.save_pretrained(folder)
@@ -114,16 +106,11 @@ def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[di
     path = root / "train.yaml"
     dtype = "bf16" if device == "cuda" else "fp32"
     path.write_text(CONFIG.format(root=root, dtype=dtype, **settings), "utf-8")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
+    environment = harness.OFFLINE if device == "cuda" else harness.OFFLINE | {"CUDA_VISIBLE_DEVICES": ""}
     with _watch_memory(device) as peak:
-        command = [sys.executable, "-m", "distill_rl", "train", "-c", str(path)]
-        done = subprocess.run(command, env=environment)
-    log = root / "runs" / "train" / "logs" / "latest" / "driver.log"
-    if done.returncode:
-        raise SystemExit(f"the run failed; its log:\n{log.read_text('utf-8') if log.exists() else 'none'}")
-    metrics = root / "runs" / "train" / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
-    return [one for one in records if "timing/step" in one], round(max(peak), 2) if peak else None
+        harness.train(path, environment=environment)
+    steps = harness.step_records(root / "runs" / "train" / "metrics.jsonl")
+    return steps, round(max(peak), 2) if peak else None
 
 
 @contextmanager
@@ -191,11 +178,7 @@ def show(measured: Mapping[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = record.parser("Training steps with models of real shape on one GPU that teacher and student share")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny, to see that it works")
-    for name, what in (("steps", "optimizer steps"), ("batch", "rows per step"), ("length", "tokens per row")):
-        default = f"{SIZES['cuda'][name]}; {SIZES['cpu'][name]} on a CPU"
-        parser.add_argument(f"--{name}", type=int, help=f"{what}; {default}")
+    parser = harness.device_parser(__doc__, SIZES)
     parser.add_argument("--micro-batch", type=int, default=2, help="rows per forward and backward; %(default)s")
     parser.add_argument("--depth", type=int, default=1, help="prefetch.depth; %(default)s")
     parser.add_argument("--transport", default="auto", help="%(default)s")
@@ -203,10 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--one-tokenizer", action="store_true", help="the teacher has the student's")
     options = parser.parse_args(argv)
     device = options.device
-    if device == "cuda" and not torch.cuda.is_available():
-        print("train_cuda: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
+    if harness.lacks_device("train_cuda", device):
         return 2
-    sizes = {name: getattr(options, name) or default for name, default in SIZES[device].items()}
+    sizes = harness.chosen_sizes(options, SIZES)
     settings = sizes | {
         "micro_batch": options.micro_batch,
         "depth": options.depth,
@@ -222,12 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         measured = figures(steps, SHAPES[device], length, ratio)
     measured |= {"peak_gib": peak, "matmul_flops_per_second": rate, "utilization": measured["flops_per_second"] / rate}
     show(measured)
-    if device == "cpu" and options.out is None:
-        print("not written: figures of a CPU are no record; --out keeps them")
-        return 0
     settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
-    print(f"written: {record.write('train_cuda', {'settings': settings, 'results': measured}, options.out)}")
-    return 0
+    return harness.finish("train_cuda", {"settings": settings, "results": measured}, options.out, device=device)
 
 
 def _dtype(device: str) -> torch.dtype:

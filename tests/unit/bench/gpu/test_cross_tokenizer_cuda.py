@@ -29,9 +29,9 @@ def test_without_a_cuda_device_it_says_so(capsys: pytest.CaptureFixture[str], mo
     assert "--device cpu" in capsys.readouterr().err
 
 
-def test_the_random_bridge_is_row_stochastic_with_distinct_entries() -> None:
-    bridge = cross_tokenizer_cuda._bridge(301, 350)
-    sums = torch.zeros(301).index_add_(0, bridge.entry_rows, bridge.values)
+def test_the_random_projection_is_row_stochastic_with_distinct_entries() -> None:
+    projection = cross_tokenizer_cuda._projection(301, 350)
+    sums = torch.zeros(301).index_add_(0, projection.entry_rows, projection.values)
     torch.testing.assert_close(sums, torch.ones(301))
-    assert len(torch.unique(bridge.entry_rows * 350 + bridge.indices)) == len(bridge.indices)
-    assert int(bridge.indices.max()) < 350
+    assert len(torch.unique(projection.entry_rows * 350 + projection.indices)) == len(projection.indices)
+    assert int(projection.indices.max()) < 350

@@ -105,6 +105,6 @@ def test_without_a_cuda_device_it_says_so_in_one_line(monkeypatch, capsys):
 
 
 def test_the_twin_writes_no_record_unasked(monkeypatch, capsys):
-    monkeypatch.setattr(losses_cuda.record, "write", None)
+    monkeypatch.setattr(losses_cuda.harness.record, "write", None)
     assert losses_cuda.main([*TINY, "--columns", "32"]) == 0
     assert "not written" in capsys.readouterr().out

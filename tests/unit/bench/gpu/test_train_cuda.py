@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distill_rl.bench.gpu import train_cuda
-from distill_rl.bench.prefetch import learn_tokenizer
+from distill_rl.bench.material import train_tokenizer
 from distill_rl.config.load import load_config
 from distill_rl.config.validate import problems
 
@@ -17,12 +17,12 @@ TEXTS = ["some words and 12 more words, written down.", "down the words went"] *
 
 
 def test_a_filled_up_tokenizer_has_the_size_asked_and_encodes_as_before() -> None:
-    learnt = learn_tokenizer(TEXTS, 300, "</s>")
-    filled = train_cuda.fill_up(learnt, 500)
+    trained = train_tokenizer(TEXTS, 300, "</s>")
+    filled = train_cuda.fill_up(trained, 500)
     assert len(filled) == 500
     assert sorted(filled.get_vocab().values()) == list(range(500))
-    assert filled(TEXTS[:2])["input_ids"] == learnt(TEXTS[:2])["input_ids"]
-    assert filled.eos_token_id == learnt.eos_token_id
+    assert filled(TEXTS[:2])["input_ids"] == trained(TEXTS[:2])["input_ids"]
+    assert filled.eos_token_id == trained.eos_token_id
 
 
 def test_figures_are_of_the_steps_after_the_warm_up() -> None:

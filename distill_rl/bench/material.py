@@ -1,0 +1,85 @@
+"""Invented texts, tokenizers trained on them, and random models: the material of benchmarks, made offline."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_SYLLABLES = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "und", "oo", "pre", "con", "ti", "ve"]
+
+
+def invent_words(draw: random.Random, count: int, most_syllables: int = 4) -> list[str]:
+    return ["".join(draw.choices(_SYLLABLES, k=draw.randint(1, most_syllables))) for _ in range(count)]
+
+
+def write_texts(path: Path, *, rows: int, words_per_row: int, vocabulary: int = 4000) -> list[str]:
+    """Write a JSONL file of texts of `words_per_row` words, numbers and punctuation marks; return the texts."""
+    draw = random.Random(0)
+    words = invent_words(draw, vocabulary)
+    texts = [_invent_text(draw, words, words_per_row) for _ in range(rows)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return texts
+
+
+def _invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
+    pieces = []
+    for word in draw.choices(words, k=count):
+        kind = draw.random()
+        if kind < 0.08:
+            pieces.append(str(draw.randrange(10**6)))
+        elif kind < 0.16:
+            pieces.append(word + ",")
+        else:
+            pieces.append(word)
+    return " ".join(pieces) + "."
+
+
+def train_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about `size` ids, with `end` as its only special token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=end)
+
+
+def write_llama(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    positions: int,
+    heads: int = 4,
+    key_value_heads: int = 4,
+) -> None:
+    """Write a Llama with random weights from torch's global generator, with a row per id of the tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
