@@ -94,8 +94,9 @@ def test_a_failed_check_is_shown_and_exits_1(
 
     monkeypatch.setattr(verify, "check_losses", lambda *_, **__: [Check("a loss is right", False, "off by 1")])
     folders = (str(root / name) for name in ("student", "teacher"))
+    columns = {"text_key": None, "messages_key": None, "split": None}
     code = command.align(
-        *folders, str(root / "text.jsonl"), {}, limit=5, json_file=tmp_path / "result.json", verify=True
+        *folders, str(root / "text.jsonl"), **columns, limit=5, json_file=tmp_path / "result.json", verify=True
     )
     assert code == 1
     assert "10 of 11 checks passed" in capsys.readouterr().out

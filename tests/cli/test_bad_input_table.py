@@ -188,7 +188,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "questions.jsonl, row 2",
             "`answer`",
             "got nothing",
-            "mend",
+            "correct the row",
         ),
     },
     output: {
