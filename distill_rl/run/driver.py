@@ -113,7 +113,7 @@ class Driver:
             for step, batch in enumerate(batches, start=self.state.step + 1):
                 with self.timer.step(step), batch.lease():
                     trained = self.student.train_step(batch)
-                self.state = TrainState(step=step, cursor=batch.cursor)
+                self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 self.note_skip(trained)
                 self.observer.log(step, trained, batch.metrics, self.skips, self.timer.flush())
                 if self.due(self.config.evaluate.every):

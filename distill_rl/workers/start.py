@@ -169,12 +169,10 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
     return AlignerPool(
         group,
         calls,
+        job.config,
         local=local,
         num_parts=job.plan.sub_batches * sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
-        deadline_s=job.config.aligner.deadline_s,
-        start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
-        max_restarts=job.config.faults.aligner_restarts,
     )
 
 

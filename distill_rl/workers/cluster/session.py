@@ -133,9 +133,10 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         family = with_descendants(roots)
         with _kill_on_sigterm(roots):
             ray.shutdown()
-        for process in end(family, _END_S, kill=False):
-            log.info("killing %s, left over by Ray", process.pid)
-            end([process], _END_S)
+        left = end(family, _END_S, kill=False)
+        if left:
+            log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
+        end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
         after_kill.close()
 

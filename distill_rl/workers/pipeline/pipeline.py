@@ -47,15 +47,12 @@ class Pipeline:
         """QUEUED sub-batches in the order in which their teachers will be called."""
         self._open: list[SubBatch] = []
         """Sub-batches that hold slots, in the order in which their teachers were called."""
-        self._unsettled: list[PendingBatch] = []
-        """Batches whose alignment nobody has waited for yet."""
         self.lost: set[str] = set()
         """Teachers that the run continues without."""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to an aligner and, if there is room, to the teachers."""
-        pending = PendingBatch(batch.index, batch.cursor, self._aligners.submit(batch), [])
-        self._unsettled.append(pending)
+        pending = self._aligners.submit(batch)
         self._split(pending)
         self._advance()
         return pending
@@ -69,8 +66,8 @@ class Pipeline:
 
     def check_aligners(self) -> None:
         """Replaces an aligner that hangs on a later batch: teachers called on that batch would be blocked behind it."""
-        for pending in list(self._unsettled):
-            if self._aligners.overdue(pending.aligned):
+        for pending in list(self._aligners.unsettled):
+            if self._aligners.overdue(pending):
                 self._wait_for_alignment(pending)
 
     def finish(self, sub_batch: SubBatch) -> None:
@@ -113,8 +110,7 @@ class Pipeline:
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
-        self._unsettled = [other for other in self._unsettled if other is not pending]
-        info, replaced = self._aligners.settle(pending.aligned)
+        info, replaced = self._aligners.settle(pending)
         if replaced:  # the first references failed, and so did the calls that were given them
             self._release(pending.sub_batches)
             self._split(pending)
@@ -126,7 +122,7 @@ class Pipeline:
 
     def _split(self, pending: PendingBatch) -> None:
         """Cuts the references to an aligner's results into sub-batches and queues them."""
-        parts = iter(pending.aligned.parts)
+        parts = iter(pending.parts)
         plan = self._plan
 
         def take(dp: int) -> list[list[ray.ObjectRef]]:

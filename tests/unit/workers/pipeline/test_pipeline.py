@@ -16,7 +16,6 @@ from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch
-from distill_rl.workers.pipeline.aligner_pool import Pending
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 
@@ -31,18 +30,22 @@ class Aligners:
     hanging: set[int] = field(default_factory=set)
     """Batches on which an aligner hangs."""
     restarts: int = 0
+    unsettled: list[PendingBatch] = field(default_factory=list)
 
-    def overdue(self, pending: Pending) -> bool:
-        return pending.batch.index in self.hanging
+    def overdue(self, pending: PendingBatch) -> bool:
+        return pending.documents.index in self.hanging
 
-    def submit(self, batch: DocumentBatch) -> Pending:
-        return Pending(batch, 0, "info", [f"batch {batch.index} part {part}" for part in range(self.num_parts)])
+    def submit(self, batch: DocumentBatch) -> PendingBatch:
+        parts = [f"batch {batch.index} part {part}" for part in range(self.num_parts)]
+        self.unsettled.append(PendingBatch(batch, 0, "info", parts))
+        return self.unsettled[-1]
 
-    def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
-        failed = pending.batch.index in self.repeated
+    def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
+        self.unsettled = [other for other in self.unsettled if other is not pending]
+        failed = pending.documents.index in self.repeated
         if failed:
             pending.parts[:] = [f"repeated {part}" for part in pending.parts]
-        return BatchInfo(pending.batch.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
+        return BatchInfo(pending.documents.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
 
 
 @dataclass
@@ -283,7 +286,7 @@ def test_no_ring_blocks_a_run_or_hands_out_a_slot_twice(case):
             with batch.lease():
                 train(pipeline, teachers, batch)
             if validate:
-                train(pipeline, teachers, pipeline.submit(documents(1000 + batch.index)))
+                train(pipeline, teachers, pipeline.submit(documents(1000 + batch.documents.index)))
     for teacher in teachers:
         trained = {part for part, _ in teacher.calls}
         assert all(any(part.startswith(f"batch {index} ") for part in trained) for index in range(len(validates)))
