@@ -38,18 +38,14 @@ class _Progress:
     results: list[dict[str, Metric]] = field(default_factory=list)
 
 
+@dataclass
 class StudentGroup:
-    def __init__(
-        self,
-        group: WorkerGroup,
-        config: Config,
-        calls: Calls,
-        timer: StepTimer,
-        pipeline: Pipeline,
-        recovery: TeacherRecovery,
-    ):
-        self._group, self._config, self._calls, self._timer = group, config, calls, timer
-        self._pipeline, self._recovery = pipeline, recovery
+    _group: WorkerGroup
+    _config: Config
+    _calls: Calls
+    _timer: StepTimer
+    _pipeline: Pipeline
+    _recovery: TeacherRecovery
 
     def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
         """forward_backward of every sub-batch; the last call ends with the optimizer step."""
