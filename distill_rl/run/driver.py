@@ -109,7 +109,7 @@ class Driver:
     def run(self) -> int:
         """Trains until the last step or a request to stop. Returns the process's exit code."""
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
-        with Lookahead(self.loader, submit, PendingBatch.release, depth) as batches:
+        with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
                 with self.timer.step(step), batch.lease():
                     trained = self.student.train_step(batch)

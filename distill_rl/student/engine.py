@@ -232,7 +232,8 @@ class StudentEngine:
     def _snapshot(self) -> checkpoint.Snapshot:
         world = self.world
         state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
-        return checkpoint.snapshot(state, self._named_parameters(), self.optimizer, world)
+        tensors = checkpoint.trained_tensors(self._named_parameters(), self.optimizer)
+        return checkpoint.Snapshot(state, tensors | checkpoint.random_state(world))
 
     def load(self, directory: str | Path) -> None:
         """Continues from what `save` wrote, bit for bit if the mesh has the same sizes.

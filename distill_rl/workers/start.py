@@ -82,7 +82,9 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
                 pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
-                recovery = TeacherRecovery(config, actors.teachers, actors.student.names, calls, connector, pipeline)
+                recovery = TeacherRecovery(
+                    config, actors.teachers, set(actors.student.names), calls, connector, pipeline
+                )
                 student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
                 yield RunActors(pipeline, student, actors.evaluator, calls)
                 if config.observe.timeline:

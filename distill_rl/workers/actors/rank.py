@@ -6,19 +6,24 @@ import faulthandler
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
+from distill_rl.errors import TransportError
+from distill_rl.transport.base import Layout
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed import TCPStore
 
     from distill_rl.parallel.mesh import World
@@ -150,6 +155,33 @@ class RankWorker(Worker):
             timeout_s=deadline_s,
         )
         return self._world
+
+
+class Problem(str):
+    """Why a transport does not work for one rank. Returned, not raised, so that another can be tried."""
+
+
+PROBE_LAYOUT = Layout(0, 1, 256)
+"""Of the probe: 1 KiB of known content that every teacher sends to every student rank before the first step."""
+
+
+def probe_tensors(device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    import torch
+
+    return {"probe": torch.arange(PROBE_LAYOUT.tokens_per_row, dtype=torch.int32, device=device)}
+
+
+def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method return the errors of a transport or its device as a `Problem`."""
+
+    @wraps(method)
+    def reported(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except (TransportError, RuntimeError) as error:
+            return Problem(str(error).splitlines()[0])
+
+    return reported
 
 
 def gpu_index() -> int:

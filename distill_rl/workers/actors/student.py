@@ -18,8 +18,7 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.transport.assemble import assemble, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import CrossTokenizerSpec, RankBatch
-from distill_rl.workers.actors.probe import Problem, probe_tensors, reporting
-from distill_rl.workers.actors.rank import RankWorker
+from distill_rl.workers.actors.rank import Problem, RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
 from distill_rl.workers.cluster.gauges import Gauges
 

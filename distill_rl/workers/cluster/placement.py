@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config, ParallelConfig
@@ -275,16 +274,3 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
     ]
     pinned = sorted({node for node in plan.nodes if node})
     return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
-
-
-def options(placement: ActorPlacement, group: PlacementGroup) -> dict[str, Any]:
-    """Ray's options for an actor. Ray must not restart it: queued calls would run on a fresh actor."""
-    return {
-        "num_cpus": 1,
-        "num_gpus": placement.num_gpus,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=placement.bundle
-        ),
-    }

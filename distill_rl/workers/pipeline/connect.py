@@ -25,7 +25,7 @@ from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Layout, Offer
 from distill_rl.transport.choose import Choice, Place, choose
 from distill_rl.transport.segment import Backing
-from distill_rl.workers.actors.probe import Problem
+from distill_rl.workers.actors.rank import Problem
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.sub_batch import Refs, Teachers

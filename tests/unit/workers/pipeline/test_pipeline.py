@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_teachers_are_called_depth_batches_ahead():
 
 def test_whole_ring_takes_each_batch_in_one_sub_batch():
     pipeline, teachers = build(config(depth=1))
-    with Lookahead((documents(i) for i in range(5)), pipeline.submit, PendingBatch.release, 1) as items:
+    with closing(Lookahead((documents(i) for i in range(5)), pipeline.submit, PendingBatch.release, 1)) as items:
         for batch in items:
             with batch.lease():
                 train(pipeline, teachers, batch)
@@ -281,7 +282,7 @@ def test_no_ring_blocks_a_run_or_hands_out_a_slot_twice(case):
     settings, validates = case
     pipeline, teachers = build(settings)
     jobs = (documents(index) for index in range(len(validates)))
-    with Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth) as items:
+    with closing(Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth)) as items:
         for batch, validate in zip(items, validates):
             with batch.lease():
                 train(pipeline, teachers, batch)
