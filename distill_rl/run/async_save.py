@@ -184,7 +184,10 @@ class _BackgroundSave:
                 return
             if now - checked_at > _LIVENESS_POLL_S:
                 checked_at = now
-                if _true_or_fails(dead):
+                try:
+                    if dead():
+                        return
+                except Exception:  # it can no longer be determined
                     return
         self.thread.join(self._deadline_s)
 
@@ -230,14 +233,6 @@ class _BackgroundSave:
                 raise CheckpointError("the checkpoint", "must be written before its writers end", "not done")
             if time.monotonic() > deadline:
                 raise CheckpointError("the checkpoint", rule, "not seen")
-
-
-def _true_or_fails(condition: Callable[[], bool]) -> bool:
-    """Whether a condition holds or can no longer be evaluated."""
-    try:
-        return condition()
-    except Exception:
-        return True
 
 
 @contextmanager

@@ -56,26 +56,22 @@ class Process:
                 process.kill()
 
 
-def identify() -> Process:
-    """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
-    faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
-    context = ray.get_runtime_context()
-    outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
-    return Process(
-        os.getpid(),
-        psutil.Process().create_time(),
-        context.get_node_id(),
-        context.get_worker_id(),
-        ray.util.get_node_ip_address(),
-        tuple(str(path) for path in outputs if path.is_file()),
-    )
-
-
 class Worker:
     """The base of all actors."""
 
     def identify(self) -> Process:
-        return identify()
+        """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
+        faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
+        context = ray.get_runtime_context()
+        outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
+        return Process(
+            os.getpid(),
+            psutil.Process().create_time(),
+            context.get_node_id(),
+            context.get_worker_id(),
+            ray.util.get_node_ip_address(),
+            tuple(str(path) for path in outputs if path.is_file()),
+        )
 
 
 class RankWorker(Worker):

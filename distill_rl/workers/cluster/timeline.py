@@ -21,19 +21,16 @@ DRIVER = "driver"
 log = logging.getLogger(__name__)
 
 
-def write_timeline(path: Path, names: Mapping[str, str]) -> bool:
+def write_timeline(path: Path, names: Mapping[str, str]) -> None:
     """Writes a trace for chrome://tracing or ui.perfetto.dev. Call it while Ray still runs.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
     Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a
-    cluster, so the trace of a long run covers its end.
+    cluster, so the trace of a long run covers its end. A failure is only logged; it does not end the run.
 
     Args:
         path: written atomically.
         names: of the rows, by worker id (`ray.get_runtime_context().get_worker_id()`); other workers are left out.
-
-    Returns:
-        Whether it was written. A failure is only logged; it does not end the run.
     """
     try:
         driver_id = ray.get_runtime_context().get_worker_id()
@@ -41,8 +38,6 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> bool:
         write_atomic(path, json.dumps(trace(_read(rows), rows), allow_nan=False))
     except (OSError, RuntimeError, ValueError, RayError) as error:
         log.warning("%s could not be written: %s: %s", path, type(error).__name__, error)
-        return False
-    return True
 
 
 def trace(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str]) -> dict[str, Any]:
