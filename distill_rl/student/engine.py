@@ -36,10 +36,10 @@ from distill_rl.models import families
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
-from distill_rl.models.fsdp import GradientReduction, reshard
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
+from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.shards import mask_padded_columns

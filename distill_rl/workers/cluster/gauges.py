@@ -24,7 +24,6 @@ from distill_rl.system.files import write_atomic
 
 PREFIX = "distill_rl_"
 TAGS = ("run", "actor", "node", "of")
-DRIVER = "driver"
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Gauges:
     def _tags(self) -> dict[str, str]:
         context = ray.get_runtime_context()
         actor = context.get_actor_name() if context.get_actor_id() else None
-        return {"run": self._run, "actor": actor or DRIVER, "node": ray.util.get_node_ip_address(), "of": ""}
+        return {"run": self._run, "actor": actor or "driver", "node": ray.util.get_node_ip_address(), "of": ""}
 
 
 class GaugeSink:

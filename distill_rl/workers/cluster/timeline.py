@@ -16,8 +16,6 @@ from distill_rl.system.files import write_atomic
 _MAX_READS = 6
 """Workers report their events about once a second, so events are read until two reads in a row return equally many."""
 
-DRIVER = "driver"
-
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +32,7 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> None:
     """
     try:
         driver_id = ray.get_runtime_context().get_worker_id()
-        rows = {f"driver:{driver_id}": DRIVER} | {f"worker:{worker}": name for worker, name in names.items()}
+        rows = {f"driver:{driver_id}": "driver"} | {f"worker:{worker}": name for worker, name in names.items()}
         write_atomic(path, json.dumps(trace(_read(rows), rows), allow_nan=False))
     except (OSError, RuntimeError, ValueError, RayError) as error:
         log.warning("%s could not be written: %s: %s", path, type(error).__name__, error)
