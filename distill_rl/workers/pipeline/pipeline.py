@@ -40,7 +40,7 @@ class Pipeline:
     """
 
     def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
-        self._aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
+        self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
         self._queue: list[tuple[PendingBatch, SubBatch]] = []
@@ -52,7 +52,7 @@ class Pipeline:
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to an aligner and, if there is room, to the teachers."""
-        pending = self._aligners.submit(batch)
+        pending = self.aligners.submit(batch)
         self._split(pending)
         self._advance()
         return pending
@@ -66,8 +66,8 @@ class Pipeline:
 
     def check_aligners(self) -> None:
         """Replaces an aligner that hangs on a later batch: teachers called on that batch would be blocked behind it."""
-        for pending in list(self._aligners.unsettled):
-            if self._aligners.overdue(pending):
+        for pending in list(self.aligners.unsettled):
+            if self.aligners.overdue(pending):
                 self._wait_for_alignment(pending)
 
     def finish(self, sub_batch: SubBatch) -> None:
@@ -96,21 +96,12 @@ class Pipeline:
             self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
         self._advance()
 
-    @property
-    def aligner_restarts(self) -> int:
-        return self._aligners.restarts
-
-    @property
-    def queue(self) -> int:
-        """Number of batches that the aligners have not finished."""
-        return self._aligners.queue
-
     def occupancy(self) -> dict[str, float]:
         """Per teacher, the largest share of its ring in use since the last call."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
-        info, replaced = self._aligners.settle(pending)
+        info, replaced = self.aligners.settle(pending)
         if replaced:  # the first references failed, and so did the calls that were given them
             self._release(pending.sub_batches)
             self._split(pending)

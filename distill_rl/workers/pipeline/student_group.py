@@ -66,7 +66,7 @@ class StudentGroup:
 
         The student is called only after the alignment is known to exist: no earlier fault can reach its state.
         """
-        queue = self._pipeline.queue
+        queue = self._pipeline.aligners.queue
         with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
         progress.last = batch.sub_batches[-1]

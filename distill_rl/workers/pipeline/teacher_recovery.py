@@ -49,7 +49,7 @@ class TeacherRecovery:
         counts = {
             "faults/teacher_restarts": self._restarts,
             "faults/teachers_lost": len(self._pipeline.lost),
-            "faults/aligner_restarts": self._pipeline.aligner_restarts,
+            "faults/aligner_restarts": self._pipeline.aligners.restarts,
         }
         if self._pipeline.lost:
             log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))

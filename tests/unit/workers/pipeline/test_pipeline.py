@@ -248,7 +248,7 @@ def test_check_aligners_repeats_a_later_batch_that_hangs():
     pipeline.settle(first)
     pipeline.check_aligners()
     assert len(teacher.calls) == 2, "no aligner hangs"
-    pipeline._aligners.hanging.add(1)
+    pipeline.aligners.hanging.add(1)
     teacher.read(second.sub_batches[0].teachers[0])  # a call whose argument failed has written nothing
     pipeline.check_aligners()
     assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "repeated batch 1 part 1"]
