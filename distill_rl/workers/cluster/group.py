@@ -46,7 +46,9 @@ class WorkerGroup:
     def _make(self, rank: int, suffix: str = "") -> Any:
         name = self.names[rank]
         placement = self._plan.placements[name]
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement.bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._placement, placement_group_bundle_index=placement.bundle
+        )
         actor = self._remote.options(
             name=name + suffix,
             num_cpus=1,
