@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import DistillError
-from distill_rl.models.fsdp import reshard
 from distill_rl.models.hub import resolve
+from distill_rl.models.parallelize import reshard
 from distill_rl.models.weights import WeightFiles, names_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.files import sync_directory, sync_tree

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from distill_rl.errors import CheckpointError, WorkerError
 from distill_rl.run.checkpoints import CheckpointStore, Draft, SavedState
@@ -35,16 +35,10 @@ _LIVENESS_POLL_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Collective(Protocol):
-    """Calls a method on all ranks and waits for their results."""
-
-    def __call__(self, method: str, *arguments: Any, what: str) -> list[Any]: ...
-
-
 class Saver:
     """
     Args:
-        collective: calls the student's ranks.
+        collective: calls a method on all ranks of the student and waits for their results (`StudentGroup.collective`).
         in_background: save in the background.
         deadline_s: for the ranks to write a checkpoint.
         dead: whether a rank of the student is known to be dead.
@@ -54,7 +48,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        collective: Collective,
+        collective: Callable[..., list[Any]],
         *,
         in_background: bool,
         deadline_s: float,
@@ -190,7 +184,10 @@ class _BackgroundSave:
                 return
             if now - checked_at > _LIVENESS_POLL_S:
                 checked_at = now
-                if _true_or_fails(dead):
+                try:
+                    if dead():
+                        return
+                except Exception:  # it can no longer be determined
                     return
         self.thread.join(self._deadline_s)
 
@@ -236,14 +233,6 @@ class _BackgroundSave:
                 raise CheckpointError("the checkpoint", "must be written before its writers end", "not done")
             if time.monotonic() > deadline:
                 raise CheckpointError("the checkpoint", rule, "not seen")
-
-
-def _true_or_fails(condition: Callable[[], bool]) -> bool:
-    """Whether a condition holds or can no longer be evaluated."""
-    try:
-        return condition()
-    except Exception:
-        return True
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,30 +37,28 @@ from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.start import RunActors, start_actors
 
 
+@dataclass
 class Driver:
-    def __init__(
-        self,
-        job: Job,
-        actors: RunActors,
-        loader: Loader,
-        observer: Observer,
-        timer: StepTimer,
-        signals: Signals,
-        resumed: Checkpoint | None,
-        evaluations: Evaluations,
-        saver: Saver,
-    ):
-        self.job, self.config, self.actors, self.student = job, job.config, actors, actors.student
-        self.loader, self.observer, self.timer, self.signals = loader, observer, timer, signals
-        self.evaluations, self.saver = evaluations, saver
-        self.state = resumed.state.train if resumed else TrainState()
-        self.score = resumed.state.score if resumed else None
-        self._num_skipped = 0
-        self._last_skipped = False
-        """Whether the last step was skipped, so that the weights did not change."""
-        self._checkpoint_owed = False
-        """Whether a checkpoint is due that a skipped step deferred."""
-        self._saved_step = self.state.step if resumed else -1
+    job: Job
+    actors: RunActors
+    loader: Loader
+    observer: Observer
+    timer: StepTimer
+    signals: Signals
+    resumed: Checkpoint | None
+    evaluations: Evaluations
+    saver: Saver
+    _num_skipped: int = 0
+    _last_skipped: bool = False
+    """Whether the last step was skipped, so that the weights did not change."""
+    _checkpoint_owed: bool = False
+    """Whether a checkpoint is due that a skipped step deferred."""
+
+    def __post_init__(self) -> None:
+        self.config, self.student = self.job.config, self.actors.student
+        saved = self.resumed.state if self.resumed else SavedState(TrainState())
+        self.state, self.score = saved.train, saved.score
+        self._saved_step = self.state.step if self.resumed else -1
         self._validated_step = self._saved_step if self.score is not None else -1
 
     @classmethod
@@ -109,11 +108,11 @@ class Driver:
     def run(self) -> int:
         """Trains until the last step or a request to stop. Returns the process's exit code."""
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
-        with Lookahead(self.loader, submit, PendingBatch.release, depth) as batches:
+        with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
                 with self.timer.step(step), batch.lease():
                     trained = self.student.train_step(batch)
-                self.state = TrainState(step=step, cursor=batch.cursor)
+                self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 self.note_skip(trained)
                 self.observer.log(step, trained, batch.metrics, self.skips, self.timer.flush())
                 if self.due(self.config.evaluate.every):

@@ -22,8 +22,6 @@ class Lookahead(Generic[Job, Item]):
     """
 
     def __init__(self, jobs: Iterable[Job], submit: Callable[[Job], Item], release: Callable[[Item], None], depth: int):
-        if depth < 0:
-            raise ValueError(f"depth must be 0 or more; got {depth}")
         self._jobs, self._submit, self._release, self._depth = iter(jobs), submit, release, depth
         self._pending: deque[Item] = deque()
 
@@ -36,12 +34,6 @@ class Lookahead(Generic[Job, Item]):
                 yield self._pending.popleft()
         finally:
             self.close()
-
-    def __enter__(self) -> Lookahead[Job, Item]:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         while self._pending:

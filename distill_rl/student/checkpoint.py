@@ -52,6 +52,7 @@ class Snapshot:
 
     state: StudentState
     tensors: Mapping[str, Tensor]
+    """The trained tensors themselves, not copies, and this rank's random state."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,17 +71,6 @@ class Snapshot:
             staging = staging or Staging(next(iter(on_gpu.values())).device)
             copies |= staging.copied(on_gpu)
         return replace(self, tensors={name: copies[name] for name in self.tensors})
-
-
-def snapshot(
-    state: StudentState, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
-) -> Snapshot:
-    """The student as it is. The tensors are the trained ones, not copies.
-
-    Args:
-        parameters: everything that is trained, by name; a tied parameter once.
-    """
-    return Snapshot(state, _tensors(parameters, optimizer) | _random_state(world))
 
 
 def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -121,15 +111,19 @@ def load(
     state = read_state(directory)
     reader = dcp.FileSystemReader(directory)
     saved = _saved_shapes(reader, directory)
-    tensors = _tensors(parameters, optimizer)
+    tensors = trained_tensors(parameters, optimizer)
     _check_shapes(directory, saved, tensors)
-    random_state = _random_state(world)
-    same_layout = (state.dp, state.tp) == (world.dp, world.tp) and random_state.keys() <= saved.keys()
+    generators = random_state(world)
+    same_layout = (state.dp, state.tp) == (world.dp, world.tp) and generators.keys() <= saved.keys()
     if same_layout:
-        tensors |= random_state
+        tensors |= generators
     _together(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
     if same_layout:
-        _restore_random_state(random_state)
+        for name, tensor in generators.items():
+            if name.endswith(".cuda"):
+                torch.cuda.set_rng_state(tensor)
+            else:
+                torch.set_rng_state(tensor)
     return state, same_layout
 
 
@@ -214,8 +208,12 @@ def read_state(directory: str | Path) -> StudentState:
         raise CheckpointError(f"checkpoint {path}", "must be a readable student state", _one_line(error)) from error
 
 
-def _tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every parameter and its optimizer state, by name."""
+def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that is trained, and its optimizer state, by name.
+
+    Args:
+        parameters: by name; a tied parameter once.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensors[f"model.{name}"] = parameter.detach()
@@ -224,19 +222,11 @@ def _tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opti
     return tensors
 
 
-def _random_state(world: World) -> dict[str, Tensor]:
+def random_state(world: World) -> dict[str, Tensor]:
     tensors = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         tensors[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
     return tensors
-
-
-def _restore_random_state(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if name.endswith(".cuda"):
-            torch.cuda.set_rng_state(tensor)
-        else:
-            torch.set_rng_state(tensor)
 
 
 def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tuple[int, ...]]:

@@ -36,10 +36,10 @@ from distill_rl.models import families
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
-from distill_rl.models.fsdp import GradientReduction, reshard
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
+from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.shards import mask_padded_columns
@@ -232,7 +232,8 @@ class StudentEngine:
     def _snapshot(self) -> checkpoint.Snapshot:
         world = self.world
         state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
-        return checkpoint.snapshot(state, self._named_parameters(), self.optimizer, world)
+        tensors = checkpoint.trained_tensors(self._named_parameters(), self.optimizer)
+        return checkpoint.Snapshot(state, tensors | checkpoint.random_state(world))
 
     def load(self, directory: str | Path) -> None:
         """Continues from what `save` wrote, bit for bit if the mesh has the same sizes.

@@ -17,14 +17,12 @@ from distill_rl.models import families
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
-from distill_rl.models.load import load_model
+from distill_rl.models.load import DTYPES, load_model
 from distill_rl.parallel.mesh import World
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.teacher.targets import TargetHead, chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
-
-WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class TeacherEngine:
@@ -118,4 +116,4 @@ def wire_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype in which log-probabilities are sent. `auto` means fp16 on GPUs, fp32 on CPUs."""
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
-    return WIRE_DTYPES[name]
+    return DTYPES[name]

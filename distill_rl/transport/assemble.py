@@ -10,8 +10,7 @@ numbers, so the pieces follow from intervals of row numbers. For a student that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,22 +69,18 @@ def _not_once(row: int, sources: str) -> TransportError:
     return TransportError(f"row {row} of a batch", "must come from exactly one teacher micro-batch", sources)
 
 
-@contextmanager
-def fetch_rows(
-    fetch: Callable[[Handle], AbstractContextManager[dict[str, Tensor]]],
-    handles: Sequence[Handle],
-    first_row: int,
-    num_rows: int,
-) -> Iterator[dict[str, Tensor]]:
+def assemble(
+    content: Callable[[Handle], Mapping[str, Tensor]], handles: Sequence[Handle], first_row: int, num_rows: int
+) -> dict[str, Tensor]:
     """The tensors of these global rows, `[num_rows · S, …]`. They are views if one slot holds all of the rows.
 
     Args:
-        fetch: `Transport.fetch`, or a function that calls the one of the handle's transport.
+        content: gives the tensors of an open slot.
     """
-    pieces = plan([handle.layout for handle in handles], first_row, num_rows)
-    with ExitStack() as stack:
-        parts = []
-        for piece in pieces:
-            tensors = stack.enter_context(fetch(handles[piece.source]))
-            parts.append({name: tensor[piece.start : piece.stop] for name, tensor in tensors.items()})
-        yield parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    parts = []
+    for piece in plan([handle.layout for handle in handles], first_row, num_rows):
+        tensors = content(handles[piece.source])
+        parts.append({name: tensor[piece.start : piece.stop] for name, tensor in tensors.items()})
+    if len(parts) == 1:
+        return parts[0]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

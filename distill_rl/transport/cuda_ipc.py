@@ -10,7 +10,7 @@ Where the slots are on a peer GPU, a reader's kernels on them run on the reader'
 and the stream of the reader's own GPU observe the events.
 
 The writer's CPU never waits. A reader's CPU waits at both ends of its block, as long as the writer lives and no longer
-than a deadline (`gpu_wait`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU will
+than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU will
 never make. After it, so that the writer is known to have lived until the reader's kernels were done.
 
 A ring is one allocation, exported once per reader and imported once. Torch counts the importers of an export in a word
@@ -20,6 +20,8 @@ that starts at one, so an export used by two readers, or imported twice, would b
 from __future__ import annotations
 
 import os
+import select
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +34,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from distill_rl.errors import TransportError
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
-from distill_rl.transport.gpu_wait import ALIVE, has_ended, wait_for
-from distill_rl.transport.place import expandable_segments, gpu_uuid
+from distill_rl.transport.choose import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
     OpenedRing,
     RingTransport,
@@ -47,6 +48,9 @@ from distill_rl.transport.ring import (
 )
 from distill_rl.transport.segment import Address, Segment
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+"""Pauses between two queries of an event double from the first to the longest. Most are reached already, or in milliseconds."""
+_ALIVE = "its writer must live while it is read"
 _LEAST, _STEP = 10 << 20, 2 << 20
 """From 10 MiB on, in steps of 2 MiB, the allocator takes exactly what is requested, so that nothing is left over."""
 _DEVICE, _HANDLE, _OFFSET = 6, 7, 9
@@ -151,9 +155,9 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
         opened, index = self._ring_of(handle), handle.slot.index
         slot = f"slot {index}"
-        opened.require_writer(slot, ALIVE)  # the driver may give a dead writer's memory to others at any time
+        opened.require_writer(slot, _ALIVE)  # the driver may give a dead writer's memory to others at any time
         with opened.reader.reading(handle):
-            self._wait_for(opened.written[index], opened, f"{slot} is written")
+            wait_for(opened.written[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is written")
             for stream in opened.streams(self._device):
                 stream.wait_event(opened.written[index])  # reached by now; it makes the copy visible to the stream
             with unwritten(opened.views(index, handle.tensors), handle.slot) as views:
@@ -162,7 +166,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             for peer in peers:
                 stream.wait_stream(peer)
             opened.finished[index].record(stream)  # the event belongs to this GPU; no other GPU's stream can record it
-            self._wait_for(opened.finished[index], opened, f"{slot} is read")
+            wait_for(opened.finished[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is read")
             opened.require_writer(slot, "its writer must live until it was read")  # or the views may have been reused
 
     def close(self) -> None:
@@ -199,9 +203,6 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
                 stream.wait_event(events[index])
             super()._copy(written, index, views, tensors)
             written.written[index].record(stream)
-
-    def _wait_for(self, event: torch.cuda.Event, opened: _Opened, what: str) -> None:
-        wait_for(event, opened.process, deadline_s=self._deadline_s, what=what)
 
 
 def _make_ring(ring: Ring, device: torch.device) -> _Written:
@@ -319,6 +320,37 @@ def _check_device(device: torch.device) -> None:
         raise TransportError(
             "transport cuda_ipc", "needs torch's own allocator", backend, "take backend out of PYTORCH_ALLOC_CONF"
         )
+
+
+def has_ended(process: int) -> bool:
+    """Whether the process behind this file descriptor (`os.pidfd_open`) has ended."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def wait_for(event: torch.cuda.Event, writer: int, *, deadline_s: float, what: str) -> None:
+    """Returns once the GPU has reached `event`. Unlike `event.synchronize()`, it also ends if that never happens.
+
+    Args:
+        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends, and
+            an event behind that work may never be reached.
+        deadline_s: how long to wait.
+        what: what the event marks, for messages (`slot 3 is read`).
+
+    Raises:
+        TransportError: the writer has ended, or the deadline has passed.
+    """
+    deadline, pause = time.monotonic() + deadline_s, _FIRST_PAUSE_S
+    while not event.query():
+        if has_ended(writer):
+            raise TransportError(what.partition(" is ")[0], _ALIVE, "a writer that died")
+        if time.monotonic() > deadline:
+            rule = f"must get to the point where {what} within {deadline_s:g} s"
+            remedy = "raise ray.step_timeout_s, or check with nvidia-smi and dmesg whether the GPU hangs"
+            raise TransportError("the GPU", rule, "no answer", remedy)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _local_device(uuid: str, what: str) -> torch.device:

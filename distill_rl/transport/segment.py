@@ -7,25 +7,24 @@ process that makes a segment removes all folders whose owner is dead.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import secrets
-import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from distill_rl.errors import TransportError
+from distill_rl.system.owned_folder import OwnedFolder, claim, remove_abandoned
 from distill_rl.transport.room import available_bytes
 
 Backing = Literal["memfd", "file"]
 SHM = Path("/dev/shm")
-RING, OWNER = "ring", "owner"
-"""Files in a folder: the memory, and the file that the owner has locked."""
+RING = "ring"
+"""The file in a folder that is the memory."""
 NONCE_BYTES = 16
 
 
@@ -45,7 +44,7 @@ class Address:
 class Segment:
     """Mapped memory that begins with its nonce. It stays mapped as long as `view`, or anything made from it, exists."""
 
-    def __init__(self, mapped: mmap.mmap, address: Address, folder: _OwnedFolder | None = None, fd: int = -1):
+    def __init__(self, mapped: mmap.mmap, address: Address, folder: OwnedFolder | None = None, fd: int = -1):
         self.view, self.address = memoryview(mapped), address
         self._folder, self._fd = folder, fd
 
@@ -70,8 +69,8 @@ class Segment:
             fd = _memfd() if backing == "memfd" else -1
             folder = None
             if fd < 0:
-                folder = _OwnedFolder()
-                undo.callback(folder.remove)
+                folder = OwnedFolder(SHM, _prefix())
+                undo.callback(folder.remove, RING)
                 fd = os.open(folder.path / RING, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             undo.callback(os.close, fd)
             _allocate(fd, size)
@@ -94,7 +93,7 @@ class Segment:
         """
         remedy = "use transport=object_store if its writer lives, as another user or in another PID namespace"
         try:
-            if address.folder and (lock := _claim(Path(address.folder))) is not None:
+            if address.folder and (lock := claim(Path(address.folder))) is not None:
                 os.close(lock)
                 raise TransportError(what, "its writer must live when it is opened")
             fd = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
@@ -118,7 +117,7 @@ class Segment:
     def forget_name(self) -> None:
         """Call it when nobody needs to open the segment any more. Removes a file, so that a kill cannot leave it behind."""
         if self._folder:
-            self._folder.remove()
+            self._folder.remove(RING)
             self._folder = None
 
     def close(self) -> None:
@@ -131,67 +130,8 @@ class Segment:
 
 
 def sweep(root: Path = SHM) -> list[Path]:
-    """Removes the folders of this user whose owners are dead, and returns them."""
-    swept = []
-    for path in root.glob(f"{_prefix()}*"):
-        with contextlib.suppress(OSError):
-            lock = _claim(path) if path.lstat().st_uid == os.getuid() and not path.is_symlink() else None
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
-                swept.append(path)
-    return swept
-
-
-class _OwnedFolder:
-    """A folder in /dev/shm, locked until this process ends.
-
-    Raises:
-        OSError: it cannot be made or locked. Nothing of it is left.
-    """
-
-    def __init__(self, root: Path = SHM):
-        while True:
-            self.path = root / f"{_prefix()}{secrets.token_hex(8)}"
-            self.path.mkdir(mode=0o700)
-            try:
-                lock = _claim(self.path)
-            except OSError:
-                _remove(self.path)
-                raise
-            # `sweep` in another process may remove the folder before it is locked here. Then make another one.
-            if lock is not None:
-                self._lock = lock
-                return
-
-    def remove(self) -> None:
-        _remove(self.path)
-        os.close(self._lock)
-
-
-def _remove(folder: Path) -> None:
-    """Needs no file descriptor, unlike `shutil.rmtree`, because there may be none left."""
-    with contextlib.suppress(OSError):
-        for name in (RING, OWNER):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _claim(folder: Path) -> int | None:
-    """Locks a folder and returns the descriptor. None if another process holds the lock or has removed the folder.
-
-    Raises:
-        OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
-    """
-    owner = folder / OWNER
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
-        lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if owner.stat().st_ino == os.fstat(lock).st_ino:
-            undo.pop_all()
-            return lock
-    return None
+    """Removes the folders of segments whose owners are dead, and returns them."""
+    return remove_abandoned(root, f"{_prefix()}*")
 
 
 def _prefix() -> str:

@@ -82,7 +82,9 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 connector.connect()
                 calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
                 pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
-                recovery = TeacherRecovery(config, actors.teachers, actors.student.names, calls, connector, pipeline)
+                recovery = TeacherRecovery(
+                    config, actors.teachers, set(actors.student.names), calls, connector, pipeline
+                )
                 student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
                 yield RunActors(pipeline, student, actors.evaluator, calls)
                 if config.observe.timeline:
@@ -169,12 +171,10 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
     return AlignerPool(
         group,
         calls,
+        job.config,
         local=local,
         num_parts=job.plan.sub_batches * sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
-        deadline_s=job.config.aligner.deadline_s,
-        start_timeout_s=job.config.ray.start_timeout_s,
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
-        max_restarts=job.config.faults.aligner_restarts,
     )
 
 

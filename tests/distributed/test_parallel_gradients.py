@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from distill_rl.models import families
-from distill_rl.models.fsdp import GradientReduction, reshard
+from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.parallel.mesh import close_world, data_mesh, open_world
 from tests.helpers import ranks
 from tests.helpers.engines import relative_l2

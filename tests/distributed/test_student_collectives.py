@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distill_rl.models.fsdp import units
+from distill_rl.models.parallelize import units
 from distill_rl.parallel.mesh import open_world
 from distill_rl.student.engine import StudentEngine
 from tests.helpers import ranks

@@ -27,8 +27,11 @@ class Group:
     def __init__(self, names: list[str], workers: list[Any]):
         self.names, self.actors = names, workers
 
-    def submit(self, method: str, *arguments: Any, ranks: list[int]) -> dict[Any, str]:
-        return {Answer(getattr(self.actors[rank], method)(*arguments)): self.names[rank] for rank in ranks}
+    def submit(self, method: str, *arguments: Any, ranks: list[int] | None = None) -> dict[Any, str]:
+        return {
+            Answer(getattr(self.actors[rank], method)(*arguments)): self.names[rank]
+            for rank in ranks or range(len(self.actors))
+        }
 
     def call(self, method: str, *arguments: Any, **_: Any) -> list[Any]:
         return [getattr(worker, method)(*arguments) for worker in self.actors]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,15 +105,9 @@ def open_pool(ray_cluster, config, tmp_path):
             local = Fragile(0, config, data_format, plan)
             local.start()
         listed = tmp_path / "bad_rows.jsonl"
-        pool = AlignerPool(
-            group,
-            calls,
-            local=local,
-            num_parts=2,
-            deadline_s=deadline_s,
-            start_timeout_s=60,
-            bad_rows=BadRows(listed, budget),
-        )
+        settings = deepcopy(config)
+        settings.aligner.deadline_s, settings.ray.start_timeout_s = deadline_s, 60.0
+        pool = AlignerPool(group, calls, settings, local=local, num_parts=2, bad_rows=BadRows(listed, budget))
         return Opened(pool, group, listed)
 
     yield open_pool

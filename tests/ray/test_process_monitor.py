@@ -17,14 +17,10 @@ import psutil, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distill_rl.config.schema import FaultsConfig
 from distill_rl.workers.cluster import process_monitor
-from distill_rl.workers.actors.rank import identify
+from distill_rl.workers.actors.rank import Worker
 from tests.helpers.command import until
 
 process_monitor._ANSWER_WITHIN_S, process_monitor._UPDATE_EVERY_S = 3.0, 0.1
-
-class Worker:
-    def identify(self):
-        return identify()
 
 def node_monitors():
     return [process for process in psutil.process_iter() if process.name().startswith("ray::NodeMonito")]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EvalWorker(Worker):
-    """One copy of a model. It sees only the GPUs that Ray assigned to it."""
+    """One copy of a model, loaded by `load` or `evaluate`. It sees only the GPUs that Ray assigned to it."""
 
     def __init__(self, rank: int, threads: int, run: str = ""):
         gpus = ",".join(map(str, ray.get_gpu_ids()))
@@ -33,9 +33,6 @@ class EvalWorker(Worker):
         self._gauges = Gauges(run)
         self._executor = LocalExecutor()
         self._loaded: tuple[object, list[LoadedSuite]] | None = None
-
-    def start(self) -> None:
-        """Does nothing: the model is loaded by `load` or `evaluate`."""
 
     def stop(self) -> None:
         self._executor.close()

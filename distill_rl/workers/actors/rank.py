@@ -6,24 +6,29 @@ import faulthandler
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
+from distill_rl.errors import TransportError
+from distill_rl.transport.base import Layout
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed import TCPStore
 
     from distill_rl.parallel.mesh import World
     from distill_rl.transport.base import Ring, Transport
-    from distill_rl.transport.place import Place
+    from distill_rl.transport.choose import Place
     from distill_rl.transport.segment import Backing
 
 _STDERR = 2
@@ -51,26 +56,22 @@ class Process:
                 process.kill()
 
 
-def identify() -> Process:
-    """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
-    faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
-    context = ray.get_runtime_context()
-    outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
-    return Process(
-        os.getpid(),
-        psutil.Process().create_time(),
-        context.get_node_id(),
-        context.get_worker_id(),
-        ray.util.get_node_ip_address(),
-        tuple(str(path) for path in outputs if path.is_file()),
-    )
-
-
 class Worker:
     """The base of all actors."""
 
     def identify(self) -> Process:
-        return identify()
+        """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
+        faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
+        context = ray.get_runtime_context()
+        outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
+        return Process(
+            os.getpid(),
+            psutil.Process().create_time(),
+            context.get_node_id(),
+            context.get_worker_id(),
+            ray.util.get_node_ip_address(),
+            tuple(str(path) for path in outputs if path.is_file()),
+        )
 
 
 class RankWorker(Worker):
@@ -97,7 +98,7 @@ class RankWorker(Worker):
 
     def place(self) -> Place:
         """Where this rank's tensors are; the choice of a transport depends on it."""
-        from distill_rl.transport.place import place_of
+        from distill_rl.transport.choose import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 
@@ -150,6 +151,33 @@ class RankWorker(Worker):
             timeout_s=deadline_s,
         )
         return self._world
+
+
+class Problem(str):
+    """Why a transport does not work for one rank. Returned, not raised, so that another can be tried."""
+
+
+PROBE_LAYOUT = Layout(0, 1, 256)
+"""Of the probe: 1 KiB of known content that every teacher sends to every student rank before the first step."""
+
+
+def probe_tensors(device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    import torch
+
+    return {"probe": torch.arange(PROBE_LAYOUT.tokens_per_row, dtype=torch.int32, device=device)}
+
+
+def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method return the errors of a transport or its device as a `Problem`."""
+
+    @wraps(method)
+    def reported(*arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except (TransportError, RuntimeError) as error:
+            return Problem(str(error).splitlines()[0])
+
+    return reported
 
 
 def gpu_index() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,10 @@ import ray
 from distill_rl.config.schema import Config
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
-from distill_rl.transport.assemble import fetch_rows, plan
+from distill_rl.transport.assemble import assemble, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import CrossTokenizerSpec, RankBatch
-from distill_rl.workers.actors.probe import Problem, probe_tensors, reporting
-from distill_rl.workers.actors.rank import RankWorker
+from distill_rl.workers.actors.rank import Problem, RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
 from distill_rl.workers.cluster.gauges import Gauges
 
@@ -266,14 +265,12 @@ class _FetchedTargets:
         from distill_rl.losses.targets import target_of
 
         start = time.perf_counter()
-        with ExitStack() as stack:
-            parts = [
-                stack.enter_context(fetch_rows(self._opened, handles, first_row, num_rows)) if handles else None
-                for handles in self._handles
-            ]
-            targets = [None if part is None else target_of(part, self._temperature) for part in parts]
-            self.seconds += time.perf_counter() - start
-            yield targets
-
-    def _opened(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
-        return nullcontext(self._open[id(handle)])
+        targets: list[Target | None] = []
+        for handles in self._handles:
+            if handles:
+                rows = assemble(lambda handle: self._open[id(handle)], handles, first_row, num_rows)
+                targets.append(target_of(rows, self._temperature))
+            else:  # a teacher that was lost
+                targets.append(None)
+        self.seconds += time.perf_counter() - start
+        yield targets

@@ -12,8 +12,7 @@ from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
-from distill_rl.workers.actors.probe import PROBE_LAYOUT, probe_tensors, reporting
-from distill_rl.workers.actors.rank import RankWorker
+from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting
 from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.slots import FIRST_GENERATION
 

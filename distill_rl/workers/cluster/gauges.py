@@ -24,7 +24,6 @@ from distill_rl.system.files import write_atomic
 
 PREFIX = "distill_rl_"
 TAGS = ("run", "actor", "node", "of")
-DRIVER = "driver"
 
 log = logging.getLogger(__name__)
 
@@ -49,29 +48,28 @@ class Gauges:
     def set(self, name: str, value: float, of: str = "") -> None:
         """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored."""
         if self._enabled and math.isfinite(value):
-            from ray.util.metrics import Gauge
-
-            self._metric(Gauge, name).set(value, tags={"of": of})
+            self._metric("Gauge", name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
         """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process."""
         if self._enabled and math.isfinite(value) and value > 0:
-            from ray.util.metrics import Counter
+            self._metric("Counter", f"{name}_total").inc(value, tags={"of": of})
 
-            self._metric(Counter, f"{name}_total").inc(value, tags={"of": of})
+    def _metric(self, kind: str, name: str) -> Any:
+        """The metric of this name, made at its first use by a class of `ray.util.metrics`."""
+        from ray.util import metrics
 
-    def _metric(self, kind: type, name: str) -> Any:
         if name not in self._metrics:
-            metric = kind(PREFIX + name, description=f"{name.replace('_', ' ')} (distill_rl)", tag_keys=TAGS)
-            metric.set_default_tags(self._tags)
-            self._metrics[name] = metric
+            description = f"{name.replace('_', ' ')} (distill_rl)"
+            self._metrics[name] = getattr(metrics, kind)(PREFIX + name, description=description, tag_keys=TAGS)
+            self._metrics[name].set_default_tags(self._tags)
         return self._metrics[name]
 
     @cached_property
     def _tags(self) -> dict[str, str]:
         context = ray.get_runtime_context()
         actor = context.get_actor_name() if context.get_actor_id() else None
-        return {"run": self._run, "actor": actor or DRIVER, "node": ray.util.get_node_ip_address(), "of": ""}
+        return {"run": self._run, "actor": actor or "driver", "node": ray.util.get_node_ip_address(), "of": ""}
 
 
 class GaugeSink:

@@ -9,11 +9,12 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.calls import Calls
-from distill_rl.workers.cluster.placement import PlacementPlan, options
+from distill_rl.workers.cluster.placement import PlacementPlan
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -44,8 +45,18 @@ class WorkerGroup:
 
     def _make(self, rank: int, suffix: str = "") -> Any:
         name = self.names[rank]
-        actor_options = options(self._plan.placements[name], self._placement) | {"name": name + suffix}
-        actor = self._remote.options(**actor_options).remote(rank, *self._arguments)
+        placement = self._plan.placements[name]
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._placement, placement_group_bundle_index=placement.bundle
+        )
+        actor = self._remote.options(
+            name=name + suffix,
+            num_cpus=1,
+            num_gpus=placement.num_gpus,
+            max_restarts=0,  # queued calls would run on a fresh actor
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        ).remote(rank, *self._arguments)
         self._calls.register(name, actor)
         return actor
 

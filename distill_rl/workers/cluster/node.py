@@ -27,7 +27,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,9 @@ import psutil
 
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.system.files import write_atomic
-from distill_rl.workers.cluster.session import allowed_variables, lock, remove_abandoned
+from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
+from distill_rl.workers.cluster.reaper import end, with_descendants
+from distill_rl.workers.cluster.session import TMP, allowed_variables
 
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _POLL_S = 0.2
@@ -111,10 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = Node.of_job(shared, logs)
     node.say("here")
     code = 0
-    remove_abandoned(FOLDERS)
-    prefix = f"dr{node.index}-{os.getpid()}-"
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))  # sockets in it must stay under 107 bytes
-    lock(folder)
+    remove_abandoned(TMP, FOLDERS)
+    folder = OwnedFolder(TMP, f"dr{node.index}-{os.getpid()}-").path  # sockets in it must stay under 107 bytes
     try:
         _serve(node, folder)
     except Stopped:
@@ -267,28 +266,15 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def end_descendants(patience_s: float = _END_S) -> list[str]:
-    """Kills all descendants of this process, including those that start meanwhile. Returns those that did not end."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        family = psutil.Process().children(recursive=True)
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(family, timeout=_POLL_S)
-        _reap()
-        if not (family := psutil.Process().children(recursive=True)) or time.monotonic() > deadline:
-            return [f"{process.pid} {process.name()}" for process in family if process.is_running()]
+def end_descendants() -> list[str]:
+    """Kills all descendants of this process, including those that start meanwhile. Returns those that did not end.
 
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
-    except ChildProcessError:
-        pass
+    A process whose parent is killed first becomes a child of this one, so the search begins here again and again.
+    """
+    deadline = time.monotonic() + _END_S
+    while (family := with_descendants(psutil.Process().children())) and time.monotonic() < deadline:
+        end(family, _POLL_S)
+    return [f"{process.pid} {process.name()}" for process in family if process.is_running()]
 
 
 def _keep_logs(folder: Path, node: Node) -> None:

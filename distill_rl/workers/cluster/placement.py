@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config, ParallelConfig
@@ -200,8 +199,8 @@ def _separate_nodes(
         while waiting and unused:
             node = unused.pop(0)
             room = Counter(node.resources)
-            while waiting and all(room[resource] >= amount for resource, amount in waiting[0].items()):
-                room.subtract(waiting.pop(0))
+            while waiting and _take(room, waiting[0]):
+                waiting.pop(0)
                 chosen.append(node.node_id)
         if waiting:
             return None
@@ -225,17 +224,19 @@ def _replica_nodes(
         needed: Counter[str] = Counter()
         for bundle in bundles[first : first + size]:
             needed.update(bundle)  # type: ignore[arg-type]
-        fitting = (
-            node_id
-            for node_id, room in rooms.items()
-            if all(room[resource] >= amount for resource, amount in needed.items())
-        )
-        node_id = next(fitting, None)
+        node_id = next((node_id for node_id, room in rooms.items() if _take(room, needed)), None)
         if node_id is None:
             return None
-        rooms[node_id].subtract(needed)
         chosen += [node_id] * size
     return chosen
+
+
+def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
+    """Takes resources from a node's room, if it has all of them."""
+    if any(room[resource] < amount for resource, amount in needed.items()):
+        return False
+    room.subtract(needed)  # type: ignore[arg-type]
+    return True
 
 
 @contextmanager
@@ -275,16 +276,3 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
     ]
     pinned = sorted({node for node in plan.nodes if node})
     return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")
-
-
-def options(placement: ActorPlacement, group: PlacementGroup) -> dict[str, Any]:
-    """Ray's options for an actor. Ray must not restart it: queued calls would run on a fresh actor."""
-    return {
-        "num_cpus": 1,
-        "num_gpus": placement.num_gpus,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=placement.bundle
-        ),
-    }

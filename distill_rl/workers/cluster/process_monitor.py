@@ -51,7 +51,7 @@ class NodeMonitor:
     def stacks(self, processes: Sequence[Process]) -> list[str]:
         """The stacks of each process, thread by thread; empty for one that cannot write them.
 
-        SIGUSR2 makes a worker append its stacks to its stderr (`rank.identify`). They are complete once every log has
+        SIGUSR2 makes a worker append its stacks to its stderr (`Worker.identify`). They are complete once every log has
         grown and none has grown since the last poll.
         """
         starts = [_size(process) for process in processes]

@@ -9,11 +9,13 @@ The reaper runs this file as a script, with the standard library and psutil only
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,6 +63,22 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+def end(processes: Iterable[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
+    """Waits until the processes and their descendants have ended, and kills them meanwhile unless `kill` is false.
+
+    Returns:
+        Those that still run after `patience_s`.
+    """
+    deadline = time.monotonic() + patience_s
+    while (family := with_descendants(processes)) and time.monotonic() < deadline:
+        for process in family if kill else ():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=_POLL_S)
+        processes = family
+    return family
+
+
 def main(directory: str, *roots: str) -> None:
     family: set[psutil.Process] = set()
     for pid in roots:
@@ -73,11 +91,7 @@ def main(directory: str, *roots: str) -> None:
         family = with_descendants(family)
     if sys.stdin.buffer.read():
         return
-    while family := with_descendants(family):
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=_POLL_S)
+    end(family, math.inf)
     shutil.rmtree(directory, ignore_errors=True)
 
 

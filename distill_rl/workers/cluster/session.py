@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import re
@@ -11,10 +10,7 @@ import secrets
 import shutil
 import signal
 import socket
-import stat
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -27,11 +23,12 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
+from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.placement import Node
-from distill_rl.workers.cluster.reaper import reaper, runs, with_descendants
+from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
 _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|XDG_.*|OMP_.*|MKL_.*|MALLOC_.*"
@@ -48,6 +45,9 @@ _FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_
 _SPARE_OBJECT_STORE = 256 * 2**20
 """Bytes for batches and results, besides the targets."""
 _CONNECT_TIMEOUT_S = 5.0
+_END_S = 5.0
+"""How long Ray's processes may take to end before they are killed, and after it."""
+TMP = Path("/tmp")
 _MUST_RUN = "must name a running Ray cluster"
 _START_ONE = "start one (`ray start --head`), or leave ray.address out"
 
@@ -133,7 +133,10 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         family = with_descendants(roots)
         with _kill_on_sigterm(roots):
             ray.shutdown()
-        _end(family)
+        left = end(family, _END_S, kill=False)
+        if left:
+            log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
+        end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
         after_kill.close()
 
@@ -183,46 +186,12 @@ def _require_answer(address: str) -> None:
 def _private_directory() -> Path:
     """This process's directory for Ray's files and token, which only this user can enter. Removed at exit.
 
-    A lock in it shows that its process is alive, so that a later process can clean up after one that was killed. It is
-    in /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
+    It is in /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
     """
-    remove_abandoned("drl-*-*")
-    directory = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir="/tmp"))
+    remove_abandoned(TMP, "drl-*-*")
+    directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    lock(directory)
     return directory
-
-
-_locks: list[int] = []
-"""File descriptors that stay open as long as the process lives."""
-
-
-def lock(directory: Path) -> None:
-    """Claims a folder for as long as this process lives.
-
-    Raises:
-        OSError: another process has claimed it.
-    """
-    descriptor = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    _locks.append(descriptor)
-
-
-def remove_abandoned(pattern: str) -> None:
-    """Removes folders in /tmp, named PREFIX-PID-..., that processes of this user were killed before removing."""
-    for directory in Path("/tmp").glob(pattern):
-        pid = directory.name.split("-")[1]
-        with suppress(OSError):  # it belongs to another user, or another process is removing it just now
-            info = directory.lstat()
-            is_mine = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
-            if is_mine and pid.isdigit() and not psutil.pid_exists(int(pid)):
-                lock(directory)
-                shutil.rmtree(directory)
-                os.close(_locks.pop())
 
 
 @cache
@@ -317,20 +286,3 @@ def _has_pending(pid: int, number: signal.Signals) -> bool:
     except OSError:
         return False
     return bool(match and int(match.group(1), 16) >> (number - 1) & 1)
-
-
-def _end(processes: Iterable[psutil.Process], patience_s: float = 5.0) -> None:
-    """Waits for processes to end, and kills those that do not."""
-    for process in _remaining(processes, patience_s):
-        log.info("killing %s, left over by Ray", process.pid)
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    _remaining(processes, patience_s)
-
-
-def _remaining(processes: Iterable[psutil.Process], patience_s: float) -> list[psutil.Process]:
-    """The processes that still run after waiting for `patience_s`."""
-    deadline = time.monotonic() + patience_s
-    while (alive := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
-        psutil.wait_procs(alive, timeout=0.02)
-    return alive

@@ -16,33 +16,26 @@ from distill_rl.system.files import write_atomic
 _MAX_READS = 6
 """Workers report their events about once a second, so events are read until two reads in a row return equally many."""
 
-DRIVER = "driver"
-
 log = logging.getLogger(__name__)
 
 
-def write_timeline(path: Path, names: Mapping[str, str]) -> bool:
+def write_timeline(path: Path, names: Mapping[str, str]) -> None:
     """Writes a trace for chrome://tracing or ui.perfetto.dev. Call it while Ray still runs.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
     Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a
-    cluster, so the trace of a long run covers its end.
+    cluster, so the trace of a long run covers its end. A failure is only logged; it does not end the run.
 
     Args:
         path: written atomically.
         names: of the rows, by worker id (`ray.get_runtime_context().get_worker_id()`); other workers are left out.
-
-    Returns:
-        Whether it was written. A failure is only logged; it does not end the run.
     """
     try:
         driver_id = ray.get_runtime_context().get_worker_id()
-        rows = {f"driver:{driver_id}": DRIVER} | {f"worker:{worker}": name for worker, name in names.items()}
+        rows = {f"driver:{driver_id}": "driver"} | {f"worker:{worker}": name for worker, name in names.items()}
         write_atomic(path, json.dumps(trace(_read(rows), rows), allow_nan=False))
     except (OSError, RuntimeError, ValueError, RayError) as error:
         log.warning("%s could not be written: %s: %s", path, type(error).__name__, error)
-        return False
-    return True
 
 
 def trace(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str]) -> dict[str, Any]:

@@ -19,35 +19,20 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from distill_rl.config.schema import Config
 from distill_rl.errors import AlignmentError, DistillError, WorkerError
 from distill_rl.types import BadRow, BatchInfo, DocumentBatch
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.pipeline.sub_batch import PendingBatch
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Pending:
-    """A batch at an aligner: references only."""
-
-    batch: DocumentBatch
-    aligner: int
-    """Index of the aligner in the pool."""
-    info: Any
-    """Reference to the BatchInfo."""
-    parts: list[ray.ObjectRef]
-    actor: Any = None
-    """The actor that was called; a replacement may have taken its index since."""
-    first_in_line_since: float | None = None
-    """When `overdue` first saw this batch at the head of its aligner's queue."""
 
 
 class BadRows:
@@ -97,44 +82,33 @@ class AlignerPool:
         group: the actors. If it is empty, `local` does the work in this process.
         local: an object with the methods of `AlignerWorker`, for an empty group.
         num_parts: number of values that `build` returns besides its BatchInfo.
-        deadline_s: for one batch, and for one row of a batch that failed twice.
-        max_restarts: how many aligners may be replaced.
     """
 
     def __init__(
-        self,
-        group: WorkerGroup,
-        calls: Calls,
-        *,
-        local: Any = None,
-        num_parts: int,
-        deadline_s: float,
-        start_timeout_s: float,
-        bad_rows: BadRows,
-        max_restarts: int = 10,
+        self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_parts: int, bad_rows: BadRows
     ):
-        self._group, self._calls, self._local, self._num_parts = group, calls, local, num_parts
-        self._deadline_s, self._start_timeout_s, self._bad_rows = deadline_s, start_timeout_s, bad_rows
-        self._max_restarts, self.restarts = max_restarts, 0
-        self._unsettled: list[Pending] = []
-        """In the order of submission."""
+        self._group, self._calls, self._config, self._local = group, calls, config, local
+        self._num_parts, self._bad_rows, self.restarts = num_parts, bad_rows, 0
+        self._deadline_s = config.aligner.deadline_s
+        self.unsettled: list[PendingBatch] = []
+        """Batches whose alignment nobody has waited for yet, in the order of submission."""
 
     @property
     def names(self) -> list[str]:
         return self._group.names or ["driver"]
 
-    def submit(self, batch: DocumentBatch) -> Pending:
+    def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to the next aligner. Blocks only in an empty pool, where this process does the work."""
-        pending = Pending(batch, batch.index % len(self.names), None, [])
+        pending = PendingBatch(batch, batch.index % len(self.names), None, [])
         self._build(pending)
-        self._unsettled.append(pending)
+        self.unsettled.append(pending)
         return pending
 
-    def overdue(self, pending: Pending) -> bool:
+    def overdue(self, pending: PendingBatch) -> bool:
         """Whether a batch that is not being waited for has been at the head of its aligner's queue for `deadline_s`."""
         if not self._group.actors or _outcome(pending.info) != "unknown":
             return False
-        for earlier in self._unsettled:
+        for earlier in self.unsettled:
             if earlier is pending:
                 break
             if earlier.aligner == pending.aligner and _outcome(earlier.info) == "unknown":
@@ -146,17 +120,17 @@ class AlignerPool:
     @property
     def queue(self) -> int:
         """Number of batches that the aligners have not finished."""
-        infos = [pending.info for pending in self._unsettled]
+        infos = [pending.info for pending in self.unsettled]
         return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
 
-    def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
+    def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
         """Waits for a batch. Returns its BatchInfo, and whether its references were replaced on the way.
 
         Raises:
             DistillError: the data need a fix by the user, or more rows are bad than the budget allows.
         """
-        what = f"aligning batch {pending.batch.index + 1}"
-        self._unsettled = [other for other in self._unsettled if other is not pending]
+        what = f"aligning batch {pending.documents.index + 1}"
+        self.unsettled = [other for other in self.unsettled if other is not pending]
         first_info = pending.info
         info = self._attempt(pending, what)
         if info is None:
@@ -169,12 +143,12 @@ class AlignerPool:
             self._build(pending)
             info = self._wait(pending, what)
         for row in info.bad_rows:
-            self._bad_rows.add(pending.batch.source, row)
+            self._bad_rows.add(pending.documents.source, row)
         return info, pending.info is not first_info
 
-    def _build(self, pending: Pending) -> None:
+    def _build(self, pending: PendingBatch) -> None:
         """Calls the aligner that is now at the batch's index in the pool."""
-        batch, pending.first_in_line_since = pending.batch, None
+        batch, pending.first_in_line_since = pending.documents, None
         if not self._group.actors:
             pending.info, *pending.parts = [ray.put(part) for part in self._build_here(batch)]
             return
@@ -198,7 +172,7 @@ class AlignerPool:
                 self._bad_rows.add(batch.source, BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
         return self._local.build(batch, self._bad_rows.of(batch))
 
-    def _attempt(self, pending: Pending, what: str) -> BatchInfo | None:
+    def _attempt(self, pending: PendingBatch, what: str) -> BatchInfo | None:
         """Waits for a batch; None after a failure that may be retried. The aligner can work again by then."""
         try:
             return self._wait(pending, what)
@@ -208,13 +182,13 @@ class AlignerPool:
             self._recover(pending, pending.info, error)
             return None
 
-    def _wait(self, pending: Pending, what: str) -> BatchInfo:
+    def _wait(self, pending: PendingBatch, what: str) -> BatchInfo:
         since = pending.first_in_line_since
         waited_s = 0.0 if since is None else time.monotonic() - since
         names = {pending.info: self.names[pending.aligner]}
         return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited_s))[0]
 
-    def _recover(self, pending: Pending, call: ray.ObjectRef, error: DistillError) -> None:
+    def _recover(self, pending: PendingBatch, call: ray.ObjectRef, error: DistillError) -> None:
         """Replaces the aligner if it died or does not answer. Raises what a retry cannot help.
 
         Raises:
@@ -227,16 +201,17 @@ class AlignerPool:
         if _outcome(call) != "unknown" or self._group.actors[pending.aligner] is not pending.actor:
             return  # it answered, so it is alive; or it has been replaced already
         name = self._group.names[pending.aligner]
-        if self.restarts >= self._max_restarts:
-            rule = f"aligners may be replaced faults.aligner_restarts={self._max_restarts} times"
+        budget = f"faults.aligner_restarts={self._config.faults.aligner_restarts}"
+        if self.restarts >= self._config.faults.aligner_restarts:
+            rule = f"aligners may be replaced {budget} times"
             raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
         self.restarts += 1
-        log.warning("%s is replaced (%d of faults.aligner_restarts=%d)", name, self.restarts, self._max_restarts)
-        self._group.replace(pending.aligner, timeout_s=self._start_timeout_s)
+        log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
+        self._group.replace(pending.aligner, timeout_s=self._config.ray.start_timeout_s)
 
-    def _find_bad_rows(self, pending: Pending) -> None:
+    def _find_bad_rows(self, pending: PendingBatch) -> None:
         """Tries each row on its own and records those that fail."""
-        for document in self._not_known_bad(pending.batch):
+        for document in self._not_known_bad(pending.documents):
             row = int(document["row"])
             calls = self._group.submit("try_row", document, ranks=[pending.aligner])
             try:
@@ -244,7 +219,7 @@ class AlignerPool:
             except DistillError as error:
                 pending.actor = self._group.actors[pending.aligner]
                 self._recover(pending, next(iter(calls)), error)
-                self._bad_rows.add(pending.batch.source, BadRow(row, str(error)))
+                self._bad_rows.add(pending.documents.source, BadRow(row, str(error)))
 
     def _not_known_bad(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
         bad = self._bad_rows.of(batch)

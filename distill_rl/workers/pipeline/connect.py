@@ -23,10 +23,9 @@ from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Layout, Offer
-from distill_rl.transport.choose import Choice, choose
-from distill_rl.transport.place import Place
+from distill_rl.transport.choose import Choice, Place, choose
 from distill_rl.transport.segment import Backing
-from distill_rl.workers.actors.probe import Problem
+from distill_rl.workers.actors.rank import Problem
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.sub_batch import Refs, Teachers
@@ -69,7 +68,7 @@ class Connector:
         Raises:
             ConfigError: a transport that was requested by name does not work from a teacher to a student rank.
         """
-        places = self._student_places()
+        places = self._places(self._student)
         routes = [
             self._route(teacher, group, replica, places)
             for teacher, group in self._teachers
@@ -88,7 +87,7 @@ class Connector:
         Raises:
             ConfigError: as for `connect`.
         """
-        self._join([self._route(teacher, group, rank // teacher.parallel.tp, self._student_places())])
+        self._join([self._route(teacher, group, rank // teacher.parallel.tp, self._places(self._student))])
 
     def _join(self, routes: Sequence[Route]) -> None:
         """Opens routes, and those that fail once more by their second choice."""
@@ -108,10 +107,7 @@ class Connector:
             )
         self._used |= {route.source: route for route in retries}
 
-    def _student_places(self) -> list[Place]:
-        return self._places(self._student, range(len(self._student.actors)))
-
-    def _places(self, group: WorkerGroup, ranks: Sequence[int]) -> list[Place]:
+    def _places(self, group: WorkerGroup, ranks: Sequence[int] | None = None) -> list[Place]:
         return self._gather(group.submit("place", ranks=ranks))
 
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:

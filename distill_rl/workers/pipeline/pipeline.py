@@ -40,22 +40,19 @@ class Pipeline:
     """
 
     def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
-        self._aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
+        self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
         self._queue: list[tuple[PendingBatch, SubBatch]] = []
         """QUEUED sub-batches in the order in which their teachers will be called."""
         self._open: list[SubBatch] = []
         """Sub-batches that hold slots, in the order in which their teachers were called."""
-        self._unsettled: list[PendingBatch] = []
-        """Batches whose alignment nobody has waited for yet."""
         self.lost: set[str] = set()
         """Teachers that the run continues without."""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
         """Hands a batch to an aligner and, if there is room, to the teachers."""
-        pending = PendingBatch(batch.index, batch.cursor, self._aligners.submit(batch), [])
-        self._unsettled.append(pending)
+        pending = self.aligners.submit(batch)
         self._split(pending)
         self._advance()
         return pending
@@ -69,8 +66,8 @@ class Pipeline:
 
     def check_aligners(self) -> None:
         """Replaces an aligner that hangs on a later batch: teachers called on that batch would be blocked behind it."""
-        for pending in list(self._unsettled):
-            if self._aligners.overdue(pending.aligned):
+        for pending in list(self.aligners.unsettled):
+            if self.aligners.overdue(pending):
                 self._wait_for_alignment(pending)
 
     def finish(self, sub_batch: SubBatch) -> None:
@@ -99,22 +96,12 @@ class Pipeline:
             self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
         self._advance()
 
-    @property
-    def aligner_restarts(self) -> int:
-        return self._aligners.restarts
-
-    @property
-    def queue(self) -> int:
-        """Number of batches that the aligners have not finished."""
-        return self._aligners.queue
-
     def occupancy(self) -> dict[str, float]:
         """Per teacher, the largest share of its ring in use since the last call."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
-        self._unsettled = [other for other in self._unsettled if other is not pending]
-        info, replaced = self._aligners.settle(pending.aligned)
+        info, replaced = self.aligners.settle(pending)
         if replaced:  # the first references failed, and so did the calls that were given them
             self._release(pending.sub_batches)
             self._split(pending)
@@ -126,7 +113,7 @@ class Pipeline:
 
     def _split(self, pending: PendingBatch) -> None:
         """Cuts the references to an aligner's results into sub-batches and queues them."""
-        parts = iter(pending.aligned.parts)
+        parts = iter(pending.parts)
         plan = self._plan
 
         def take(dp: int) -> list[list[ray.ObjectRef]]:

@@ -20,9 +20,9 @@ from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, Sub
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Training or validating on one batch."""
+@dataclass
+class _Progress:
+    """One batch on its way through the student, in training or in validation."""
 
     method: str
     """Of StudentWorker."""
@@ -30,55 +30,46 @@ class _Stage:
     """For messages."""
     timers: tuple[str, str, str]
     """Names under which the waits for the aligner, the teachers and the student are timed."""
-
-
-@dataclass
-class _Progress:
-    """One batch on its way through the student."""
-
-    stage: _Stage
-    last: SubBatch
+    last: SubBatch | None = None
+    """The batch's last sub-batch, known once it is aligned."""
     running: deque[SubBatch] = field(default_factory=deque)
     """TRAINING: the student has been called and not yet waited for."""
     teacher_stats: list[list[list[TeacherStats]]] = field(default_factory=list)
     results: list[dict[str, Metric]] = field(default_factory=list)
 
 
+@dataclass
 class StudentGroup:
-    def __init__(
-        self,
-        group: WorkerGroup,
-        config: Config,
-        calls: Calls,
-        timer: StepTimer,
-        pipeline: Pipeline,
-        recovery: TeacherRecovery,
-    ):
-        self._group, self._config, self._calls, self._timer = group, config, calls, timer
-        self._pipeline, self._recovery = pipeline, recovery
+    _group: WorkerGroup
+    _config: Config
+    _calls: Calls
+    _timer: StepTimer
+    _pipeline: Pipeline
+    _recovery: TeacherRecovery
 
     def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
         """forward_backward of every sub-batch; the last call ends with the optimizer step."""
-        stage = _Stage("train", f"step {batch.index + 1}", ("wait_aligner", "wait_teachers", "student"))
-        return self._run(stage, batch)
+        step = f"step {batch.documents.index + 1}"
+        return self._run(_Progress("train", step, ("wait_aligner", "wait_teachers", "student")), batch)
 
     def evaluate(self, batch: PendingBatch) -> dict[str, Metric]:
         """Validation losses of one batch."""
-        return self._run(_Stage("evaluate", f"validation batch {batch.index}", ("validation",) * 3), batch)
+        what = f"validation batch {batch.documents.index}"
+        return self._run(_Progress("evaluate", what, ("validation",) * 3), batch)
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
         """Calls a method in which all ranks take part (save, load, export). Returns their results in rank order."""
         return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
-    def _run(self, stage: _Stage, batch: PendingBatch) -> dict[str, Metric]:
+    def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
         """Waits for the alignment, then calls the student on every sub-batch as soon as its teachers have been called.
 
         The student is called only after the alignment is known to exist: no earlier fault can reach its state.
         """
-        queue = self._pipeline.queue
-        with self._timer.part(stage.timers[0]):
+        queue = self._pipeline.aligners.queue
+        with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
-        progress = _Progress(stage, batch.sub_batches[-1])
+        progress.last = batch.sub_batches[-1]
         for sub_batch in batch.sub_batches:
             while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
                 self._finish_first(progress)
@@ -100,9 +91,7 @@ class StudentGroup:
         calls: Refs = {}
         for rank in range(len(self._group.actors)):
             rows, is_last = sub_batch.student[rank // tp], sub_batch is progress.last
-            calls |= self._group.submit(
-                progress.stage.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=[rank]
-            )
+            calls |= self._group.submit(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=[rank])
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
@@ -110,7 +99,7 @@ class StudentGroup:
         sub_batch = progress.running[0]
         while True:
             try:
-                stats, results = self._wait(progress.stage, sub_batch)
+                stats, results = self._wait(progress, sub_batch)
                 break
             except DistillError as error:
                 self._recover(progress, error)
@@ -121,18 +110,20 @@ class StudentGroup:
         progress.results += results
         self._pipeline.finish(sub_batch)
 
-    def _wait(self, stage: _Stage, sub_batch: SubBatch) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
+    def _wait(
+        self, progress: _Progress, sub_batch: SubBatch
+    ) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
         calls = sub_batch.all_teacher_calls
-        with self._timer.part(stage.timers[1]):
-            returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {stage.what}")))
+        with self._timer.part(progress.timers[1]):
+            returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
             # Keep the numbers only: a handle would keep the objects behind it alive.
             stats = [[returned[ref].measured for ref in teacher] for teacher in sub_batch.published]
             returned.clear()
-        with self._timer.part(stage.timers[2]):
-            results = self._gather(sub_batch.student_calls, stage.what)
+        with self._timer.part(progress.timers[2]):
+            results = self._gather(sub_batch.student_calls, progress.what)
         for result in results:
             if isinstance(result, Retryable):
-                raise WorkerError("the student", f"{stage.what} must reach its targets", result.reason)
+                raise WorkerError("the student", f"{progress.what} must reach its targets", result.reason)
         return stats, results
 
     def _recover(self, progress: _Progress, error: DistillError) -> None:
@@ -145,23 +136,23 @@ class StudentGroup:
         with self._timer.part("recovery"):
             self._recovery.find_dead(error)
             for sub_batch in progress.running:
-                if sub_batch.state is State.TRAINING and self._is_done(progress.stage, sub_batch, error):
+                if sub_batch.state is State.TRAINING and self._is_done(progress, sub_batch, error):
                     sub_batch.finish()
             self._recovery.replace_dead(error)
             for sub_batch in progress.running:
                 if sub_batch.state is State.TRAINING:
                     self._call_student(progress, sub_batch)
 
-    def _is_done(self, stage: _Stage, sub_batch: SubBatch, error: DistillError) -> bool:
+    def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
         """Whether the student has finished a sub-batch (True) or never began it (False).
 
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
         """
         published = {ref: "a teacher" for teacher in sub_batch.published for ref in teacher}
-        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, stage.what)):
+        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, progress.what)):
             return False  # Ray does not run a call whose arguments failed
-        outcomes = self._outcomes(sub_batch.student_calls, stage.what)
+        outcomes = self._outcomes(sub_batch.student_calls, progress.what)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):
             raise error
         return not any(isinstance(outcome, Retryable) for outcome in outcomes)

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import ray
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.base import Slot
-from distill_rl.types import Cursor
+from distill_rl.types import DocumentBatch
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.aligner_pool import Pending
 
 Refs = dict[ray.ObjectRef, str]
 """Submitted calls, each with the name of the actor that was called."""
@@ -88,10 +88,18 @@ class SubBatch:
 class PendingBatch:
     """A submitted batch. `release` drops every reference it holds."""
 
-    index: int
-    cursor: Cursor
-    aligned: Pending
-    sub_batches: list[SubBatch]
+    documents: DocumentBatch
+    aligner: int
+    """Index of the aligner in the pool."""
+    info: Any
+    """Reference to the BatchInfo."""
+    parts: list[ray.ObjectRef]
+    """References to the rows of every rank of the student and of each teacher, by sub-batch."""
+    actor: Any = None
+    """The aligner that was called; a replacement may have taken its index since."""
+    first_in_line_since: float | None = None
+    """When `AlignerPool.overdue` first saw this batch at the head of its aligner's queue."""
+    sub_batches: list[SubBatch] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     @contextmanager
@@ -103,6 +111,6 @@ class PendingBatch:
             self.release()
 
     def release(self) -> None:
-        self.aligned.parts.clear()
+        self.parts.clear()
         for sub_batch in self.sub_batches:
             sub_batch.release()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DistillError, WorkerError
@@ -29,33 +31,25 @@ _POLL_S = 0.5
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class TeacherRecovery:
-    """
-    Args:
-        student: names of the student's ranks; the death of one of them cannot be recovered from here.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        teachers: Teachers,
-        student: Collection[str],
-        calls: Calls,
-        connector: Connector,
-        pipeline: Pipeline,
-    ):
-        self._config, self._teachers, self._student, self._calls = config, teachers, set(student), calls
-        self._connector, self._pipeline = connector, pipeline
-        self._restarts = 0
-        self._dead: list[tuple[TeacherConfig, WorkerGroup, range]] = []
-        """Replicas with a dead rank, each with its ranks."""
+    _config: Config
+    _teachers: Teachers
+    _student: AbstractSet[str]
+    """Names of the student's ranks; the death of one of them cannot be recovered from here."""
+    _calls: Calls
+    _connector: Connector
+    _pipeline: Pipeline
+    _restarts: int = 0
+    _dead: list[tuple[TeacherConfig, WorkerGroup, range]] = field(default_factory=list)
+    """Replicas with a dead rank, each with its ranks."""
 
     def counts(self) -> dict[str, Metric]:
         """Restarts and losses since the run began; empty while there have been none."""
         counts = {
             "faults/teacher_restarts": self._restarts,
             "faults/teachers_lost": len(self._pipeline.lost),
-            "faults/aligner_restarts": self._pipeline.aligner_restarts,
+            "faults/aligner_restarts": self._pipeline.aligners.restarts,
         }
         if self._pipeline.lost:
             log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))

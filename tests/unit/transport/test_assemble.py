@@ -1,10 +1,12 @@
+from contextlib import ExitStack
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.assemble import fetch_rows, plan
+from distill_rl.transport.assemble import assemble, plan
 from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.local import LocalTransport
 
@@ -50,7 +52,8 @@ def test_any_rows_of_any_split_are_restored(case):
         layout = layouts[slot]
         tokens = slice(layout.first_row * width, (layout.first_row + layout.num_rows) * width)
         handles.append(transport.publish(Slot(slot, 2), {name: t[tokens] for name, t in whole.items()}, layout))
-    with fetch_rows(transport.fetch, handles, first, count) as part:
+    with ExitStack() as stack:
+        part = assemble(lambda handle: stack.enter_context(transport.fetch(handle)), handles, first, count)
         for name, tensor in whole.items():
             assert torch.equal(part[name], tensor[first * width : (first + count) * width])
 
@@ -58,7 +61,8 @@ def test_any_rows_of_any_split_are_restored(case):
 def test_rows_of_one_slot_are_views():
     transport = ring(1)
     handle = transport.publish(Slot(0, 2), {"x": torch.arange(8)}, Layout(4, 4, 2))
-    with fetch_rows(transport.fetch, [handle], 5, 2) as part, transport.fetch(handle) as whole:
+    with transport.fetch(handle) as whole:
+        part = assemble(lambda _: whole, [handle], 5, 2)
         assert part["x"].tolist() == [2, 3, 4, 5]
         assert part["x"].untyped_storage().data_ptr() == whole["x"].untyped_storage().data_ptr()
 

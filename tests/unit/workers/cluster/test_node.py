@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
+from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 from distill_rl.workers.cluster.node import Node, address_of_this_machine, require_free_ports
-from distill_rl.workers.cluster.session import remove_abandoned
 from tests.helpers.command import until
 
 EPHEMERAL = 32768
@@ -74,14 +74,15 @@ def test_folders_of_dead_processes_only_are_removed():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     left = Path(tempfile.mkdtemp(prefix=f"dr0-{ended.pid}-", dir="/tmp"))
-    used = Path(tempfile.mkdtemp(prefix=f"dr0-{os.getpid()}-", dir="/tmp"))
+    owned = OwnedFolder(Path("/tmp"), f"dr0-{os.getpid()}-")
+    used = owned.path
     try:
-        remove_abandoned(ray_node.FOLDERS)
+        remove_abandoned(Path("/tmp"), ray_node.FOLDERS)
         assert not left.exists()
         assert used.exists()
     finally:
         shutil.rmtree(left, ignore_errors=True)
-        used.rmdir()
+        owned.remove()
 
 
 def test_interface_gives_the_address_or_an_error():
@@ -93,6 +94,7 @@ def test_interface_gives_the_address_or_an_error():
 
 DAEMONS = """\
 import ctypes, os, signal, subprocess, sys, time
+from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 signal.pthread_sigmask(signal.SIG_BLOCK, ray_node._BLOCKED_SIGNALS)
 ctypes.CDLL(None).prctl(ray_node._SUBREAPER, 1, 0, 0, 0)
@@ -130,6 +132,7 @@ def test_node_ends_on_request_but_not_on_scheduler_signal(tmp_path, number):
 STARTS = """\
 import pathlib, sys, time
 from distill_rl.errors import WorkerError
+from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 folder = pathlib.Path(sys.argv[1])
 node = ray_node.Node(folder, folder, "n1", 0, 10000, 60.0)

@@ -70,7 +70,7 @@ def test_link_is_not_followed_when_removing_folders(tmp_path):
     (tmp_path / "mine").mkdir()
     link.symlink_to(tmp_path / "mine")
     try:
-        session.remove_abandoned(link.name)
+        session.remove_abandoned(Path("/tmp"), link.name)
         assert not list((tmp_path / "mine").iterdir())
         assert link.is_symlink()
     finally:

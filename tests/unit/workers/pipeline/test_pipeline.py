@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch
-from distill_rl.workers.pipeline.aligner_pool import Pending
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 
@@ -31,18 +31,22 @@ class Aligners:
     hanging: set[int] = field(default_factory=set)
     """Batches on which an aligner hangs."""
     restarts: int = 0
+    unsettled: list[PendingBatch] = field(default_factory=list)
 
-    def overdue(self, pending: Pending) -> bool:
-        return pending.batch.index in self.hanging
+    def overdue(self, pending: PendingBatch) -> bool:
+        return pending.documents.index in self.hanging
 
-    def submit(self, batch: DocumentBatch) -> Pending:
-        return Pending(batch, 0, "info", [f"batch {batch.index} part {part}" for part in range(self.num_parts)])
+    def submit(self, batch: DocumentBatch) -> PendingBatch:
+        parts = [f"batch {batch.index} part {part}" for part in range(self.num_parts)]
+        self.unsettled.append(PendingBatch(batch, 0, "info", parts))
+        return self.unsettled[-1]
 
-    def settle(self, pending: Pending) -> tuple[BatchInfo, bool]:
-        failed = pending.batch.index in self.repeated
+    def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
+        self.unsettled = [other for other in self.unsettled if other is not pending]
+        failed = pending.documents.index in self.repeated
         if failed:
             pending.parts[:] = [f"repeated {part}" for part in pending.parts]
-        return BatchInfo(pending.batch.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
+        return BatchInfo(pending.documents.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
 
 
 @dataclass
@@ -132,7 +136,7 @@ def test_teachers_are_called_depth_batches_ahead():
 
 def test_whole_ring_takes_each_batch_in_one_sub_batch():
     pipeline, teachers = build(config(depth=1))
-    with Lookahead((documents(i) for i in range(5)), pipeline.submit, PendingBatch.release, 1) as items:
+    with closing(Lookahead((documents(i) for i in range(5)), pipeline.submit, PendingBatch.release, 1)) as items:
         for batch in items:
             with batch.lease():
                 train(pipeline, teachers, batch)
@@ -244,7 +248,7 @@ def test_check_aligners_repeats_a_later_batch_that_hangs():
     pipeline.settle(first)
     pipeline.check_aligners()
     assert len(teacher.calls) == 2, "no aligner hangs"
-    pipeline._aligners.hanging.add(1)
+    pipeline.aligners.hanging.add(1)
     teacher.read(second.sub_batches[0].teachers[0])  # a call whose argument failed has written nothing
     pipeline.check_aligners()
     assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "repeated batch 1 part 1"]
@@ -278,12 +282,12 @@ def test_no_ring_blocks_a_run_or_hands_out_a_slot_twice(case):
     settings, validates = case
     pipeline, teachers = build(settings)
     jobs = (documents(index) for index in range(len(validates)))
-    with Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth) as items:
+    with closing(Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth)) as items:
         for batch, validate in zip(items, validates):
             with batch.lease():
                 train(pipeline, teachers, batch)
             if validate:
-                train(pipeline, teachers, pipeline.submit(documents(1000 + batch.index)))
+                train(pipeline, teachers, pipeline.submit(documents(1000 + batch.documents.index)))
     for teacher in teachers:
         trained = {part for part, _ in teacher.calls}
         assert all(any(part.startswith(f"batch {index} ") for part in trained) for index in range(len(validates)))

@@ -1,0 +1,81 @@
+"""Folders that disappear with their owner: each is locked by the process that made it, for as long as that process lives.
+
+A killed process cannot remove its folder. The next process that makes one removes every folder whose lock is free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+OWNER = "owner"
+"""The file that the owner has locked."""
+
+
+class OwnedFolder:
+    """A new folder in `root`, which only this user can enter, named `prefix` and eight random digits.
+
+    Raises:
+        OSError: it cannot be made or locked. Nothing of it is left.
+    """
+
+    def __init__(self, root: Path, prefix: str):
+        while True:
+            self.path = root / f"{prefix}{secrets.token_hex(4)}"
+            self.path.mkdir(mode=0o700)
+            try:
+                lock = claim(self.path)
+            except OSError:
+                _remove(self.path)
+                raise
+            # `remove_abandoned` in another process may remove the folder before it is locked here. Then make another one.
+            if lock is not None:
+                self._lock = lock
+                return
+
+    def remove(self, *names: str) -> None:
+        """Removes the folder, which holds nothing but files of these names."""
+        _remove(self.path, *names)
+        os.close(self._lock)
+
+
+def remove_abandoned(root: Path, pattern: str) -> list[Path]:
+    """Removes the folders of this user whose owners are dead, and returns them."""
+    removed = []
+    for path in root.glob(pattern):
+        with suppress(OSError):
+            lock = claim(path) if path.lstat().st_uid == os.getuid() and not path.is_symlink() else None
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+                removed.append(path)
+    return removed
+
+
+def claim(folder: Path) -> int | None:
+    """Locks a folder and returns the descriptor. None if another process holds the lock or has removed the folder.
+
+    Raises:
+        OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
+    """
+    owner = folder / OWNER
+    with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
+        lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if owner.stat().st_ino == os.fstat(lock).st_ino:
+            undo.pop_all()
+            return lock
+    return None
+
+
+def _remove(folder: Path, *names: str) -> None:
+    """Needs no file descriptor, unlike `shutil.rmtree`, because there may be none left."""
+    with suppress(OSError):
+        for name in (*names, OWNER):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
