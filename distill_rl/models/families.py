@@ -1,7 +1,6 @@
-"""What differs between model families: the tensor-parallel plan, and how the head turns hidden states into logits.
+"""What differs between model families: the tensor-parallel plan.
 
 Nothing here imports torch at run time, so that `check` can judge a plan before a model exists.
-Shapes: R rows, S positions, H hidden size, V vocabulary (a tensor-parallel rank holds a part of it).
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from distill_rl.models.attention.varlen import Documents
 
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but each rank applies it to its
@@ -145,73 +142,9 @@ def head_size(hf_config: PreTrainedConfig) -> int | None:
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
 
 
-def logits(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None
-) -> Tensor:
-    """The whole forward pass. A sharded student must be called this way.
-
-    No mask is passed: attention is causal, and a restart of `position_ids` begins a new document that sees nothing of the
-    previous one. That holds only as long as there is neither a mask nor a cache.
-
-    Args:
-        input_ids: integers [R, S].
-        position_ids: integers [R, S], from 0 in every document.
-        documents: of these positions. None: read from the device if the model needs them, which waits for the device.
-
-    Returns:
-        [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
-    """
-    return model(**_inputs(model, input_ids, position_ids, documents)).logits
-
-
-def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:
-    """Everything before the head: hidden states [R, S, H], complete on every tensor-parallel rank.
-
-    For models without FSDP (teachers), because a sharded model must be entered through its root.
-    """
-    return model.base_model(**_inputs(model, input_ids, position_ids, documents)).last_hidden_state
-
-
-def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of hidden states [..., H], with the family's scale and soft cap, sharded like those of `logits`."""
-    scale, softcap = scale_and_cap(model.config)
-    out = model.get_output_embeddings()(hidden)
-    if scale != 1:
-        out = out * scale
-    if softcap is not None:
-        out = (out / softcap).tanh() * softcap
-    return out
-
-
-def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
-    """(factor on the output layer's result, soft cap of the product or None)."""
-    config: Any = hf_config
-    scale = 1.0
-    if getattr(config, "logits_scaling", None):  # Granite
-        scale /= config.logits_scaling
-    if getattr(config, "logit_scale", None):  # Cohere
-        scale *= config.logit_scale
-    return scale, getattr(config, "final_logit_softcapping", None) or None  # Gemma
-
-
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the model, in order: the unit of checkpointing, compilation and sharding."""
     block_names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in block_names]
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
     return [block for block in blocks if id(block) not in inside]
-
-
-def _inputs(
-    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
-) -> dict[str, Any]:
-    from distill_rl.models.attention.varlen import Documents, needs_documents, reads_documents
-
-    inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
-    if not reads_documents(model.config):
-        return inputs  # transformers finds the documents from the positions and makes a mask
-    if documents is None:
-        documents = Documents.of(position_ids.cpu().numpy(), position_ids.device)
-    if needs_documents(model.config, input_ids.shape[1], one_per_row=documents.one_per_row):
-        inputs |= documents.arguments()
-    return inputs

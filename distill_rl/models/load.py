@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
 from distill_rl.models.hub import read_config, resolve
@@ -47,8 +47,8 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in its `dtype` and is in training
     mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas), and
-    is frozen and in evaluation mode. Call a student through `families.logits`, a teacher through `families.body` and
-    `families.head`.
+    is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through `forward.body` and
+    `forward.head`.
 
     Args:
         settings: of the model.
@@ -117,7 +117,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
             str(error).splitlines()[0],
             "try another setting of `attention`",
         ) from error
-    # With a cache, packed documents would see each other; see families.logits.
+    # With a cache, packed documents would see each other; see forward.logits.
     model.config.use_cache = False
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
@@ -181,7 +181,7 @@ def packing_leaks(model: PreTrainedModel) -> bool:
     other = ids.clone()
     other[:, :_FIRST] = other[:, :_FIRST].flip(1)
     packed, after_another, alone = (
-        families.logits(model, *inputs).float()[:, -_SECOND:]
+        forward.logits(model, *inputs).float()[:, -_SECOND:]
         for inputs in ((ids, positions), (other, positions), (ids[:, _FIRST:], positions[:, _FIRST:]))
     )
     # Equal shapes round alike, whereas another row length may round differently; hence the two bounds.
@@ -189,10 +189,10 @@ def packing_leaks(model: PreTrainedModel) -> bool:
 
 
 def head_is_known(model: PreTrainedModel) -> bool:
-    """Whether `families.head` of `families.body` gives the model's logits."""
+    """Whether `forward.head` of `forward.body` gives the model's logits."""
     ids, positions = _two_documents(model)
-    whole = families.logits(model, ids, positions).float()
-    return _close(families.head(model, families.body(model, ids, positions)).float(), whole, 1e-3)
+    whole = forward.logits(model, ids, positions).float()
+    return _close(forward.head(model, forward.body(model, ids, positions)).float(), whole, 1e-3)
 
 
 def _two_documents(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -253,4 +253,4 @@ def read_output_layer(
         return files.read(file_name, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
 
     bias = getattr(layer, "bias", None)
-    return OutputLayer(read(layer.weight), None if bias is None else read(bias), *families.scale_and_cap(config))
+    return OutputLayer(read(layer.weight), None if bias is None else read(bias), *forward.scale_and_cap(config))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.memory import reduces_once_per_step
 from distill_rl.config.schema import Config
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
@@ -336,7 +336,7 @@ class StudentEngine:
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        logits = families.logits(self.model, ids, positions, documents)
+        logits = forward.logits(self.model, ids, positions, documents)
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:

@@ -13,7 +13,7 @@ from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import HiddenStates, Wire
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
@@ -49,7 +49,7 @@ class TeacherEngine:
         self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
         self.model = load_model(teacher, world, packing=config.data.packing)
         self.head = TargetHead(
-            partial(families.head, self.model),
+            partial(forward.head, self.model),
             temperature=config.loss.temperature,
             vocabulary_size=vocabulary_size,
             chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp)),
@@ -91,7 +91,7 @@ class TeacherEngine:
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        hidden = families.body(self.model, ids, positions, documents).flatten(0, 1)
+        hidden = forward.body(self.model, ids, positions, documents).flatten(0, 1)
         if self.teacher.export == "hidden":
             return hidden_targets(hidden, labels, self.head, with_entropy=self.teacher.score == "entropy")
         if self.teacher.export == "logits":

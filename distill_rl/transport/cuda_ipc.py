@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from distill_rl.errors import TransportError
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
-from distill_rl.transport.choose import expandable_segments, gpu_uuid
+from distill_rl.transport.place import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
     OpenedRing,
     RingTransport,

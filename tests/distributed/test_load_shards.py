@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, load
+from distill_rl.models import families, forward, load
 from distill_rl.models.export import export_model
 from distill_rl.models.hub import read_config, read_tokenizer
 from distill_rl.models.load import skeleton
@@ -146,9 +146,9 @@ def teachers(dp: int, tp: int, paths: list[str], vocabulary: int) -> list[tuple[
     for path in paths:
         model = load_model(path, world, role="teacher", dtype="fp32")
         with torch.no_grad():
-            whole = mask_padded_columns(families.logits(model, TOKENS, POSITIONS), vocabulary)
-            hidden = families.body(model, TOKENS, POSITIONS).flatten(0, 1)
-            chunks = [mask_padded_columns(families.head(model, part), vocabulary) for part in hidden.split(5)]
+            whole = mask_padded_columns(forward.logits(model, TOKENS, POSITIONS), vocabulary)
+            hidden = forward.body(model, TOKENS, POSITIONS).flatten(0, 1)
+            chunks = [mask_padded_columns(forward.head(model, part), vocabulary) for part in hidden.split(5)]
         split = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         is_part = split < 0.6 * sum(p.numel() for p in model.parameters())
         results.append((_whole(whole)[0], torch.cat([_whole(chunk) for chunk in chunks]), is_part))

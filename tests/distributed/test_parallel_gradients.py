@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.parallel.mesh import close_world, data_mesh, open_world
 from tests.helpers import ranks
@@ -76,12 +76,12 @@ def step(world, path: str, recompute: bool, share: slice, once: bool) -> Step:
     reduction = GradientReduction(model, data_mesh(world.mesh), once=once)
     for rows in (slice(0, half), slice(half, None)):
         reduction.before_micro_batch(last=rows.stop is None)
-        logits = families.logits(model, ids[rows], positions[rows])
+        logits = forward.logits(model, ids[rows], positions[rows])
         if isinstance(logits, DTensor) != (world.tp > 1) or logits.shape != (half, 12, VOCABULARY):
             problems.append(f"logits {type(logits)} {tuple(logits.shape)}")
         loss(logits, labels[rows]).backward()
         with torch.no_grad():
-            families.logits(model.eval(), ids[rows], positions[rows])
+            forward.logits(model.eval(), ids[rows], positions[rows])
         model.train()
     reshard(model)
     gradients = whole_gradients(model)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN, installed
 
@@ -209,7 +209,7 @@ def _path(
         documents = varlen.Documents.of(positions[rows, columns], device)
         inputs = [torch.from_numpy(array[rows, columns]).to(device) for array in (ids, positions)]
         with _no_synchronisation(device, varlen.reads_documents(config)):
-            logits = families.logits(model, inputs[0], inputs[1], documents)
+            logits = forward.logits(model, inputs[0], inputs[1], documents)
         mask = torch.from_numpy(real[rows, columns]).to(device)
         (logits * weight[rows, columns] * mask[..., None]).sum().backward()
         pieces.append(logits.detach().float()[mask])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from distill_rl.parallel.mesh import World
     from distill_rl.transport.base import Ring, Transport
-    from distill_rl.transport.choose import Place
+    from distill_rl.transport.place import Place
     from distill_rl.transport.segment import Backing
 
 _STDERR = 2
@@ -98,7 +98,7 @@ class RankWorker(Worker):
 
     def place(self) -> Place:
         """Where this rank's tensors are; the choice of a transport depends on it."""
-        from distill_rl.transport.choose import place_of
+        from distill_rl.transport.place import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 

@@ -23,7 +23,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Layout, Offer
-from distill_rl.transport.choose import Choice, Place, choose
+from distill_rl.transport.choose import Choice, choose
+from distill_rl.transport.place import Place
 from distill_rl.transport.segment import Backing
 from distill_rl.workers.actors.rank import Problem
 from distill_rl.workers.cluster.calls import Calls

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from distill_rl.errors import DistillError
-from distill_rl.models import export, families
+from distill_rl.models import export, forward
 from distill_rl.models.export import export_model
 from distill_rl.models.hub import read_tokenizer, tokenizer_hash
 from distill_rl.parallel.mesh import World
@@ -47,7 +47,7 @@ def test_transformers_loads_the_trained_student(tmp_path: Path, world: World) ->
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.5)
-        wanted = families.logits(student, IDS, torch.arange(12)[None])
+        wanted = forward.logits(student, IDS, torch.arange(12)[None])
     export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=tmp_path / "out")
     assert torch.equal(logits_of(tmp_path / "out"), wanted)
     assert not torch.equal(logits_of(source), wanted)
@@ -83,7 +83,7 @@ def test_large_model_is_written_in_shards(tmp_path: Path, world: World, monkeypa
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(source))
     again = load_model(tmp_path / "out", world, role="teacher", dtype="fp32")
-    assert torch.equal(families.logits(again, IDS, torch.arange(12)[None]), logits_of(source))
+    assert torch.equal(forward.logits(again, IDS, torch.arange(12)[None]), logits_of(source))
 
 
 def test_older_export_and_leftovers_are_replaced(tmp_path: Path, world: World) -> None:

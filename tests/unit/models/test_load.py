@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
 from distill_rl.parallel.mesh import World
@@ -40,7 +40,7 @@ def one_by_one(model: nn.Module) -> Tensor:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     ids, positions = packed()
-    families.logits(model, ids, positions).float().log_softmax(-1).square().sum().backward()
+    forward.logits(model, ids, positions).float().log_softmax(-1).square().sum().backward()
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
@@ -56,9 +56,9 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path, world: World, na
     student = load_model(path, world, role="student", dtype="fp32", attention=attention)
     teacher = load_model(path, world, role="teacher", dtype="fp32", attention=attention)
     found = {
-        "student": families.logits(student, *packed()),
-        "teacher": families.logits(teacher, *packed()),
-        "teacher by chunks": families.head(teacher, families.body(teacher, *packed())),
+        "student": forward.logits(student, *packed()),
+        "teacher": forward.logits(teacher, *packed()),
+        "teacher by chunks": forward.head(teacher, forward.body(teacher, *packed())),
     }
     for logits in found.values():
         torch.testing.assert_close(logits, wanted, rtol=0, atol=5e-6)
@@ -72,7 +72,7 @@ def test_loaded_model_has_the_logits_of_transformers(tmp_path: Path, world: Worl
     wanted = plain_model(path)(input_ids=ids, use_cache=False).logits
     for role in ("student", "teacher"):
         model = load_model(path, world, role=role, dtype="fp32")
-        assert torch.equal(families.logits(model, ids, torch.arange(40)[None]), wanted)
+        assert torch.equal(forward.logits(model, ids, torch.arange(40)[None]), wanted)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -84,7 +84,7 @@ def test_student_keeps_fp32_weights_and_computes_in_bf16(tmp_path: Path, world: 
         assert isinstance(parameter, DTensor), name
         assert (parameter.dtype, parameter.requires_grad) == (torch.float32, True), name
     ids, positions = packed()
-    logits = families.logits(model, ids, positions)
+    logits = forward.logits(model, ids, positions)
     assert logits.dtype == torch.bfloat16
     wanted = plain_model(path, dtype=torch.bfloat16)(input_ids=ids, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(logits, wanted, rtol=0, atol=0.02)
@@ -170,9 +170,9 @@ def test_flash_attention_receives_document_boundaries(tmp_path: Path, world: Wor
     wanted = one_by_one(plain_model(path))
     teacher = load_model(path, world, role="teacher", dtype="fp32")
     teacher.config._attn_implementation = "flash_on_cpu"
-    found = families.logits(teacher, *packed())
+    found = forward.logits(teacher, *packed())
     torch.testing.assert_close(found, wanted, rtol=0, atol=5e-6)
-    torch.testing.assert_close(families.head(teacher, families.body(teacher, *packed())), wanted, rtol=0, atol=5e-6)
+    torch.testing.assert_close(forward.head(teacher, forward.body(teacher, *packed())), wanted, rtol=0, atol=5e-6)
     assert boundaries == [([0, 5, 12, 19, 24], [0, 5, 12, 19, 24], 128)] * 4
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.weights import WeightFiles
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
@@ -40,7 +40,7 @@ def split_into_parts(folder: Path) -> None:
 def assert_loads(folder: Path, wanted: Tensor, world: World) -> None:
     ids = torch.arange(3, 15)[None]
     model = load_model(folder, world, role="teacher", dtype="fp32")
-    assert torch.equal(families.logits(model, ids, torch.arange(12)[None]), wanted)
+    assert torch.equal(forward.logits(model, ids, torch.arange(12)[None]), wanted)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import HiddenStates, kd_loss
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.models.load import read_output_layer
 from distill_rl.student.teacher_heads import TeacherHead, open_heads
 from distill_rl.types import CrossTokenizerSpec
@@ -48,7 +48,7 @@ def test_logits_match_the_teacher_without_padding(world, tmp_path, name, setting
     folder = write_model(tmp_path / name, name, vocab_size=COLUMNS, **settings)
     given = states()
     with torch.no_grad():
-        wanted = families.head(load_model(folder, world, role="teacher", dtype="fp32"), given.hidden)
+        wanted = forward.head(load_model(folder, world, role="teacher", dtype="fp32"), given.hidden)
     found = head_of(world, folder).logits(given).logits
     torch.testing.assert_close(found[:, :TOKENS], wanted[:, :TOKENS], rtol=1e-5, atol=1e-5)
     assert (found[:, TOKENS:] == -torch.inf).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families
+from distill_rl.models import forward
 from distill_rl.teacher.engine import TeacherEngine, wire_dtype
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch, TokenRows
@@ -138,7 +138,7 @@ def test_hidden_states_keep_the_dtype_of_the_model(world, tmp_path, rows):
     whole = engine(world, folder, export="logits")
     found, logits = (engine_targets(one, rank_batch(rows)) for one in (engine(world, folder, export="hidden"), whole))
     assert torch.equal(found["label_logprob"], logits["label_logprob"])
-    made = families.head(whole.model, found["hidden"])
+    made = forward.head(whole.model, found["hidden"])
     assert torch.equal(made[:, :VOCABULARY], logits["logits"][:, :VOCABULARY])
 
 

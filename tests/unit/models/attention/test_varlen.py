@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.gpu_check.checks.attention import check
-from distill_rl.models import families
+from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
 from distill_rl.models.attention.varlen import Documents
@@ -44,7 +44,7 @@ def model_of(folder: Path, implementation: str) -> nn.Module:
 
 def logits_and_gradients(model: nn.Module, rows: TokenRows, real: np.ndarray) -> list[Tensor]:
     ids, positions = (torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids))
-    out = families.logits(model, ids, positions, Documents.of(rows.position_ids, CPU))[torch.from_numpy(real)]
+    out = forward.logits(model, ids, positions, Documents.of(rows.position_ids, CPU))[torch.from_numpy(real)]
     out.log_softmax(-1).square().sum().backward()
     gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
     model.zero_grad()
@@ -70,7 +70,7 @@ def test_continued_padding_leaves_real_tokens_bit_identical(tmp_path: Path, name
     assert not np.array_equal(apart.position_ids, rows.position_ids)
     model = model_of(write_model(tmp_path, name), "sdpa")
     found = [
-        families.logits(model, *(torch.from_numpy(each).long() for each in (one.input_ids, one.position_ids)))
+        forward.logits(model, *(torch.from_numpy(each).long() for each in (one.input_ids, one.position_ids)))
         for one in (rows, apart)
     ]
     assert torch.equal(*(each[torch.from_numpy(real)] for each in found))
@@ -111,7 +111,7 @@ def test_sdpa_makes_a_mask_only_for_packed_rows(
     packed = masking_utils.find_packed_sequence_indices(torch.from_numpy(rows.position_ids))
     assert (packed is not None) == packing
     model = model_of(write_model(tmp_path, "llama"), "sdpa")
-    families.logits(model, *(torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids)))
+    forward.logits(model, *(torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids)))
     assert [mask is not None for mask in made] == [bool(asked)]
 
 
@@ -131,14 +131,14 @@ def test_no_mask_and_no_host_read(tmp_path: Path, name: str, packing: bool) -> N
         lambda _, inputs, named: masks.append((*inputs[1:], named.get("attention_mask"))), with_kwargs=True
     )
     ids = torch.zeros(rows.shape, dtype=torch.int64, device="meta")
-    out = families.logits(model, ids, ids, documents)
+    out = forward.logits(model, ids, ids, documents)
     out.sum().backward()
     assert out.shape[:2] == rows.shape
     assert masks
     assert all(each is None for mask in masks for each in mask)
     model.config._attn_implementation = "sdpa"
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        families.logits(model, ids, ids, documents)
+        forward.logits(model, ids, ids, documents)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
@@ -150,7 +150,7 @@ def test_recomputed_activations_give_the_same_gradient(tmp_path: Path, world: Wo
             folder, world, role="student", dtype="fp32", attention=OURS, activation_checkpointing=recompute
         )
         ids, positions = (torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids))
-        out = families.logits(model, ids, positions, Documents.of(rows.position_ids, CPU))
+        out = forward.logits(model, ids, positions, Documents.of(rows.position_ids, CPU))
         out.square().sum().backward()
         gradients.append([each.grad.full_tensor() for each in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*gradients))
@@ -189,7 +189,7 @@ def test_compiled_layer_with_torch_kernel_is_one_graph(tmp_path: Path, name: str
     ids = torch.zeros(4, 24, dtype=torch.int64, device="meta")
     for number, longest in ((6, 128), (9, 256), (11, 384), (17, 512), (5, 640)):
         starts = torch.empty(number, dtype=torch.int32, device="meta")
-        families.logits(model, ids, ids, Documents(starts, longest, one_per_row=False)).sum().backward()
+        forward.logits(model, ids, ids, Documents(starts, longest, one_per_row=False)).sum().backward()
     assert 1 <= len(graphs) <= 3
 
 
@@ -207,7 +207,7 @@ def test_documents_end_where_the_next_begins_or_the_row_ends() -> None:
 def test_missing_documents_are_read_from_positions(tmp_path: Path) -> None:
     model, rows = model_of(write_model(tmp_path, "llama"), OURS), rows_of(packing=True)
     ids, positions = (torch.from_numpy(each).long() for each in (rows.input_ids, rows.position_ids))
-    found = [families.logits(model, ids, positions, given) for given in (None, Documents.of(rows.position_ids, CPU))]
+    found = [forward.logits(model, ids, positions, given) for given in (None, Documents.of(rows.position_ids, CPU))]
     assert torch.equal(*found)
 
 
