@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.contenders import OURS, Case, Step
-from distill_rl.bench.gpu.engines import KINDS, made_up_projection
-from distill_rl.bench.gpu.losses_cuda import Figures, measure, show, with_ratio
+from distill_rl.bench.gpu.engines import fill_chunks, made_up_projection
+from distill_rl.bench.gpu.losses_cuda import OURS, Case, Figures, Step, measure, show, with_ratio
 from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from distill_rl.losses import (
     Chunks,
@@ -79,12 +78,8 @@ class Sides:
 
 
 def _chunks(rows: int, device: str) -> Chunks:
-    sides: tuple[list[int], list[int]] = [], []
-    count = 0
-    while len(sides[0]) + KINDS[count % len(KINDS)][0] <= rows:
-        for side, length in zip(sides, KINDS[count % len(KINDS)]):
-            side += [count] * length
-        count += 1
+    sides = fill_chunks((rows, sys.maxsize))
+    count = sides[0][-1] + 1
     sides[0].extend([-1] * (rows - len(sides[0])))
     student, teacher = (torch.tensor(side, device=device) for side in sides)
     return Chunks(student, teacher, count)
@@ -121,19 +116,19 @@ def cases(sides: Sides) -> Iterator[Case]:
 
         return loss
 
-    yield Case("logits", "forward_kl", ONE_TOKENIZER, f"top {TOP_K}", one)
-    yield Case("logits", "hybrid", OURS, f"top {TOP_K}", step("hybrid", top))
-    yield Case("logits", "alm", OURS, "label log-probs", step("alm", top))
+    yield Figures("logits", "forward_kl", ONE_TOKENIZER, f"top {TOP_K}"), one
+    yield Figures("logits", "hybrid", OURS, f"top {TOP_K}"), step("hybrid", top)
+    yield Figures("logits", "alm", OURS, "label log-probs"), step("alm", top)
     for method in ("hybrid", "xtoken", "gold", "uld", "strict"):
-        yield Case("logits", method, OURS, "logits", step(method, dense))
+        yield Figures("logits", method, OURS, "logits"), step(method, dense)
     for method in ("xtoken", "gold"):
-        yield Case("logits", f"{method}, chain", OURS, "logits", step(method, dense, chunk_average="chain"))
+        yield Figures("logits", f"{method}, chain", OURS, "logits"), step(method, dense, chunk_average="chain")
 
 
 def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     """All cases on the same draw."""
     sides = Sides.draw(sizes, device)
-    measured = [measure(case, [sides.student], repeats) for case in cases(sides)]
+    measured = [measure(figures, step, [sides.student], repeats) for figures, step in cases(sides)]
     base = next(line.milliseconds for line in measured if line.by == ONE_TOKENIZER)
     return [with_ratio(line, base) for line in measured]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -149,18 +150,24 @@ def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
 
 def made_up_chunks(step: Step) -> ChunkRows:
     """The same chunks in every row, of `KINDS` in turn until one side's row is full."""
-    sides: tuple[list[int], list[int]] = [], []
-    count = one_to_one = 0
-    while all(len(side) + length <= step.length for side, length in zip(sides, KINDS[count % len(KINDS)])):
-        kind = KINDS[count % len(KINDS)]
-        for side, length in zip(sides, kind):
-            side += [count] * length
-        one_to_one += kind == (1, 1)
-        count += 1
+    sides = fill_chunks((step.length, step.length))
+    count = sides[0][-1] + 1
+    one_to_one = sum(KINDS[i % len(KINDS)] == (1, 1) for i in range(count))
     student, teacher = (
         np.tile(np.array(side + [-1] * (step.length - len(side)), np.int32), (step.rows, 1)) for side in sides
     )
     return ChunkRows(student, teacher, step.rows * count, step.rows * one_to_one, step.rows * len(sides[0]))
+
+
+def fill_chunks(limits: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """The chunk of each token of student and teacher: chunks of `KINDS` in turn, until a side reaches its limit."""
+    sides: tuple[list[int], list[int]] = [], []
+    for i, lengths in enumerate(cycle(KINDS)):
+        if any(len(side) + length > limit for side, length, limit in zip(sides, lengths, limits)):
+            break
+        for side, length in zip(sides, lengths):
+            side += [i] * length
+    return sides
 
 
 def made_up_projection(pair: Pair) -> Projection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,41 +10,9 @@ import torch
 
 from distill_rl.bench.gpu.cost_model import PHASES
 from distill_rl.bench.gpu.engines import Engines
+from distill_rl.bench.gpu.timing import Clock
 
 BODY, HEAD, FORWARD, LOSS, BACKWARD, OPTIMIZER = PHASES
-
-
-class Clock:
-    """Marks in the order of work; what lies between two of them is charged to the name of the later.
-
-    On a GPU a mark is an event in the current stream, and nothing waits before `seconds` does; on a CPU it is the time.
-    """
-
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-
-    @property
-    def last(self) -> str:
-        return self._marks[-1][0] if self._marks else ""
-
-    def mark(self, name: str) -> None:
-        if not self._cuda:
-            self._marks.append((name, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append((name, event))
-
-    def seconds(self) -> dict[str, float]:
-        """Sums by name. Waits for the device."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        sums: dict[str, float] = {}
-        for (_, start), (name, end) in zip(self._marks, self._marks[1:]):
-            elapsed = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            sums[name] = sums.get(name, 0.0) + elapsed
-        return sums
 
 
 def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[str, float]:
@@ -63,8 +30,10 @@ def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[st
             clock.mark(BACKWARD)
             engines.student.optim_step()
             clock.mark(OPTIMIZER)
-    found = clock.seconds()
-    return {name: found.get(name, 0.0) / steps for name in PHASES}
+    sums = dict.fromkeys(PHASES, 0.0)
+    for phase, seconds in clock.intervals():
+        sums[phase] += seconds / steps
+    return sums
 
 
 @contextmanager

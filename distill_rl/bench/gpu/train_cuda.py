@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         "transport": options.transport,
         "checkpointing": str(options.checkpointing).lower(),
     }
-    rate = matmul_rate(torch.device(device), 8192 if device == "cuda" else 256)
+    rate = matmul_rate(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         root, length = Path(folder), sizes["length"]
         rows = 40 * sizes["batch"]

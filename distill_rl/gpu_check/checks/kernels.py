@@ -8,11 +8,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distill_rl.bench.gpu.ceilings import copy_bandwidth, matmul_rate
+from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.losses.targets import Teacher
@@ -27,7 +25,7 @@ from distill_rl.student.optim import build_optimizer
 
 TOP_K = 64
 HOST_COPY_BYTES = 1 << 29
-REPEATS, WARM_UPS = 10, 3
+REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +36,14 @@ class Sizes:
     columns: int
     hidden: int
     intermediate: int
-    product: int
-    """Rows and columns of the square matrices."""
     parameters: int
     """Parameters that AdamW updates."""
     attention: tuple[int, int, int, int]
     """Rows, heads, positions, head size."""
 
 
-LARGE = Sizes(4096, 128_256, 2048, 8192, 8192, 1 << 28, (4, 32, 2048, 64))
-SMALL = Sizes(64, 1000, 32, 64, 64, 1 << 14, (1, 2, 64, 16))
+LARGE = Sizes(4096, 128_256, 2048, 8192, 1 << 28, (4, 32, 2048, 64))
+SMALL = Sizes(64, 1000, 32, 64, 1 << 14, (1, 2, 64, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth, rate = copy_bandwidth(device), matmul_rate(device, sizes.product)
+    bandwidth, rate = copy_bandwidth(device), matmul_rate(device)
     rows = [_row(kernel, device, bandwidth, rate) for kernel in _kernels(sizes, device, dtype)]
     figures: dict[str, Any] = {"copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12, "kernels": rows}
     if device.type == "cuda":
@@ -83,8 +79,8 @@ def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) ->
     row: dict[str, Any] = {"kernel": kernel.name, "shape": kernel.shape}
     try:
         run = kernel.make()
-        milliseconds = _median_ms(run, device)
-        peak = _peak_bytes(run, device) if kernel.logits else None
+        milliseconds = 1000 * median_seconds(run, device, REPEATS)
+        peak = peak_bytes(run, device) if kernel.logits else None
         del run
     except torch.OutOfMemoryError:
         row["ms"] = "out of memory"
@@ -104,7 +100,7 @@ def _host_bandwidth(device: torch.device) -> float:
     """Bytes per second from the device into page-locked memory."""
     source = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
-    return source.numel() / _median_ms(lambda: target.copy_(source, non_blocking=True), device) * 1000
+    return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device, REPEATS)
 
 
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
@@ -207,39 +203,3 @@ def _adamw(sizes: Sizes, device: torch.device) -> Callable[[], object]:
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
     return build_optimizer(model, OptimizerConfig()).step
-
-
-def _median_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The median milliseconds of one call, after a warm-up.
-
-    On a GPU all calls are submitted before waiting for any, so that launches overlap with kernels as in training.
-    """
-    for _ in range(WARM_UPS):
-        run()
-    if device.type != "cuda":
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1000)
-        return median(times)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    torch.cuda.synchronize(device)
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return median(first.elapsed_time(last) for first, last in pairwise(marks))
-
-
-def _peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Peak memory of one call beyond what was allocated before, by torch's allocator; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
