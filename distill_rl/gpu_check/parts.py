@@ -53,7 +53,7 @@ PARTS = (
     Part(
         "throughput",
         "teacher and student with real shapes, beside the cost model",
-        f"{HERE}.throughput",
+        "distill_rl.bench.gpu.engine_throughput",
         "measure",
         limit_s=240,
         reserve_s=200,
