@@ -99,9 +99,17 @@ def adopt_orphans() -> None:
 def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
     if part.command:
         return [word.format(device=call.device, out=call.out) for word in part.command]
-    command = [sys.executable, "-m", "distill_rl.gpu_check.part", part.module, part.function, str(result)]
-    command += ["--device", call.device, "--limit-s", str(limit_s), "--parent", str(os.getpid())]
-    return command + ["--tiny"] * call.tiny + ["--budget"] * part.takes_budget
+    arguments = {
+        "module": part.module,
+        "function": part.function,
+        "device": call.device,
+        "tiny": call.tiny,
+        "result": str(result),
+        "limit_s": limit_s,
+        "takes_budget": part.takes_budget,
+        "parent": os.getpid(),
+    }
+    return [sys.executable, "-m", "distill_rl.gpu_check.part", json.dumps(arguments)]
 
 
 def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
