@@ -108,13 +108,8 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
         if not machine["gpus"]:
             yield _labelled("GPU", "none in use")
         if machine.get("driver"):
-            versions = {
-                "driver": machine["driver"],
-                "CUDA": machine["cuda"],
-                "cuDNN": machine["cudnn"],
-                "NCCL": machine["nccl"],
-            }
-            text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+            names = ("driver", "CUDA", "cuDNN", "NCCL")
+            text = ", ".join(f"{name} {machine[name.lower()]}" for name in names if machine[name.lower()])
             yield _labelled("driver", f"{text}; allocator {machine['allocator']}")
         cpu = machine["cpu"]
         yield _labelled("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads in use")

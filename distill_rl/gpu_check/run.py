@@ -49,13 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt_orphans()
     call = Call(options.device, options.tiny, out, out / LOG)
     call.log.write_bytes(b"")
-    call_options = {
-        "device": options.device,
-        "tiny": options.tiny,
-        "ray": options.ray,
-        "budget": f"{options.budget_s:g} s",
-    }
-    record = Record(out, call_options, parts)
+    call_options = {name: getattr(options, name) for name in ("device", "tiny", "ray")}
+    record = Record(out, call_options | {"budget": f"{options.budget_s:g} s"}, parts)
     began = monotonic()
     with _signals():
         try:

@@ -177,17 +177,10 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
-    return Part(
-        phase,
-        "elementwise",
-        f"norms {NORM[backward]}, rotary {ROTARY[backward]}, SwiGLU {SWIGLU[backward]}, sums {RESIDUAL[backward]} bytes "
-        f"per element; ideal {FUSED_NORM[backward]}, {FUSED_ROTARY[backward]}, {FUSED_SWIGLU[backward]}, "
-        f"{FUSED_RESIDUAL[backward]}",
-        bytes=_elements(shape, NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]),
-        ideal_bytes=_elements(
-            shape, FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]
-        ),
-    )
+    ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
+    ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
+    formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
+    return Part(phase, "elementwise", formula, bytes=_elements(shape, *ours), ideal_bytes=_elements(shape, *ideal))
 
 
 def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
@@ -201,9 +194,8 @@ def microseconds(found: list[Part], card: Card, *, by: str, ideal: bool = False)
     """µs per token by `phase` or `kind`, in their usual order."""
     sums = dict.fromkeys(PHASES if by == "phase" else KINDS, 0.0)
     for part in found:
-        sums[part.phase if by == "phase" else part.kind] += 1e6 * (
-            part.ideal_seconds(card) if ideal else part.seconds(card)
-        )
+        seconds = part.ideal_seconds(card) if ideal else part.seconds(card)
+        sums[part.phase if by == "phase" else part.kind] += 1e6 * seconds
     return sums
 
 
@@ -231,17 +223,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     step = Step(options.rows, options.micro_batch, options.length)
-    card = _measured() if options.card == "cpu" else CARDS[options.card]
+    if options.card == "cpu":
+        import torch
+
+        from distill_rl.bench.gpu.ceilings import measure_card
+
+        card = measure_card(torch.device("cpu"))
+    else:
+        card = CARDS[options.card]
     print("\n\n".join(table(PAIRS[name], step, card) for name in ([options.pair] if options.pair else PAIRS)))
     return 0
-
-
-def _measured() -> Card:
-    import torch
-
-    from distill_rl.bench.gpu.ceilings import measure_card
-
-    return measure_card(torch.device("cpu"))
 
 
 if __name__ == "__main__":

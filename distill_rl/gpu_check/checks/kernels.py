@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from distill_rl.bench.gpu.ceilings import copy_bandwidth, matmul_rate
 from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
-from distill_rl.losses.targets import Teacher
 from distill_rl.student.optim import build_optimizer
 
 TOP_K = 64
 HOST_COPY_BYTES = 1 << 29
 REPEATS = 10
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Kernel:
 
     name: str
     shape: str
-    make: Callable[[], Callable[[], object]]
+    make: Callable[[], Run]
     num_bytes: float = 0.0
     """Bytes that it must read and write; 0 if it is bound by FLOPs."""
     flops: float = 0.0
@@ -104,101 +105,79 @@ def _host_bandwidth(device: torch.device) -> float:
 
 
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
-    yield from _loss_kernels(sizes, device, dtype)
-    yield from _model_kernels(sizes, device, dtype)
-    # Reads weight, gradient and two moments, writes all but the gradient: 7 numbers of 4 bytes.
-    num_bytes = 28.0 * sizes.parameters
-    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), num_bytes)
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-
-def _loss_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
     tokens, columns, hidden, item = sizes.tokens, sizes.columns, sizes.hidden, dtype.itemsize
-    logits, shape = tokens * columns, f"[{tokens}, {columns}]"
 
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, device=device, dtype=dtype)
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype).mul_(scale)
 
-    def loss(target: Callable[[], Teacher]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            student, teacher = randn(tokens, columns).mul_(2).requires_grad_(), target()
+    def logits() -> Tensor:
+        return randn(tokens, columns, scale=2)
 
-            def run() -> None:
-                student.grad = None
-                kd_loss(student, teacher).loss.backward()
+    def topk() -> Run:
+        return partial(vocab_parallel_topk, randn(tokens, columns), TOP_K)
 
-            return run
+    def dense() -> Run:
+        return _loss_step(partial(kd_loss, teacher=DenseLogits(logits())), logits())
 
-        return make
+    def sparse() -> Run:
+        return _loss_step(partial(kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K)), logits())
 
-    def top() -> Teacher:
-        return vocab_parallel_topk(randn(tokens, columns).mul_(2), TOP_K)
-
-    def fused() -> Callable[[], object]:
-        states, head = randn(tokens, hidden).requires_grad_(), randn(columns, hidden).div_(hidden**0.5).requires_grad_()
-        teacher = top()
-
-        def run() -> None:
-            states.grad = head.grad = None
-            fused_linear_kd_loss(states, head, teacher).loss.backward()
-
-        return run
-
-    def topk() -> Callable[[], object]:
-        teacher = randn(tokens, columns)
-        return lambda: vocab_parallel_topk(teacher, TOP_K)
+    def fused() -> Run:
+        loss = partial(fused_linear_kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K))
+        return _loss_step(loss, randn(tokens, hidden), randn(columns, hidden, scale=hidden**-0.5))
 
     # Reads the student's logits twice (softmax sum, then loss and gradient) and writes their gradient; reads the logits of
     # a dense teacher twice.
-    yield Kernel("kd_loss, top-k", shape, loss(top), 3.0 * item * logits, logits=logits)
-    yield Kernel(
-        "kd_loss, dense", shape, loss(lambda: DenseLogits(randn(tokens, columns))), 5.0 * item * logits, logits=logits
-    )
-    yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * logits, logits=logits)
+    num_logits, shape = tokens * columns, f"[{tokens}, {columns}]"
+    yield Kernel("kd_loss, top-k", shape, sparse, 3.0 * item * num_logits, logits=num_logits)
+    yield Kernel("kd_loss, dense", shape, dense, 5.0 * item * num_logits, logits=num_logits)
+    yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * num_logits, logits=num_logits)
     # One matrix product in the forward pass, two in the backward pass.
-    flops = 6.0 * logits * hidden
-    yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=logits)
+    flops = 6.0 * num_logits * hidden
+    yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=num_logits)
 
-
-def _model_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
-    rows, heads, positions, head_size = sizes.attention
-    tokens, item = sizes.tokens, dtype.itemsize
-
-    def both_ways(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            leaves = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    def both_ways(name: str, function: Callable[..., Tensor], *shapes: tuple[int, ...], **work: float) -> Kernel:
+        def make() -> Run:
+            leaves = [randn(*shape).requires_grad_() for shape in shapes]
             gradient = torch.randn_like(function(*leaves))
+            return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
-            def run() -> None:
-                torch.autograd.grad(function(*leaves), leaves, gradient)
+        return Kernel(f"{name}, both ways", str(list(shapes[0])), make, **work)
 
-            return run
-
-        return make
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
+    rows, heads, positions, head_size = sizes.attention
+    attention = partial(F.scaled_dot_product_attention, is_causal=True)
     # Two matrix products forward and five backward, 2·S²·E FLOPs each, halved by the causal mask.
     flops = 7.0 * rows * heads * positions**2 * head_size
-    shape = (rows, heads, positions, head_size)
-    yield Kernel("sdpa, causal, both ways", str(list(shape)), both_ways(attention, shape, shape, shape), flops=flops)
-    size, numel = (tokens, sizes.hidden), tokens * sizes.hidden
+    yield both_ways("sdpa, causal", attention, *[sizes.attention] * 3, flops=flops)
     # Forward: one read, one write. Backward: reads input and gradient, writes one.
-    make = both_ways(_rms_norm(sizes.hidden, device, dtype), size)
-    yield Kernel("RMSNorm of transformers, both ways", str(list(size)), make, 5.0 * item * numel)
-    size, numel = (tokens, sizes.intermediate), tokens * sizes.intermediate
+    norm = LlamaRMSNorm(hidden).to(device, dtype)
+    yield both_ways("RMSNorm of transformers", norm, (tokens, hidden), num_bytes=5.0 * item * tokens * hidden)
     # Forward: two reads, one write. Backward: three reads, two writes.
-    make = both_ways(lambda gate, up: F.silu(gate) * up, size, size)
-    yield Kernel("SwiGLU elementwise, both ways", str(list(size)), make, 8.0 * item * numel)
+    size = (tokens, sizes.intermediate)
+    yield both_ways("SwiGLU elementwise", _swiglu, size, size, num_bytes=8.0 * item * tokens * sizes.intermediate)
+    # Reads weight, gradient and two moments, writes all but the gradient: 7 numbers of 4 bytes.
+    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), 28.0 * sizes.parameters)
 
 
-def _rms_norm(hidden: int, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+def _loss_step(loss: Callable[..., Any], *inputs: Tensor) -> Run:
+    """Forward and backward of a loss; the gradients of the last call stay allocated."""
+    leaves = [tensor.requires_grad_() for tensor in inputs]
 
-    return LlamaRMSNorm(hidden).to(device, dtype)
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        loss(*leaves).loss.backward()
+
+    return run
 
 
-def _adamw(sizes: Sizes, device: torch.device) -> Callable[[], object]:
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _adamw(sizes: Sizes, device: torch.device) -> Run:
     """A step of the student's optimizer on one matrix."""
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
