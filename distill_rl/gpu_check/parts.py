@@ -96,5 +96,5 @@ def named(names: list[str], parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"must be among {', '.join(known)}; got {unknown[0]!r}")
+        raise ValueError(f"--only: must be among {', '.join(known)}; got {unknown[0]!r}")
     return tuple(part for part in parts if part.name in names)

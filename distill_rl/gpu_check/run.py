@@ -126,10 +126,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
     parts = PARTS + RAY_PARTS if options.ray else PARTS
     if options.only is None:
         return parts
-    try:
-        return named([name.strip() for name in options.only.split(",")], parts)
-    except ValueError as error:
-        raise ValueError(f"--only: {error}") from None
+    return named([name.strip() for name in options.only.split(",")], parts)
 
 
 def _writable(out: Path) -> Path:

@@ -66,26 +66,22 @@ Case = tuple[Figures, Step | None]
 """What to measure; without a step, the figures' status says why."""
 
 
-@dataclass(frozen=True)
-class Sides:
-    """Hidden states [N, H] and output layers [V, H] of student and teacher."""
+Side = tuple[Tensor, Tensor]
+"""Hidden states [N, H] and output layer [V, H] of a model."""
 
-    student: tuple[Tensor, Tensor]
-    teacher: tuple[Tensor, Tensor]
 
-    @classmethod
-    def draw(cls, sizes: Sequence[int], device: str) -> Sides:
-        """Random, of N, H and V, with logits of standard deviation 2."""
-        rows, hidden, columns = sizes
-        generator = torch.Generator(device).manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+def draw(sizes: Sequence[int], device: str) -> tuple[Side, Side]:
+    """Student and teacher, random, of N, H and V, with logits of standard deviation 2."""
+    rows, hidden, columns = sizes
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-        def side() -> tuple[Tensor, Tensor]:
-            states = torch.randn(rows, hidden, generator=generator, device=device)
-            weight = torch.randn(columns, hidden, generator=generator, device=device).mul_(2 / hidden**0.5)
-            return states.to(dtype), weight.to(dtype)
+    def side() -> Side:
+        states = torch.randn(rows, hidden, generator=generator, device=device)
+        weight = torch.randn(columns, hidden, generator=generator, device=device).mul_(2 / hidden**0.5)
+        return states.to(dtype), weight.to(dtype)
 
-        return cls(side(), side())
+    return side(), side()
 
 
 def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
@@ -98,9 +94,9 @@ def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
     return BETA * kl(m, p) + (1 - BETA) * kl(m, q)
 
 
-def cases(sides: Sides) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
+def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
     """Leaves, and what is computed of them. Logits are made once the hidden states' group is done."""
-    hidden, weight = sides.teacher
+    hidden, weight = teacher
     logits = hidden @ weight.T
     k = min(TOP_K, logits.shape[1])
     top = vocab_parallel_topk(logits, k)
@@ -112,22 +108,25 @@ def cases(sides: Sides) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
     def both(inputs: str, plainly: Step, loss: Callable[..., Any], dense: Teacher) -> Iterator[Case]:
         for divergence in DIVERGENCES:
             yield Figures(inputs, divergence, PLAIN, "dense"), partial(plainly, divergence=divergence)
-            for target, teacher in (("dense", dense), (f"top {k}", top)):
-                yield Figures(inputs, divergence, OURS, target), partial(_ours, loss, teacher, divergence)
+            for name, target in (("dense", dense), (f"top {k}", top)):
+                yield Figures(inputs, divergence, OURS, name), partial(_ours, loss, target, divergence)
 
     fused = both("hidden", plain_linear, fused_linear_kd_loss, TeacherHidden(hidden, weight))
-    yield sides.student, [*fused, *liger(sides)]
-    student, teacher = sides.student[0] @ sides.student[1].T, hidden @ weight.T
-    yield [student], list(both("logits", partial(plain, teacher=teacher), kd_loss, DenseLogits(teacher)))
+    yield student, [*fused, *liger(teacher)]
+    logits = hidden @ weight.T
+    yield (
+        [student[0] @ student[1].T],
+        list(both("logits", partial(plain, teacher=logits), kd_loss, DenseLogits(logits))),
+    )
 
 
 def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
     return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
 
 
-def liger(sides: Sides) -> Iterator[Case]:
+def liger(teacher: Side) -> Iterator[Case]:
     """Its chunked losses, and its fused JSD in Triton; forward KL is their JSD at β = 0 where it has no class of its own."""
-    states, weight = sides.teacher
+    states, weight = teacher
     labels = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     # The weights choose KD alone. Compiled as by default, except on a CPU, which may have no compiler.
     settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "compiled": states.is_cuda}
@@ -196,7 +195,7 @@ def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repea
 def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     """All cases on the same draw."""
     measured: list[Figures] = []
-    for inputs, group in cases(Sides.draw(sizes, device)):
+    for inputs, group in cases(*draw(sizes, device)):
         measured += (measure(figures, step, inputs, repeats) for figures, step in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
     return [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
