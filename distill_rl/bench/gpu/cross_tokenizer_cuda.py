@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,12 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.engines import fill_chunks, made_up_projection
+from distill_rl.bench.gpu.engines import fill_chunks, random_projection
 from distill_rl.bench.gpu.losses_cuda import OURS, Case, Figures, Step, measure, show, with_ratio
-from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
     TopKLogprobs,
-    VocabularyProjection,
     chunk_kd_loss,
     kd_loss,
     vocab_parallel_topk,
@@ -51,18 +48,12 @@ def _chunks(rows: int, device: str) -> Chunks:
     return Chunks(student, teacher, count)
 
 
-def _projection(columns: int, teacher_columns: int) -> VocabularyProjection:
-    student = replace(LLAMA_1B, columns=columns, tokens=columns)
-    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
-    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
-
-
 def draw(sizes: Sequence[int], device: str) -> tuple[Tensor, list[Case]]:
     """Random logits of the student, of standard deviation 2; and every method on each of its kinds of targets."""
     rows, columns, teacher_columns = sizes
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    chunks, projection = _chunks(rows, device), _projection(columns, teacher_columns).to(device)
+    chunks, projection = _chunks(rows, device), random_projection(columns, teacher_columns).to(device)
 
     def logits(shape: tuple[int, int]) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(2)

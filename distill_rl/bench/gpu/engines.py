@@ -1,4 +1,4 @@
-"""A teacher and a student engine in one process, with real shapes and random weights, and batches for them.
+"""A teacher and a student engine in one process, with real shapes and random weights; their batches, and the times of their phases.
 
 No weight is drawn on the CPU or written to a disk: a model's folder holds a config and a sparse safetensors file, whose
 zeros take no space; the engines load it like any other model, and the weights are drawn afterwards where they lie.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 from math import prod
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.align.projection.file import Projection, save_projection
-from distill_rl.bench.gpu.cost_model import Step
-from distill_rl.bench.gpu.shapes import Pair, Shape
+from distill_rl.bench.gpu.cost_model import PHASES, Step
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair, Shape
+from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
-from distill_rl.losses import TopKLogprobs
+from distill_rl.losses import TopKLogprobs, VocabularyProjection
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
@@ -31,6 +33,7 @@ from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
 
 KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
 """Tokens of student and teacher in a chunk of text, over and over: three quarters are one to one."""
+BODY, HEAD, FORWARD, LOSS, BACKWARD, OPTIMIZER = PHASES
 
 
 class Engines:
@@ -87,6 +90,56 @@ class Engines:
         for _ in self.teach():
             pass
         return self.student.train_step(self.batch, self.targets)
+
+
+def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[str, float]:
+    """Seconds per step of each of `PHASES`, over `steps` steps.
+
+    Copies of weights and gradients run in FSDP2's own streams and may overlap with the phase they are counted in.
+    """
+    clock = Clock(device)
+    clock.mark("start")
+    with _marked(engines, clock):
+        for _ in range(steps):
+            for _ in engines.teach():
+                clock.mark(HEAD)
+            engines.student.forward_backward(engines.batch, engines.targets)
+            clock.mark(BACKWARD)
+            engines.student.optim_step()
+            clock.mark(OPTIMIZER)
+    sums = dict.fromkeys(PHASES, 0.0)
+    for phase, seconds in clock.intervals():
+        sums[phase] += seconds / steps
+    return sums
+
+
+@contextmanager
+def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
+    """Marks the ends of the phases from hooks on the modules: the engines run as they are.
+
+    The loss ends twice in a micro-batch: forward, and when the gradient of the logits is complete.
+    """
+    student = engines.student.model
+
+    def before_student(*_: object) -> None:
+        if clock.last == LOSS:  # the micro-batch before has ended with its backward
+            clock.mark(BACKWARD)
+
+    def after_student(_: object, __: object, output: Any) -> None:
+        clock.mark(FORWARD)
+        output.logits.register_hook(lambda _: clock.mark(LOSS))
+
+    handles = [
+        engines.teacher.model.base_model.register_forward_hook(lambda *_: clock.mark(BODY)),
+        student.register_forward_pre_hook(before_student, prepend=True),
+        student.register_forward_hook(after_student),
+        engines.student.objective.register_forward_hook(lambda *_: clock.mark(LOSS)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _config(folder: Path, step: Step) -> Config:
@@ -168,6 +221,13 @@ def fill_chunks(limits: tuple[int, int]) -> tuple[list[int], list[int]]:
         for side, length in zip(sides, lengths):
             side += [i] * length
     return sides
+
+
+def random_projection(columns: int, teacher_columns: int) -> VocabularyProjection:
+    """A made-up projection for the losses, between vocabularies without padding."""
+    student = replace(LLAMA_1B, columns=columns, tokens=columns)
+    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
+    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
 
 
 def made_up_projection(pair: Pair) -> Projection:

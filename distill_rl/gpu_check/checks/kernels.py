@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill_rl.bench.gpu.ceilings import copy_bandwidth, matmul_rate
-from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
+from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.student.optim import build_optimizer
