@@ -103,10 +103,8 @@ def headline(content: Mapping[str, Any]) -> str:
 def _machine(content: Mapping[str, Any]) -> Iterator[str]:
     machine, call = content["machine"], content["call"]
     if machine:
-        for gpu in _gpu_lines(machine["gpus"]):
+        for gpu in _gpu_lines(machine["gpus"]) or ["none in use"]:
             yield _labelled("GPU", gpu)
-        if not machine["gpus"]:
-            yield _labelled("GPU", "none in use")
         if machine.get("driver"):
             names = ("driver", "CUDA", "cuDNN", "NCCL")
             text = ", ".join(f"{name} {machine[name.lower()]}" for name in names if machine[name.lower()])

@@ -82,11 +82,10 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
             where = "" if part.command else f"; its stacks are in {call.log.name}"
             return Outcome(TIMED_OUT, f"not done after {limit_s:.0f} s{where}", seconds)
         last = _last_line(log, start)
-        if part.command:
-            figures = _figures_of(part, call) if code == 0 else {}
-            return Outcome(OK if code == 0 else FAILED, last if code == 0 else _death(code, last), seconds, figures)
-        if code != 0 or not result.exists():
+        if code != 0 or not (part.command or result.exists()):
             return Outcome(FAILED, _death(code, last), seconds)
+        if part.command:
+            return Outcome(OK, last, seconds, _figures_of(part, call))
         return Outcome(seconds=seconds, **json.loads(result.read_text("utf-8")))
 
 

@@ -90,18 +90,21 @@ def _first_gradient(
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
     """(KD, CE) and the gradient of the first step."""
     batch = batch_of(texts, 96, packing=packing)
-    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
-    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+    teacher, engine = _engines(config, world)
     metrics = engine.forward_backward(batch, targets_from(teacher, batch))
     return (metrics["train/kl_loss"].value, metrics["train/nll_loss"].value), gradients(engine.model)
+
+
+def _engines(config: Config, world: World) -> tuple[TeacherEngine, StudentEngine]:
+    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    return teacher, StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
 
 
 def _steps(
     config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent
 ) -> Iterator[tuple[str, float, float]]:
     """Errors over a few steps on packed rows; `plain` already holds the gradient of the first step."""
-    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
-    engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+    teacher, engine = _engines(config, world)
     before, worst = weights(plain.model), 0.0
     for step, step_texts in enumerate(texts):
         batch = batch_of(step_texts, 96, packing=True, index=step)

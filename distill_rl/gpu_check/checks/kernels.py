@@ -137,13 +137,19 @@ def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator
     flops = 6.0 * num_logits * hidden
     yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=num_logits)
 
-    def both_ways(name: str, function: Callable[..., Tensor], *shapes: tuple[int, ...], **work: float) -> Kernel:
+    def both_ways(
+        name: str,
+        function: Callable[..., Tensor],
+        *shapes: tuple[int, ...],
+        num_bytes: float = 0.0,
+        flops: float = 0.0,
+    ) -> Kernel:
         def make() -> Run:
             leaves = [randn(*shape).requires_grad_() for shape in shapes]
             gradient = torch.randn_like(function(*leaves))
             return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
-        return Kernel(f"{name}, both ways", str(list(shapes[0])), make, **work)
+        return Kernel(f"{name}, both ways", str(list(shapes[0])), make, num_bytes, flops)
 
     rows, heads, positions, head_size = sizes.attention
     attention = partial(F.scaled_dot_product_attention, is_causal=True)
