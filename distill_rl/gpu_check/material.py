@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distill_rl.bench.gpu.engines import one_rank
 from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
@@ -67,16 +68,6 @@ def on_every_model(
     return figures
 
 
-@contextmanager
-def one_rank(device: torch.device) -> Iterator[World]:
-    """A world of one rank on the device."""
-    world = open_world(rank=0, dp=1, tp=1, device=device)
-    try:
-        yield world
-    finally:
-        close_world(world)
-
-
 def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:
     """Write a random fp32 model as a Hugging Face folder without a tokenizer; norm weights are random too."""
     from transformers import AutoModelForCausalLM
@@ -96,18 +87,15 @@ def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) ->
     return folder
 
 
-def settings(student: Path, teacher: Path, *, dtype: str = "fp32", **changes: Any) -> Config:
-    """A configuration for engines; `changes` are keys with two underscores for the dot, `train__deterministic=True`."""
-    config = Config(student=StudentConfig(model=str(student), dtype=dtype))  # type: ignore[arg-type]
+def settings(student: Path, teacher: Path, *, dtype: str = "fp32", kernels: str = "torch") -> Config:
+    """A configuration for engines."""
+    config = Config(student=StudentConfig(model=str(student), dtype=dtype, kernels=kernels))  # type: ignore[arg-type]
     config.teachers = [TeacherConfig(model=str(teacher), dtype=dtype, wire_dtype="fp32")]  # type: ignore[arg-type]
     config.loss.top_k, config.loss.ce_weight = TOP_K, 0.5
     config.train.micro_batch_size = 2
     config.schedule.kind = "constant"
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if not hasattr(getattr(config, section), name):
-            raise AttributeError(f"no setting {section}.{name}")
-        setattr(getattr(config, section), name, value)
+    # An epsilon well above the rounding errors of gradients, which AdamW would otherwise scale up to full steps.
+    config.optimizer.lr, config.optimizer.eps = 1e-3, 1e-5
     return config
 
 

@@ -28,10 +28,10 @@ import torch
 
 from distill_rl.bench import harness
 from distill_rl.bench.gpu.cost_model import PHASES, Card, Step, microseconds, parts
-from distill_rl.bench.gpu.engines import Engines, phase_seconds
+from distill_rl.bench.gpu.engines import Engines, one_rank, phase_seconds
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_PAIRS, Pair
 from distill_rl.bench.gpu.timing import measure_card, synchronize
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.system.gpu_memory import is_out_of_memory
 
 WARM_UP, MOST_STEPS, PROFILED = 2, 10, 2
@@ -66,9 +66,8 @@ def measure(
     step = step or (TINY if tiny else Step())
     names = list(pairs)
     card = measure_card(device)
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     found: dict[str, Any] = {}
-    try:
+    with one_rank(device) as world:
         for i, name in enumerate(names):
             pair = (TINY_PAIRS if tiny else PAIRS)[name]
             share = (deadline - time.monotonic()) / (len(names) - i)
@@ -76,8 +75,6 @@ def measure(
             gc.collect()  # here, where the frames that held the engines are gone
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    finally:
-        close_world(world)
     return {"card": asdict(card) | {"attention": list(card.attention)}, "step": asdict(step), "pairs": found}
 
 
@@ -137,20 +134,19 @@ def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[st
     """Of `seconds` per step and seconds per phase, with the prediction at the rates of `card`."""
     flops = pair.flops_per_token(step.length) * step.tokens / seconds
     predicted = microseconds(parts(pair, step, card), card, by="phase")
-    per_token = {name: 1e6 * phases[name] / step.tokens for name in PHASES}
-    whole, predicted_whole = 1e6 * seconds / step.tokens, sum(predicted.values())
     return {
         "seconds_per_step": seconds,
         "tokens_per_second": step.tokens / seconds,
         "model_flops_per_second": flops,
         "mfu": flops / card.matmul,
         "mfu_nominal": None if card.nominal is None else flops / card.nominal,
-        "microseconds": {"measured": whole, "predicted": predicted_whole, "ratio": whole / predicted_whole},
-        "phases": {
-            name: {"measured": per_token[name], "predicted": predicted[name], "ratio": per_token[name] / predicted[name]}
-            for name in PHASES
-        },
-    }  # fmt: skip
+        "microseconds": _compared(1e6 * seconds / step.tokens, sum(predicted.values())),
+        "phases": {name: _compared(1e6 * phases[name] / step.tokens, predicted[name]) for name in PHASES},
+    }
+
+
+def _compared(measured: float, predicted: float) -> dict[str, float]:
+    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
 
 
 def problems(measured: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair, Shape
 from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.losses import TopKLogprobs, VocabularyProjection
-from distill_rl.parallel.mesh import World
+from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
@@ -150,6 +150,16 @@ def _config(folder: Path, step: Step) -> Config:
         loss=LossConfig(top_k=step.top_k),
         train=TrainConfig(global_batch_size=step.rows, micro_batch_size=step.micro_batch),
     )
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[World]:
+    """A world of one rank on the device."""
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    try:
+        yield world
+    finally:
+        close_world(world)
 
 
 def write_model(folder: Path, shape: Shape, length: int) -> None:

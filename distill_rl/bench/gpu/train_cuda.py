@@ -97,7 +97,7 @@ def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, 
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     model.save_pretrained(folder)
 
 
@@ -206,10 +206,6 @@ def main(argv: list[str] | None = None) -> int:
     show(measured)
     settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
     return harness.finish("train_cuda", {"settings": settings, "results": measured}, options.out, device=device)
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[
     """(what, error, bound)"""
     student = write_model(folder / "student", shape, seed=1, tied=True)
     teacher = write_model(folder / "teacher", shape, seed=2)
-    # An epsilon well above the rounding errors of gradients, which AdamW would otherwise scale up to full steps.
-    config = settings(student, teacher, optimizer__lr=1e-3, optimizer__eps=1e-5)
+    config = settings(student, teacher)
     texts = [documents(5, 40, seed=step) for step in range(STEPS)]
     oracle = plain_model(teacher)
     plain = PlainStudent(config, [plain_topk(oracle, step_texts) for step_texts in texts])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distill_rl.bench.gpu.engines import one_rank
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.gpu_check.material import (
     TOP_K,
@@ -22,7 +23,6 @@ from distill_rl.gpu_check.material import (
     documents,
     gradients,
     middle,
-    one_rank,
     relative_error,
     settings,
     small,
@@ -167,15 +167,14 @@ def _waits(world: World, student: Path) -> float:
 def _liger(world: World, student: Path) -> float:
     results = []
     for kernels in ("torch", "liger"):
-        engine = _engine(world, student, dtype="bf16", student__kernels=kernels)
+        engine = _engine(world, student, dtype="bf16", kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
         results.append(gradients(engine.model))
     return _at_most(relative_error(results[1], results[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
-def _engine(world: World, student: Path, **changes: Any) -> StudentEngine:
-    config = settings(student, student, optimizer__lr=1e-3, optimizer__eps=1e-5, **changes)
-    return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=8)
+def _engine(world: World, student: Path, **options: str) -> StudentEngine:
+    return StudentEngine(settings(student, student, **options), world, vocabulary_size=VOCABULARY, total_steps=8)
 
 
 def _batch(seed: int) -> RankBatch:
@@ -225,7 +224,8 @@ def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
     """The same training six times: twice straight, and saved and resumed in two ways."""
     shape = small("llama") if tiny else middle("llama")
     student, teacher = write_model(root / "student", shape, seed=1), write_model(root / "teacher", shape, seed=2)
-    config = settings(student, teacher, dtype=dtype, optimizer__lr=1e-3, train__deterministic=True)
+    config = settings(student, teacher, dtype=dtype)
+    config.train.deterministic = True
     engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
 
     def new() -> StudentEngine:
