@@ -189,12 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     if harness.lacks_device("train_cuda", device):
         return 2
     sizes = harness.chosen_sizes(options, SIZES)
-    settings = sizes | {
-        "micro_batch": options.micro_batch,
-        "depth": options.depth,
-        "transport": options.transport,
-        "checkpointing": str(options.checkpointing).lower(),
-    }
+    settings = sizes | {name: getattr(options, name) for name in ("micro_batch", "depth", "transport")}
+    settings["checkpointing"] = str(options.checkpointing).lower()
     rate = matmul_rate(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         root, length = Path(folder), sizes["length"]
