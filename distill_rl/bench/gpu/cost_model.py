@@ -6,7 +6,7 @@ implementation would need. Teacher and student share the card and run one after 
 
 Bytes per element below are counted operation by operation; tests/bench/test_cost_model.py counts them again while the
 code runs. What the model leaves out makes a real step slower: launch gaps, memory-bound kernels below copy bandwidth,
-matrix products below the rate of a large square one. Standard library only.
+matrix products below the rate of a large square one. `page` writes docs/benchmarks/gpu_model.md. Standard library only.
 """
 
 from __future__ import annotations

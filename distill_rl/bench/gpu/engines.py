@@ -1,4 +1,4 @@
-"""A teacher and a student engine in one process, with real shapes and random weights; their batches, and the times of their phases.
+"""A teacher and a student engine in one process with real shapes and random weights; their batches and phase times.
 
 No weight is drawn on the CPU or written to a disk: a model's folder holds a config and a sparse safetensors file, whose
 zeros take no space; the engines load it like any other model, and the weights are drawn afterwards where they lie.

@@ -1,4 +1,4 @@
-"""Times and peak memory of work on a device, and the two rates that bound everything: copying memory, and multiplying matrices."""
+"""Times and peak memory of work on a device, and the two rates that bound them: copying memory, multiplying matrices."""
 
 from __future__ import annotations
 
