@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distill_rl.bench.gpu.engines import one_rank
+from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.mesh import World
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 VOCABULARY = 320
-"""Ids in use. Embedding tables are wider than this, like those of real models."""
+"""Ids in use."""
+PADDED_VOCABULARY = 352
+"""Rows of embedding tables, which are more than the ids in use, like those of real models."""
 TOP_K = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The shape of a small decoder."""
-
-    family: str
-    hidden: int = 32
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    columns: int = 352
-    """Rows of the embedding table."""
+def small(family: str, hidden: int = 32, layers: int = 2, heads: int = 4) -> Shape:
+    """A small decoder with two key-value heads and a padded embedding table."""
+    return Shape(
+        family, family, layers, hidden, 2 * hidden, heads, 2, hidden // heads, PADDED_VOCABULARY, VOCABULARY, tied=False
+    )
 
 
-_TINY = (Shape("llama"), Shape("qwen3"))
-_MIDDLE = (Shape("llama", 384, 4, 6, 2), Shape("qwen3", 384, 4, 6, 2))
-
-
-def shapes(tiny: bool) -> tuple[Shape, ...]:
-    """The models that the engines are checked with."""
-    return _TINY if tiny else _TINY + _MIDDLE
+def middle(family: str) -> Shape:
+    return small(family, hidden=384, layers=4, heads=6)
 
 
 def on_every_model(
@@ -64,8 +57,9 @@ def on_every_model(
         AssertionError: an error is above its bound, or NaN.
     """
     figures: dict[str, float] = {}
+    makers = (small,) if tiny else (small, middle)
     with one_rank(device) as world:
-        for shape in shapes(tiny):
+        for shape in (make(family) for make in makers for family in ("llama", "qwen3")):
             with tempfile.TemporaryDirectory() as folder:
                 for name, error, bound in compare(Path(folder), shape, world):
                     what = f"{shape.family}, hidden size {shape.hidden}: {name}"
@@ -74,29 +68,15 @@ def on_every_model(
     return figures
 
 
-@contextmanager
-def one_rank(device: torch.device) -> Iterator[World]:
-    """A world of one rank on the device."""
-    world = open_world(rank=0, dp=1, tp=1, device=device)
-    try:
-        yield world
-    finally:
-        close_world(world)
-
-
 def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:
     """Write a random fp32 model as a Hugging Face folder without a tokenizer; norm weights are random too."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(
-        shape.family, vocab_size=shape.columns, hidden_size=shape.hidden, intermediate_size=2 * shape.hidden,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.hidden // shape.heads, max_position_embeddings=2048, tie_word_embeddings=tied,
-        initializer_range=max(0.02, 3.2 / shape.hidden),
-        bos_token_id=0, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
+    config = replace(shape, tied=tied).config(
+        max_position_embeddings=2048, initializer_range=max(0.02, 3.2 / shape.hidden), bos_token_id=0, eos_token_id=1
+    )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -107,18 +87,15 @@ def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) ->
     return folder
 
 
-def settings(student: Path, teacher: Path, *, dtype: str = "fp32", **changes: Any) -> Config:
-    """A configuration for engines; `changes` are keys with two underscores for the dot, `train__deterministic=True`."""
-    config = Config(student=StudentConfig(model=str(student), dtype=dtype))  # type: ignore[arg-type]
+def settings(student: Path, teacher: Path, *, dtype: str = "fp32", kernels: str = "torch") -> Config:
+    """A configuration for engines."""
+    config = Config(student=StudentConfig(model=str(student), dtype=dtype, kernels=kernels))  # type: ignore[arg-type]
     config.teachers = [TeacherConfig(model=str(teacher), dtype=dtype, wire_dtype="fp32")]  # type: ignore[arg-type]
     config.loss.top_k, config.loss.ce_weight = TOP_K, 0.5
     config.train.micro_batch_size = 2
     config.schedule.kind = "constant"
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if not hasattr(getattr(config, section), name):
-            raise AttributeError(f"no setting {section}.{name}")
-        setattr(getattr(config, section), name, value)
+    # An epsilon well above the rounding errors of gradients, which AdamW would otherwise scale up to full steps.
+    config.optimizer.lr, config.optimizer.eps = 1e-3, 1e-5
     return config
 
 
@@ -166,13 +143,18 @@ def plain_model(folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
 
 
-def plain_logits(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
-    """Logits [N, VOCABULARY] of all positions, document by document."""
+def plain_hidden(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
+    """The last hidden states [N, H] of all positions, document by document."""
     parts = []
     for text in texts:
         ids = torch.tensor(text.input_ids, dtype=torch.long)[None]
-        parts.append(model(input_ids=ids, use_cache=False).logits[0, :, :VOCABULARY])
+        parts.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])  # type: ignore[operator]
     return torch.cat(parts)
+
+
+def plain_logits(model: nn.Module, texts: Sequence[Encoded]) -> Tensor:
+    """Logits [N, VOCABULARY] of all positions, document by document."""
+    return model.lm_head(plain_hidden(model, texts))[:, :VOCABULARY]  # type: ignore[operator]
 
 
 def plain_labels(texts: Sequence[Encoded]) -> Tensor:
@@ -239,9 +221,3 @@ def relative_error(values: Mapping[str, Tensor], truth: Mapping[str, Tensor]) ->
     assert values.keys() == truth.keys(), f"other parameters: {sorted(values.keys() ^ truth.keys())[:4]}"
     difference = sum((values[name].double() - truth[name].double()).square().sum() for name in truth)
     return float((difference / sum(tensor.double().square().sum() for tensor in truth.values())) ** 0.5)
-
-
-def differing(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that are not equal bit for bit."""
-    assert values.keys() == expected.keys(), f"other parameters: {sorted(values.keys() ^ expected.keys())[:4]}"
-    return [name for name in expected if not torch.equal(values[name], expected[name])]

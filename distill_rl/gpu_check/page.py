@@ -103,18 +103,11 @@ def headline(content: Mapping[str, Any]) -> str:
 def _machine(content: Mapping[str, Any]) -> Iterator[str]:
     machine, call = content["machine"], content["call"]
     if machine:
-        for gpu in _gpu_lines(machine["gpus"]):
+        for gpu in _gpu_lines(machine["gpus"]) or ["none in use"]:
             yield _labelled("GPU", gpu)
-        if not machine["gpus"]:
-            yield _labelled("GPU", "none in use")
         if machine.get("driver"):
-            versions = {
-                "driver": machine["driver"],
-                "CUDA": machine["cuda"],
-                "cuDNN": machine["cudnn"],
-                "NCCL": machine["nccl"],
-            }
-            text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+            names = ("driver", "CUDA", "cuDNN", "NCCL")
+            text = ", ".join(f"{name} {machine[name.lower()]}" for name in names if machine[name.lower()])
             yield _labelled("driver", f"{text}; allocator {machine['allocator']}")
         cpu = machine["cpu"]
         yield _labelled("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads in use")

@@ -1,11 +1,10 @@
 """The process of one part: calls its function and writes the result atomically.
 
-python -m distill_rl.gpu_check.part MODULE FUNCTION RESULT.json --device cuda --limit-s 90 [--tiny] [--budget]
+python -m distill_rl.gpu_check.part ARGUMENTS, the keywords of `main` as JSON; `process.run_part` starts it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -18,7 +17,6 @@ import sys
 import traceback
 import unittest
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from distill_rl.system.files import write_atomic
@@ -30,25 +28,25 @@ _MARGIN_S = 15.0
 _LONGEST_REASON = 400
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Runs one part of the GPU check")
-    parser.add_argument("module")
-    parser.add_argument("function")
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--limit-s", type=float, required=True)
-    parser.add_argument("--parent", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--budget", action="store_true", help="pass the function the number of seconds that it may use")
-    options = parser.parse_args(argv)
-    _die_with(options.parent)
+def main(
+    *,
+    module: str,
+    function: str,
+    device: str,
+    tiny: bool,
+    result: str,
+    limit_s: float,
+    takes_budget: bool,
+    parent: int,
+) -> None:
+    """Call the function and write its outcome to the file `result`; end when the process `parent` does."""
+    _die_with(parent)
     # If the part is about to be killed, its stacks show where it hangs.
-    faulthandler.dump_traceback_later(max(options.limit_s - _STACKS_BEFORE_END_S, 0.1), exit=False)
-    budget_s = max(options.limit_s - _MARGIN_S, 1.0) if options.budget else None
-    outcome = call(options.module, options.function, options.device, options.tiny, budget_s)
-    write_atomic(options.result, json.dumps(outcome, allow_nan=False))  # figures keep their order
+    faulthandler.dump_traceback_later(max(limit_s - _STACKS_BEFORE_END_S, 0.1), exit=False)
+    budget_s = max(limit_s - _MARGIN_S, 1.0) if takes_budget else None
+    outcome = call(module, function, device, tiny, budget_s)
+    write_atomic(result, json.dumps(outcome, allow_nan=False))  # figures keep their order
     faulthandler.cancel_dump_traceback_later()
-    return 0
 
 
 def call(module: str, function: str, device: str, tiny: bool, budget_s: float | None) -> dict[str, Any]:
@@ -109,8 +107,6 @@ def plain(value: Any) -> Any:
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux)."""
-    if not parent:
-        return
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -118,4 +114,4 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(**json.loads(sys.argv[1]))

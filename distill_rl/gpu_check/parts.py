@@ -35,25 +35,28 @@ class Part:
     """Skipped on a CPU."""
 
 
-def _check(name: str, title: str, limit_s: float = 90.0) -> Part:
-    return Part(name, title, f"{HERE}.{name}", limit_s=limit_s)
+def _check(name: str, title: str, module: str = "", limit_s: float = 90.0) -> Part:
+    """A part whose function is `check` in its own module, or `check_NAME` in a module that it shares."""
+    return Part(name, title, f"{HERE}.{module or name}", f"check_{name}" if module else "check", limit_s)
 
 
 PARTS = (
     _check("environment", "matrix products against fp64, and what the machine has"),
     _check("losses", "losses against the fp64 oracle"),
     _check("attention", "every attention path gives the same logits and gradients"),
-    _check("student", "loss and gradient of StudentEngine against fp64 on the CPU", 120),
-    _check("teacher", "targets of TeacherEngine against fp64 on the CPU"),
-    _check("step", "one training step: fused optimizer, gradient accumulation, no needless synchronisation"),
-    _check("resume", "the same bits from run to run, and after a checkpoint", 120),
+    _check("student", "loss and gradient of StudentEngine against fp64 on the CPU", "engines", 120),
+    _check("teacher", "targets of TeacherEngine against fp64 on the CPU", "engines"),
+    _check(
+        "step", "one training step: fused optimizer, gradient accumulation, no needless synchronisation", "training"
+    ),
+    _check("resume", "the same bits from run to run, and after a checkpoint", "training", 120),
     _check("transport", "targets from one process to another"),
     _check("dp", "the dynamic programme of the alignment"),
     Part("kernels", "kernels against the limits of bandwidth and FLOP/s", f"{HERE}.kernels", "measure", 90, 30),
     Part(
         "throughput",
         "teacher and student with real shapes, beside the cost model",
-        f"{HERE}.throughput",
+        "distill_rl.bench.gpu.engine_throughput",
         "measure",
         limit_s=240,
         reserve_s=200,
@@ -93,5 +96,5 @@ def named(names: list[str], parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"must be among {', '.join(known)}; got {unknown[0]!r}")
+        raise ValueError(f"--only: must be among {', '.join(known)}; got {unknown[0]!r}")
     return tuple(part for part in parts if part.name in names)

@@ -82,11 +82,10 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
             where = "" if part.command else f"; its stacks are in {call.log.name}"
             return Outcome(TIMED_OUT, f"not done after {limit_s:.0f} s{where}", seconds)
         last = _last_line(log, start)
-        if part.command:
-            figures = _figures_of(part, call) if code == 0 else {}
-            return Outcome(OK if code == 0 else FAILED, last if code == 0 else _death(code, last), seconds, figures)
-        if code != 0 or not result.exists():
+        if code != 0 or not (part.command or result.exists()):
             return Outcome(FAILED, _death(code, last), seconds)
+        if part.command:
+            return Outcome(OK, last, seconds, _figures_of(part, call))
         return Outcome(seconds=seconds, **json.loads(result.read_text("utf-8")))
 
 
@@ -99,9 +98,17 @@ def adopt_orphans() -> None:
 def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
     if part.command:
         return [word.format(device=call.device, out=call.out) for word in part.command]
-    command = [sys.executable, "-m", "distill_rl.gpu_check.part", part.module, part.function, str(result)]
-    command += ["--device", call.device, "--limit-s", str(limit_s), "--parent", str(os.getpid())]
-    return command + ["--tiny"] * call.tiny + ["--budget"] * part.takes_budget
+    arguments = {
+        "module": part.module,
+        "function": part.function,
+        "device": call.device,
+        "tiny": call.tiny,
+        "result": str(result),
+        "limit_s": limit_s,
+        "takes_budget": part.takes_budget,
+        "parent": os.getpid(),
+    }
+    return [sys.executable, "-m", "distill_rl.gpu_check.part", json.dumps(arguments)]
 
 
 def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:

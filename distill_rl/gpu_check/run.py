@@ -49,13 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     adopt_orphans()
     call = Call(options.device, options.tiny, out, out / LOG)
     call.log.write_bytes(b"")
-    call_options = {
-        "device": options.device,
-        "tiny": options.tiny,
-        "ray": options.ray,
-        "budget": f"{options.budget_s:g} s",
-    }
-    record = Record(out, call_options, parts)
+    call_options = {name: getattr(options, name) for name in ("device", "tiny", "ray")}
+    record = Record(out, call_options | {"budget": f"{options.budget_s:g} s"}, parts)
     began = monotonic()
     with _signals():
         try:
@@ -131,10 +126,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
     parts = PARTS + RAY_PARTS if options.ray else PARTS
     if options.only is None:
         return parts
-    try:
-        return named([name.strip() for name in options.only.split(",")], parts)
-    except ValueError as error:
-        raise ValueError(f"--only: {error}") from None
+    return named([name.strip() for name in options.only.split(",")], parts)
 
 
 def _writable(out: Path) -> Path:

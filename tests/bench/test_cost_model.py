@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.bench.gpu import cost_model as model
-from distill_rl.bench.gpu.cost_page import PAGE, page
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
@@ -178,8 +177,8 @@ def test_larger_steps_share_the_optimizer_among_more_tokens() -> None:
 def test_the_committed_page_is_what_the_program_writes(tmp_path: Path) -> None:
     written = tmp_path / "page.md"
     assert model.main(["--write", str(written)]) == 0
-    assert written.read_text("utf-8") == page()
-    assert PAGE.read_text("utf-8") == page(), "bash launch/bench.sh cost_model --write"
+    assert written.read_text("utf-8") == model.page()
+    assert model.PAGE.read_text("utf-8") == model.page(), "bash launch/bench.sh cost_model --write"
 
 
 def test_the_program_prints_every_phase_and_kind(capsys: pytest.CaptureFixture[str]) -> None:

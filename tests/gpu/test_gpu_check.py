@@ -12,7 +12,9 @@ from distill_rl.gpu_check.process import OK, SKIPPED, Call, run_part
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part.function == "check"], ids=lambda part: part.name)
+@pytest.mark.parametrize(
+    "part", [part for part in PARTS if part.function.startswith("check")], ids=lambda part: part.name
+)
 def test_a_part_of_the_gpu_check_passes(part: Part, tmp_path: Path) -> None:
     call = Call("cuda", False, tmp_path, tmp_path / "log")
     outcome = run_part(part, call, part.limit_s)

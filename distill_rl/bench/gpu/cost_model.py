@@ -6,7 +6,7 @@ implementation would need. Teacher and student share the card and run one after 
 
 Bytes per element below are counted operation by operation; tests/bench/test_cost_model.py counts them again while the
 code runs. What the model leaves out makes a real step slower: launch gaps, memory-bound kernels below copy bandwidth,
-matrix products below the rate of a large square one. Standard library only.
+matrix products below the rate of a large square one. `page` writes docs/benchmarks/gpu_model.md. Standard library only.
 """
 
 from __future__ import annotations
@@ -177,17 +177,10 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
-    return Part(
-        phase,
-        "elementwise",
-        f"norms {NORM[backward]}, rotary {ROTARY[backward]}, SwiGLU {SWIGLU[backward]}, sums {RESIDUAL[backward]} bytes "
-        f"per element; ideal {FUSED_NORM[backward]}, {FUSED_ROTARY[backward]}, {FUSED_SWIGLU[backward]}, "
-        f"{FUSED_RESIDUAL[backward]}",
-        bytes=_elements(shape, NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]),
-        ideal_bytes=_elements(
-            shape, FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]
-        ),
-    )
+    ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
+    ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
+    formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
+    return Part(phase, "elementwise", formula, bytes=_elements(shape, *ours), ideal_bytes=_elements(shape, *ideal))
 
 
 def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
@@ -201,15 +194,98 @@ def microseconds(found: list[Part], card: Card, *, by: str, ideal: bool = False)
     """µs per token by `phase` or `kind`, in their usual order."""
     sums = dict.fromkeys(PHASES if by == "phase" else KINDS, 0.0)
     for part in found:
-        sums[part.phase if by == "phase" else part.kind] += 1e6 * (
-            part.ideal_seconds(card) if ideal else part.seconds(card)
-        )
+        seconds = part.ideal_seconds(card) if ideal else part.seconds(card)
+        sums[part.phase if by == "phase" else part.kind] += 1e6 * seconds
     return sums
 
 
-def main(argv: list[str] | None = None) -> int:
-    from distill_rl.bench.gpu.cost_page import PAGE, page, table
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "gpu_model.md"
 
+_INTRODUCTION = """\
+# What a step should cost on one GPU
+
+Written by `bash launch/bench.sh cost_model --write`; edit [cost_model.py](../../distill_rl/bench/gpu/cost_model.py) instead.
+These are predictions, not measurements. `bash launch/bench.sh engine_throughput` runs both engines on a GPU and prints what it
+measures beside them.
+
+Teacher and student share one {card} and run one after the other, so a token costs the sum of both. A step has {rows} rows of
+{length:,} tokens in micro-batches of {micro_batch} rows, without activation checkpointing; the teacher reads as many tokens.
+Kernels are those of transformers and torch. Rates ({source}):
+{bandwidth:.1f} TB/s, read and written bytes counted, and {matmul:.0f} TFLOP/s in bf16. Attention is assumed to reach {forward:.0%} of the
+latter forward and {backward:.0%} backward; it is the one rate here that nobody has measured on this card.
+
+`ours` counts every pass of this package's code. `ideal` has the same matrix products, attention at the full rate, and a
+fused kernel that reads its inputs and writes its results once for everything else.
+"""
+_LEFT_OUT = """\
+## What is left out
+
+- Matrix products of a layer's sizes run below the rate of a large square one, and kernels whose rows are not aligned
+  below copy bandwidth. Both make a real step slower than `ours`.
+- Kernel launches: a micro-batch launches a few thousand kernels, some 10 ms of CPU time against some 150 ms on the card. They are
+  hidden unless micro-batches are small.
+- A teacher with another tokenizer reads somewhat more or fewer tokens than the student. The loss over chunks (`hybrid`) makes
+  the same passes over logits as the one over tokens; what it adds is small.
+- Copies of weights and gradients run in streams of their own and may overlap with arithmetic.
+- Reuse in the level-2 cache: a chunk of fp32 logits (128 MiB) does not fit, activations of a micro-batch do in part.
+"""
+
+
+def page() -> str:
+    """The whole page: an H200, all pairs, the default step."""
+    card, step = CARDS["h200"], Step()
+    introduction = _INTRODUCTION.format(
+        card=card.name, rows=step.rows, length=step.length, micro_batch=step.micro_batch, source=card.source,
+        bandwidth=card.bandwidth / 1e12, matmul=card.matmul / 1e12, forward=card.attention[0],
+        backward=card.attention[1],
+    )  # fmt: skip
+    return "\n".join([introduction, *(_section(pair, step, card) for pair in PAIRS.values()), _LEFT_OUT])
+
+
+def _section(pair: Pair, step: Step, card: Card) -> str:
+    found = parts(pair, step, card)
+    lines = [f"## {pair.name}", "", _verdict(pair, step, card, found), ""]
+    lines += ["| kind | µs per token, ours | ideal |", "|---|---:|---:|"]
+    lines += [f"| {name} | {ours:.2f} | {ideal:.2f} |" for name, ours, ideal in _rows(found, card, by="kind")]
+    lines += ["", "| phase | kind | µs, ours | ideal | FLOPs or bytes per token |", "|---|---|---:|---:|---|"]
+    lines += [
+        f"| {part.phase} | {part.kind} | {1e6 * part.seconds(card):.2f} | {1e6 * part.ideal_seconds(card):.2f} "
+        f"| {part.formula} |"
+        for part in found
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
+    ours, ideal = (sum(microseconds(found, card, by="kind", ideal=each).values()) for each in (False, True))
+    by_phase = microseconds(found, card, by="phase")
+    teacher = sum(by_phase[phase] for phase in PHASES[:2])
+    flops = pair.flops_per_token(step.length)
+    of_rate = 1e6 * flops / ours / card.matmul
+    return (
+        f"Teacher {teacher:.1f} + student {ours - teacher:.1f} = **{ours:.1f} µs per token, {1e6 / ours:,.0f} tokens/s**; "
+        f"ideal {ideal:.1f} µs, {1e6 / ideal:,.0f} tokens/s. "
+        f"The models' {flops / 1e9:.1f} GFLOP per token are then {of_rate:.0%} of the matrix-product rate."
+    )
+
+
+def _rows(found: list[Part], card: Card, *, by: str) -> list[tuple[str, float, float]]:
+    ours, ideal = (microseconds(found, card, by=by, ideal=each) for each in (False, True))
+    rows = [(name, ours[name], ideal[name]) for name in (KINDS if by == "kind" else PHASES)]
+    return [*rows, ("all", sum(ours.values()), sum(ideal.values()))]
+
+
+def table(pair: Pair, step: Step, card: Card) -> str:
+    """For a terminal: by phase, by kind, and the verdict."""
+    found = parts(pair, step, card)
+    lines = [f"{pair.name} on one {card.name} ({card.source}), µs per token"]
+    for by in ("phase", "kind"):
+        lines += ["", f"{by:<24}{'ours':>9}{'ideal':>9}"]
+        lines += [f"{name:<24}{ours:>9.2f}{ideal:>9.2f}" for name, ours, ideal in _rows(found, card, by=by)]
+    return "\n".join([*lines, "", _verdict(pair, step, card, found).replace("**", "")])
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--card", choices=(*CARDS, "cpu"), default="h200", help="cpu: its rates are measured first")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")
@@ -231,17 +307,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     step = Step(options.rows, options.micro_batch, options.length)
-    card = _measured() if options.card == "cpu" else CARDS[options.card]
+    if options.card == "cpu":
+        import torch
+
+        from distill_rl.bench.gpu.timing import measure_card
+
+        card = measure_card(torch.device("cpu"))
+    else:
+        card = CARDS[options.card]
     print("\n\n".join(table(PAIRS[name], step, card) for name in ([options.pair] if options.pair else PAIRS)))
     return 0
-
-
-def _measured() -> Card:
-    import torch
-
-    from distill_rl.bench.gpu.ceilings import measure_card
-
-    return measure_card(torch.device("cpu"))
 
 
 if __name__ == "__main__":

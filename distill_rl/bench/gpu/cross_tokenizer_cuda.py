@@ -12,8 +12,7 @@ included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,12 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.contenders import OURS, Case, Step
-from distill_rl.bench.gpu.engines import KINDS, made_up_projection
-from distill_rl.bench.gpu.losses_cuda import Figures, measure, show, with_ratio
-from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
+from distill_rl.bench.gpu.engines import fill_chunks, random_projection
+from distill_rl.bench.gpu.losses_cuda import OURS, Case, Figures, Step, measure, show, with_ratio
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
     TopKLogprobs,
-    VocabularyProjection,
     chunk_kd_loss,
     kd_loss,
     vocab_parallel_topk,
@@ -44,76 +40,46 @@ TOP_K = 64
 ONE_TOKENIZER = "kd_loss, one tokenizer"
 
 
-@dataclass(frozen=True)
-class Sides:
-    """Logits and labels of both models, the chunk of every row, and the vocabulary projection."""
-
-    student: Tensor
-    teacher: Tensor
-    labels: Tensor
-    teacher_labels: Tensor
-    chunks: Chunks
-    projection: VocabularyProjection
-
-    @classmethod
-    def draw(cls, sizes: Sequence[int], device: str) -> Sides:
-        """Random, with logits of standard deviation 2."""
-        rows, columns, teacher_columns = sizes
-        generator = torch.Generator(device).manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        chunks = _chunks(rows, device)
-
-        def logits(shape: tuple[int, int]) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(2)
-
-        def tokens(shape: tuple[int, int]) -> Tensor:
-            return torch.randint(0, shape[1], shape[:1], generator=generator, device=device)
-
-        own, other = (rows, columns), (len(chunks.teacher), teacher_columns)
-        projection = _projection(columns, teacher_columns).to(device)
-        return cls(logits(own), logits(other), tokens(own), tokens(other), chunks, projection)
-
-    @property
-    def teacher_top(self) -> TopKLogprobs:
-        return vocab_parallel_topk(self.teacher, min(TOP_K, self.teacher.shape[1]), labels=self.teacher_labels)
-
-
 def _chunks(rows: int, device: str) -> Chunks:
-    sides: tuple[list[int], list[int]] = [], []
-    count = 0
-    while len(sides[0]) + KINDS[count % len(KINDS)][0] <= rows:
-        for side, length in zip(sides, KINDS[count % len(KINDS)]):
-            side += [count] * length
-        count += 1
+    sides = fill_chunks((rows, sys.maxsize))
+    count = sides[0][-1] + 1
     sides[0].extend([-1] * (rows - len(sides[0])))
     student, teacher = (torch.tensor(side, device=device) for side in sides)
     return Chunks(student, teacher, count)
 
 
-def _projection(columns: int, teacher_columns: int) -> VocabularyProjection:
-    student = replace(LLAMA_1B, columns=columns, tokens=columns)
-    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
-    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
+def draw(sizes: Sequence[int], device: str) -> tuple[Tensor, list[Case]]:
+    """Random logits of the student, of standard deviation 2; and every method on each of its kinds of targets."""
+    rows, columns, teacher_columns = sizes
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    chunks, projection = _chunks(rows, device), random_projection(columns, teacher_columns).to(device)
 
+    def logits(shape: tuple[int, int]) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(2)
 
-def cases(sides: Sides) -> Iterator[Case]:
-    """Every method, with each kind of targets that it is measured on."""
-    top = sides.teacher_top
-    dense = DenseLogits(sides.teacher, top.label_logprob)
-    own = vocab_parallel_topk(sides.student.flip(0), min(TOP_K, sides.student.shape[1]))
+    def tokens(shape: tuple[int, int]) -> Tensor:
+        return torch.randint(0, shape[1], shape[:1], generator=generator, device=device)
+
+    student_shape, teacher_shape = (rows, columns), (len(chunks.teacher), teacher_columns)
+    student, teacher = logits(student_shape), logits(teacher_shape)
+    labels = tokens(student_shape)
+    top = vocab_parallel_topk(teacher, min(TOP_K, teacher_columns), labels=tokens(teacher_shape))
+    dense = DenseLogits(teacher, top.label_logprob)
+    own = vocab_parallel_topk(student.flip(0), min(TOP_K, columns))
 
     def one(student: Tensor) -> Tensor:
-        return kd_loss(student, own, labels=sides.labels, kd_ratio=0.5, reduction="sum").loss
+        return kd_loss(student, own, labels=labels, kd_ratio=0.5, reduction="sum").loss
 
     def step(method: str, target: DenseLogits | TopKLogprobs, **keywords: Any) -> Step:
         def loss(student: Tensor) -> Tensor:
             output = chunk_kd_loss(
                 student,
                 target,
-                sides.chunks,
-                sides.projection,
+                chunks,
+                projection,
                 method=method,
-                labels=sides.labels,
+                labels=labels,
                 top_k=TOP_K,
                 **keywords,
             )
@@ -121,19 +87,23 @@ def cases(sides: Sides) -> Iterator[Case]:
 
         return loss
 
-    yield Case("logits", "forward_kl", ONE_TOKENIZER, f"top {TOP_K}", one)
-    yield Case("logits", "hybrid", OURS, f"top {TOP_K}", step("hybrid", top))
-    yield Case("logits", "alm", OURS, "label log-probs", step("alm", top))
+    cases: list[Case] = [
+        (Figures("logits", "forward_kl", ONE_TOKENIZER, f"top {TOP_K}"), one),
+        (Figures("logits", "hybrid", OURS, f"top {TOP_K}"), step("hybrid", top)),
+        (Figures("logits", "alm", OURS, "label log-probs"), step("alm", top)),
+    ]
     for method in ("hybrid", "xtoken", "gold", "uld", "strict"):
-        yield Case("logits", method, OURS, "logits", step(method, dense))
+        cases.append((Figures("logits", method, OURS, "logits"), step(method, dense)))
     for method in ("xtoken", "gold"):
-        yield Case("logits", f"{method}, chain", OURS, "logits", step(method, dense, chunk_average="chain"))
+        chained = step(method, dense, chunk_average="chain")
+        cases.append((Figures("logits", f"{method}, chain", OURS, "logits"), chained))
+    return student, cases
 
 
 def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     """All cases on the same draw."""
-    sides = Sides.draw(sizes, device)
-    measured = [measure(case, [sides.student], repeats) for case in cases(sides)]
+    student, cases = draw(sizes, device)
+    measured = [measure(figures, step, [student], repeats) for figures, step in cases]
     base = next(line.milliseconds for line in measured if line.by == ONE_TOKENIZER)
     return [with_ratio(line, base) for line in measured]
 

@@ -13,31 +13,30 @@ forward and backward, over the rate of a large matrix product measured just befo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distill_rl.bench.gpu.ceilings import measure_card
+from distill_rl.bench import harness
 from distill_rl.bench.gpu.cost_model import PHASES, Card, Step, microseconds, parts
-from distill_rl.bench.gpu.engines import Engines
-from distill_rl.bench.gpu.phases import phase_seconds
+from distill_rl.bench.gpu.engines import Engines, one_rank, phase_seconds
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_PAIRS, Pair
-from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.bench.gpu.timing import measure_card, synchronize
+from distill_rl.parallel.mesh import World
+from distill_rl.system.gpu_memory import is_out_of_memory
 
 WARM_UP, MOST_STEPS, PROFILED = 2, 10, 2
 """Steps before timing, timed at most, and timed by phase."""
 TINY = Step(rows=4, micro_batch=2, length=32, top_k=8)
-OUT_OF_MEMORY, NO_TIME = "out of memory", "no time left"
 
 
 def measure(
@@ -52,7 +51,7 @@ def measure(
 
     Args:
         device: where both engines live.
-        tiny: the pairs in tiny sizes, on whatever device.
+        tiny: the pairs in tiny sizes, as always on a CPU.
         budget_s: seconds for everything, which the pairs share; it decides how many steps are timed.
         step: rows, micro-batch, length and top-k; None: the default sizes.
         pairs: names in `PAIRS`.
@@ -63,46 +62,33 @@ def measure(
         of `_measure_pair`.
     """
     deadline = time.monotonic() + budget_s
+    tiny = tiny or device.type != "cuda"
     step = step or (TINY if tiny else Step())
     names = list(pairs)
     card = measure_card(device)
-    world = open_world(rank=0, dp=1, tp=1, device=device)
     found: dict[str, Any] = {}
-    try:
+    with one_rank(device) as world:
         for i, name in enumerate(names):
             pair = (TINY_PAIRS if tiny else PAIRS)[name]
             share = (deadline - time.monotonic()) / (len(names) - i)
             found[name] = {"pair": pair.name, **_try_pair(pair, step, card, world, share)}
-            _free(world.device)
-    finally:
-        close_world(world)
+            gc.collect()  # here, where the frames that held the engines are gone
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     return {"card": asdict(card) | {"attention": list(card.attention)}, "step": asdict(step), "pairs": found}
 
 
 def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float) -> dict[str, Any]:
     if budget_s <= 0:
-        return {"status": NO_TIME}
+        return {"status": "no time left"}
     try:
         with tempfile.TemporaryDirectory() as folder:
             return {"status": "ok", **_measure_pair(pair, step, card, world, Path(folder), budget_s)}
     except Exception as error:
-        if _ran_out_of_memory(error):
-            return {"status": OUT_OF_MEMORY}
+        if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
+            return {"status": "out of memory"}
         line = traceback.format_exception_only(error)[-1].strip()
         return {"status": f"failed: {line}", "traceback": traceback.format_exc()}
-
-
-def _ran_out_of_memory(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__
-    return error is not None
-
-
-def _free(device: torch.device) -> None:
-    """After the frames that held the engines are gone."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path, budget_s: float) -> dict[str, Any]:
@@ -112,21 +98,21 @@ def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path
     """
     device, start = world.device, time.monotonic()
     engines = Engines(pair, step, world, folder, WARM_UP + MOST_STEPS + PROFILED)
-    _wait(device)
+    synchronize(device)
     loading = time.monotonic() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(WARM_UP):
         once = time.monotonic()
         metrics = engines.step()
-        _wait(device)
+        synchronize(device)
         once = time.monotonic() - once
     left = budget_s - (time.monotonic() - start)
     steps = max(1, min(MOST_STEPS, int(left / 2 / once)))
     start = time.perf_counter()
     for _ in range(steps):
         metrics = engines.step()
-    _wait(device)
+    synchronize(device)
     seconds = (time.perf_counter() - start) / steps
     loss = metrics["train/loss"].value
     if not math.isfinite(loss):
@@ -148,25 +134,24 @@ def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[st
     """Of `seconds` per step and seconds per phase, with the prediction at the rates of `card`."""
     flops = pair.flops_per_token(step.length) * step.tokens / seconds
     predicted = microseconds(parts(pair, step, card), card, by="phase")
-    per_token = {name: 1e6 * phases[name] / step.tokens for name in PHASES}
-    whole, predicted_whole = 1e6 * seconds / step.tokens, sum(predicted.values())
     return {
         "seconds_per_step": seconds,
         "tokens_per_second": step.tokens / seconds,
         "model_flops_per_second": flops,
         "mfu": flops / card.matmul,
         "mfu_nominal": None if card.nominal is None else flops / card.nominal,
-        "microseconds": {"measured": whole, "predicted": predicted_whole, "ratio": whole / predicted_whole},
-        "phases": {
-            name: {"measured": per_token[name], "predicted": predicted[name], "ratio": per_token[name] / predicted[name]}
-            for name in PHASES
-        },
-    }  # fmt: skip
+        "microseconds": _compared(1e6 * seconds / step.tokens, sum(predicted.values())),
+        "phases": {name: _compared(1e6 * phases[name] / step.tokens, predicted[name]) for name in PHASES},
+    }
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _compared(measured: float, predicted: float) -> dict[str, float]:
+    return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
+
+
+def problems(measured: Mapping[str, Any]) -> list[str]:
+    """Pairs that could not be measured."""
+    return [f"{name}: {pair['status']}" for name, pair in measured["pairs"].items() if pair["status"] != "ok"]
 
 
 def report(measured: dict[str, Any]) -> str:
@@ -199,48 +184,28 @@ def _pair_lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from distill_rl.bench import harness
-
-    parser = harness.parser(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it works; a CPU takes no others")
+    parser = harness.device_parser(__doc__, {"cuda": asdict(Step()), "cpu": asdict(TINY)})
+    parser.add_argument("--tiny", action="store_true", help="tiny models, as on a CPU, which takes no others")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for everything; %(default)s")
-    for name, what in (
-        ("rows", "per step"),
-        ("micro_batch", "rows"),
-        ("length", "tokens per row"),
-        ("top_k", "entries"),
-    ):
-        sizes = f"{what}; {getattr(Step, name)}, tiny {getattr(TINY, name)}"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=sizes)
     options = parser.parse_args(argv)
-    problem = _problem(options)
+    default = asdict(TINY if options.tiny else Step())
+    step = Step(**{name: getattr(options, name) or size for name, size in default.items()})
+    problem = ""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        problem = "no CUDA device; --device cpu --tiny runs its small twin"
+    elif options.device == "cpu" and not options.tiny:
+        problem = "models of real shape need a GPU; add --tiny"
+    elif min(asdict(step).values()) < 1 or step.rows % step.micro_batch:
+        problem = f"--rows must be a multiple of --micro-batch, and all sizes positive; got {asdict(step)}"
     if problem:
         print(f"engine_throughput: error: {problem}", file=sys.stderr)
         return 2
     pairs = [options.pair] if options.pair else PAIRS
-    measured = measure(torch.device(options.device), options.tiny, options.budget, step=_step(options), pairs=pairs)
+    measured = measure(torch.device(options.device), options.tiny, options.budget, step=step, pairs=pairs)
     print(report(measured))
-    failed = any(found["status"].startswith("failed") for found in measured["pairs"].values())
+    failed = any(pair["status"].startswith("failed") for pair in measured["pairs"].values())
     return harness.finish("engine_throughput", measured, options.out, device=options.device) or int(failed)
-
-
-def _step(options: argparse.Namespace) -> Step:
-    default = TINY if options.tiny else Step()
-    given = (options.rows, options.micro_batch, options.length, options.top_k)
-    return Step(*(asked or size for asked, size in zip(given, asdict(default).values())))
-
-
-def _problem(options: argparse.Namespace) -> str:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device; --device cpu --tiny runs its small twin"
-    if options.device == "cpu" and not options.tiny:
-        return "models of real shape need a GPU; add --tiny"
-    step = _step(options)
-    if min(asdict(step).values()) < 1 or step.rows % step.micro_batch:
-        return f"--rows must be a multiple of --micro-batch, and all sizes positive; got {asdict(step)}"
-    return ""
 
 
 if __name__ == "__main__":

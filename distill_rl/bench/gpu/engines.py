@@ -1,4 +1,4 @@
-"""A teacher and a student engine in one process, with real shapes and random weights, and batches for them.
+"""A teacher and a student engine in one process with real shapes and random weights; their batches and phase times.
 
 No weight is drawn on the CPU or written to a disk: a model's folder holds a config and a sparse safetensors file, whose
 zeros take no space; the engines load it like any other model, and the weights are drawn afterwards where they lie.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.align.projection.file import Projection, save_projection
-from distill_rl.bench.gpu.cost_model import Step
-from distill_rl.bench.gpu.shapes import Pair, Shape
+from distill_rl.bench.gpu.cost_model import PHASES, Step
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair, Shape
+from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
-from distill_rl.losses import TopKLogprobs
-from distill_rl.parallel.mesh import World
+from distill_rl.losses import TopKLogprobs, VocabularyProjection
+from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
 
 KINDS = ((1, 1), (1, 1), (2, 1), (1, 1), (1, 1), (1, 2), (1, 1), (1, 1), (3, 2), (1, 1), (1, 1), (1, 1))
 """Tokens of student and teacher in a chunk of text, over and over: three quarters are one to one."""
+BODY, HEAD, FORWARD, LOSS, BACKWARD, OPTIMIZER = PHASES
 
 
 class Engines:
@@ -88,6 +92,56 @@ class Engines:
         return self.student.train_step(self.batch, self.targets)
 
 
+def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[str, float]:
+    """Seconds per step of each of `PHASES`, over `steps` steps.
+
+    Copies of weights and gradients run in FSDP2's own streams and may overlap with the phase they are counted in.
+    """
+    clock = Clock(device)
+    clock.mark("start")
+    with _marked(engines, clock):
+        for _ in range(steps):
+            for _ in engines.teach():
+                clock.mark(HEAD)
+            engines.student.forward_backward(engines.batch, engines.targets)
+            clock.mark(BACKWARD)
+            engines.student.optim_step()
+            clock.mark(OPTIMIZER)
+    sums = dict.fromkeys(PHASES, 0.0)
+    for phase, seconds in clock.intervals():
+        sums[phase] += seconds / steps
+    return sums
+
+
+@contextmanager
+def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
+    """Marks the ends of the phases from hooks on the modules: the engines run as they are.
+
+    The loss ends twice in a micro-batch: forward, and when the gradient of the logits is complete.
+    """
+    student = engines.student.model
+
+    def before_student(*_: object) -> None:
+        if clock.last == LOSS:  # the micro-batch before has ended with its backward
+            clock.mark(BACKWARD)
+
+    def after_student(_: object, __: object, output: Any) -> None:
+        clock.mark(FORWARD)
+        output.logits.register_hook(lambda _: clock.mark(LOSS))
+
+    handles = [
+        engines.teacher.model.base_model.register_forward_hook(lambda *_: clock.mark(BODY)),
+        student.register_forward_pre_hook(before_student, prepend=True),
+        student.register_forward_hook(after_student),
+        engines.student.objective.register_forward_hook(lambda *_: clock.mark(LOSS)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _config(folder: Path, step: Step) -> Config:
     return Config(
         student=StudentConfig(model=str(folder / "student")),
@@ -96,6 +150,16 @@ def _config(folder: Path, step: Step) -> Config:
         loss=LossConfig(top_k=step.top_k),
         train=TrainConfig(global_batch_size=step.rows, micro_batch_size=step.micro_batch),
     )
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[World]:
+    """A world of one rank on the device."""
+    world = open_world(rank=0, dp=1, tp=1, device=device)
+    try:
+        yield world
+    finally:
+        close_world(world)
 
 
 def write_model(folder: Path, shape: Shape, length: int) -> None:
@@ -149,18 +213,31 @@ def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
 
 def made_up_chunks(step: Step) -> ChunkRows:
     """The same chunks in every row, of `KINDS` in turn until one side's row is full."""
-    sides: tuple[list[int], list[int]] = [], []
-    count = one_to_one = 0
-    while all(len(side) + length <= step.length for side, length in zip(sides, KINDS[count % len(KINDS)])):
-        kind = KINDS[count % len(KINDS)]
-        for side, length in zip(sides, kind):
-            side += [count] * length
-        one_to_one += kind == (1, 1)
-        count += 1
+    sides = fill_chunks((step.length, step.length))
+    count = sides[0][-1] + 1
+    one_to_one = sum(KINDS[i % len(KINDS)] == (1, 1) for i in range(count))
     student, teacher = (
         np.tile(np.array(side + [-1] * (step.length - len(side)), np.int32), (step.rows, 1)) for side in sides
     )
     return ChunkRows(student, teacher, step.rows * count, step.rows * one_to_one, step.rows * len(sides[0]))
+
+
+def fill_chunks(limits: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """The chunk of each token of student and teacher: chunks of `KINDS` in turn, until a side reaches its limit."""
+    sides: tuple[list[int], list[int]] = [], []
+    for i, lengths in enumerate(cycle(KINDS)):
+        if any(len(side) + length > limit for side, length, limit in zip(sides, lengths, limits)):
+            break
+        for side, length in zip(sides, lengths):
+            side += [i] * length
+    return sides
+
+
+def random_projection(columns: int, teacher_columns: int) -> VocabularyProjection:
+    """A made-up projection for the losses, between vocabularies without padding."""
+    student = replace(LLAMA_1B, columns=columns, tokens=columns)
+    teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
+    return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
 
 
 def made_up_projection(pair: Pair) -> Projection:

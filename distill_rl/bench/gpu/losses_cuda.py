@@ -11,38 +11,50 @@ Liger-Kernel is measured where it is installed. Its chunked losses compute a cro
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
+import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.contenders import LIGER, PLAIN, Case, Sides, cases, failure
+from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
+from distill_rl.losses import DenseLogits, TeacherHidden, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.targets import Teacher
 
 SIZES = {
     "cuda": {"rows": 8192, "hidden": 4096, "columns": 128_256},
     "cpu": {"rows": 256, "hidden": 64, "columns": 2048},
 }
-WARM_UPS = 3
+TOP_K = 64
+BETA = 0.5
+DIVERGENCES = ("forward_kl", "jsd")
+PLAIN, OURS, LIGER = "plain torch", "distill_rl", "liger"
+Step = Callable[..., Tensor]
+"""Leaves → loss."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one case; None where it could not be had."""
+    """One way to compute a loss, and its figures; None for what was not measured."""
 
     inputs: str
+    """hidden or logits"""
     divergence: str
     by: str
     target: str
-    status: str
+    """dense, or top-k"""
+    status: str = "ok"
     value: float | None = None
     milliseconds: float | None = None
     peak_mib: float | None = None
@@ -50,12 +62,113 @@ class Figures:
     """time over plain torch's"""
 
 
-def measure(case: Case, inputs: Sequence[Tensor], repeats: int) -> Figures:
+Case = tuple[Figures, Step | None]
+"""What to measure; without a step, the figures' status says why."""
+
+
+Side = tuple[Tensor, Tensor]
+"""Hidden states [N, H] and output layer [V, H] of a model."""
+
+
+def draw(sizes: Sequence[int], device: str) -> tuple[Side, Side]:
+    """Student and teacher, random, of N, H and V, with logits of standard deviation 2."""
+    rows, hidden, columns = sizes
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def side() -> Side:
+        states = torch.randn(rows, hidden, generator=generator, device=device)
+        weight = torch.randn(columns, hidden, generator=generator, device=device).mul_(2 / hidden**0.5)
+        return states.to(dtype), weight.to(dtype)
+
+    return side(), side()
+
+
+def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
+    """What one writes without a library: fp32 copies of logits, log_softmax, kl_div."""
+    q, p = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
+    kl = partial(F.kl_div, reduction="batchmean", log_target=True)
+    if divergence == "forward_kl":
+        return kl(q, p)
+    m = torch.logaddexp(p, q) + math.log(BETA)  # β is one half, so both sides weigh the same
+    return BETA * kl(m, p) + (1 - BETA) * kl(m, q)
+
+
+def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
+    """Leaves, and what is computed of them. Logits are made once the hidden states' group is done."""
+    hidden, weight = teacher
+    logits = hidden @ weight.T
+    k = min(TOP_K, logits.shape[1])
+    top = vocab_parallel_topk(logits, k)
+    del logits
+
+    def plain_linear(states: Tensor, layer: Tensor, divergence: str) -> Tensor:
+        return plain(states @ layer.T, hidden @ weight.T, divergence)
+
+    def both(inputs: str, plainly: Step, loss: Callable[..., Any], dense: Teacher) -> Iterator[Case]:
+        for divergence in DIVERGENCES:
+            yield Figures(inputs, divergence, PLAIN, "dense"), partial(plainly, divergence=divergence)
+            for name, target in (("dense", dense), (f"top {k}", top)):
+                yield Figures(inputs, divergence, OURS, name), partial(_ours, loss, target, divergence)
+
+    fused = both("hidden", plain_linear, fused_linear_kd_loss, TeacherHidden(hidden, weight))
+    yield student, [*fused, *liger(teacher)]
+    logits = hidden @ weight.T
+    yield (
+        [student[0] @ student[1].T],
+        list(both("logits", partial(plain, teacher=logits), kd_loss, DenseLogits(logits))),
+    )
+
+
+def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
+    return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
+
+
+def liger(teacher: Side) -> Iterator[Case]:
+    """Its chunked losses, and its fused JSD in Triton; forward KL is their JSD at β = 0 where it has no class of its own."""
+    states, weight = teacher
+    labels = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    # The weights choose KD alone. Compiled as by default, except on a CPU, which may have no compiler.
+    settings = {"weight_hard_loss": 0.0, "weight_soft_loss": 1.0, "compiled": states.is_cuda}
+    kl_names = ("LigerFusedLinearKLDivLoss", "LigerFusedLinearKLDiv")
+    for divergence, beta in (("forward_kl", 0.0), ("jsd", BETA)):
+        classes = dict.fromkeys(kl_names, settings) if divergence == "forward_kl" else {}
+        classes["LigerFusedLinearJSDLoss"] = settings | {"beta": beta}
+        yield _liger_case("chunked_loss", divergence, classes, (states, weight, labels, None, None))
+        yield _liger_case(
+            "transformers", divergence, {"LigerFusedLinearJSD": {"jsd_beta": beta}}, (states, weight, None)
+        )
+
+
+def _liger_case(package: str, divergence: str, classes: dict[str, dict[str, Any]], rest: tuple[Any, ...]) -> Case:
+    """The first of these classes that the installed version has, and its settings."""
+    name = list(classes)[-1]
+    try:
+        if importlib.util.find_spec("liger_kernel") is None:
+            status = "not installed"
+        else:
+            module = importlib.import_module(f"liger_kernel.{package}")
+            present = next((name for name in classes if hasattr(module, name)), None)
+            if present is not None:
+                loss = getattr(module, present)(**classes[present])
+                return Figures("hidden", divergence, f"{LIGER} {present}", "dense"), lambda *leaves: loss(
+                    *leaves, *rest
+                )
+            status = "not in this version"
+    except Exception as error:  # another version's interface must not cost the other figures
+        status = failure(error)
+    return Figures("hidden", divergence, f"{LIGER} {name}", "dense", status), None
+
+
+def failure(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+
+
+def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repeats: int) -> Figures:
     """Out of memory is a result; so is whatever Liger raises. Anything else that goes wrong is ours, and is raised."""
-    figures = partial(Figures, case.inputs, case.divergence, case.by, case.target)
-    if case.step is None:
-        return figures(case.status)
-    step, cuda = case.step, inputs[0].is_cuda
+    if step is None:
+        return figures
+    device = inputs[0].device
 
     def run() -> Tensor:
         # held until the end: their gradients are part of the peak
@@ -64,50 +177,26 @@ def measure(case: Case, inputs: Sequence[Tensor], repeats: int) -> Figures:
         loss.backward()
         return loss.detach()
 
-    status = ""
     try:
-        for _ in range(WARM_UPS):
-            value = run().item()
-        peak = _peak_mib(run) if cuda else None
-        times = [_milliseconds(run, cuda) for _ in range(repeats)]
+        seconds, peak, value = median_seconds(run, device, repeats), peak_bytes(run, device), run().item()
+        peak_mib = None if peak is None else round(peak / 2**20, 1)
+        figures = replace(figures, value=value, milliseconds=round(1000 * seconds, 3), peak_mib=peak_mib)
     except torch.OutOfMemoryError:
-        status = "out of memory"
+        figures = replace(figures, status="out of memory")
     except Exception as error:
-        if not case.by.startswith(LIGER):
+        if not figures.by.startswith(LIGER):
             raise
-        status = failure(error)
-    if cuda:  # here, where the exception and its frames no longer hold tensors
+        figures = replace(figures, status=failure(error))
+    if device.type == "cuda":  # here, where the exception and its frames no longer hold tensors
         torch.cuda.empty_cache()
-    return figures(status) if status else figures("ok", value, round(median(times), 3), peak)
-
-
-def _peak_mib(run: Callable[[], Tensor]) -> float:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-
-
-def _milliseconds(run: Callable[[], Tensor], cuda: bool) -> float:
-    if not cuda:
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1000
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last)
+    return figures
 
 
 def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
     """All cases on the same draw."""
     measured: list[Figures] = []
-    for inputs, group in cases(Sides.draw(sizes, device)):
-        measured += (measure(case, inputs, repeats) for case in group)
+    for inputs, group in cases(*draw(sizes, device)):
+        measured += (measure(figures, step, inputs, repeats) for figures, step in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
     return [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.ceilings import matmul_rate
 from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT, Shape
+from distill_rl.bench.gpu.timing import matmul_rate
 from distill_rl.bench.material import train_tokenizer, write_texts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, 
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(device))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     model.save_pretrained(folder)
 
 
@@ -189,13 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     if harness.lacks_device("train_cuda", device):
         return 2
     sizes = harness.chosen_sizes(options, SIZES)
-    settings = sizes | {
-        "micro_batch": options.micro_batch,
-        "depth": options.depth,
-        "transport": options.transport,
-        "checkpointing": str(options.checkpointing).lower(),
-    }
-    rate = matmul_rate(torch.device(device), 8192 if device == "cuda" else 256)
+    settings = sizes | {name: getattr(options, name) for name in ("micro_batch", "depth", "transport")}
+    settings["checkpointing"] = str(options.checkpointing).lower()
+    rate = matmul_rate(torch.device(device))
     with tempfile.TemporaryDirectory() as folder:
         root, length = Path(folder), sizes["length"]
         rows = 40 * sizes["batch"]
@@ -206,10 +202,6 @@ def main(argv: list[str] | None = None) -> int:
     show(measured)
     settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
     return harness.finish("train_cuda", {"settings": settings, "results": measured}, options.out, device=device)
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 if __name__ == "__main__":

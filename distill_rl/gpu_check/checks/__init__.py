@@ -1,1 +1,1 @@
-"""What the GPU check looks at: one module per part, called by name (`parts.py`)."""
+"""What the GPU check looks at: functions of parts, called by name (`parts.py`)."""

@@ -175,14 +175,6 @@ def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.devic
     return errors
 
 
-def _packed_rows(rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, positions and a mask of tokens that are not padding, each [rows, width], of packed rows."""
-    draw = np.random.default_rng(1)
-    positions = _positions(rows, width, seed=2)
-    real = np.tile(np.arange(width) < width - 9, (rows, 1))
-    return np.where(real, draw.integers(5, 250, (rows, width)), 0), positions, real
-
-
 def _path(
     family: str, implementation: str, dtype: torch.dtype, device: torch.device, *, separately: bool = False
 ) -> dict[str, Tensor]:
@@ -192,7 +184,10 @@ def _path(
     """
     import transformers
 
-    ids, positions, real = _packed_rows(rows=3, width=128)
+    rows, width = 3, 128
+    positions = _positions(rows, width, seed=2)
+    real = np.tile(np.arange(width) < width - 9, (rows, 1))  # the last tokens are padding
+    ids = np.where(real, np.random.default_rng(1).integers(5, 250, (rows, width)), 0)
     name, options = _FAMILIES[family]
     config = getattr(transformers, name)(**(_GPT2_SIZES if family == "gpt2" else _SIZES), **options)
     varlen.register()
@@ -205,13 +200,13 @@ def _path(
     model.to(device).train()
     weight = torch.randn(*ids.shape, 256, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     pieces = []
-    for rows, columns in _documents_of(positions) if separately else [(slice(None), slice(None))]:
-        documents = varlen.Documents.of(positions[rows, columns], device)
-        inputs = [torch.from_numpy(array[rows, columns]).to(device) for array in (ids, positions)]
+    for part in _documents_of(positions) if separately else [(slice(None), slice(None))]:
+        documents = varlen.Documents.of(positions[part], device)
+        inputs = [torch.from_numpy(array[part]).to(device) for array in (ids, positions)]
         with _no_synchronisation(device, varlen.reads_documents(config)):
             logits = forward.logits(model, inputs[0], inputs[1], documents)
-        mask = torch.from_numpy(real[rows, columns]).to(device)
-        (logits * weight[rows, columns] * mask[..., None]).sum().backward()
+        mask = torch.from_numpy(real[part]).to(device)
+        (logits * weight[part] * mask[..., None]).sum().backward()
         pieces.append(logits.detach().float()[mask])
     gradient = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
     return {"logits": torch.cat(pieces), "gradient": gradient}

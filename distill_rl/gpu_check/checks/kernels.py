@@ -8,26 +8,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill_rl.bench.gpu.ceilings import copy_bandwidth, matmul_rate
+from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
-from distill_rl.losses.targets import Teacher
 from distill_rl.student.optim import build_optimizer
 
 TOP_K = 64
 HOST_COPY_BYTES = 1 << 29
-REPEATS, WARM_UPS = 10, 3
+REPEATS = 10
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +36,14 @@ class Sizes:
     columns: int
     hidden: int
     intermediate: int
-    product: int
-    """Rows and columns of the square matrices."""
     parameters: int
     """Parameters that AdamW updates."""
     attention: tuple[int, int, int, int]
     """Rows, heads, positions, head size."""
 
 
-LARGE = Sizes(4096, 128_256, 2048, 8192, 8192, 1 << 28, (4, 32, 2048, 64))
-SMALL = Sizes(64, 1000, 32, 64, 64, 1 << 14, (1, 2, 64, 16))
+LARGE = Sizes(4096, 128_256, 2048, 8192, 1 << 28, (4, 32, 2048, 64))
+SMALL = Sizes(64, 1000, 32, 64, 1 << 14, (1, 2, 64, 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class Kernel:
 
     name: str
     shape: str
-    make: Callable[[], Callable[[], object]]
+    make: Callable[[], Run]
     num_bytes: float = 0.0
     """Bytes that it must read and write; 0 if it is bound by FLOPs."""
     flops: float = 0.0
@@ -71,7 +67,7 @@ def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth, rate = copy_bandwidth(device), matmul_rate(device, sizes.product)
+    bandwidth, rate = copy_bandwidth(device), matmul_rate(device)
     rows = [_row(kernel, device, bandwidth, rate) for kernel in _kernels(sizes, device, dtype)]
     figures: dict[str, Any] = {"copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12, "kernels": rows}
     if device.type == "cuda":
@@ -83,8 +79,8 @@ def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) ->
     row: dict[str, Any] = {"kernel": kernel.name, "shape": kernel.shape}
     try:
         run = kernel.make()
-        milliseconds = _median_ms(run, device)
-        peak = _peak_bytes(run, device) if kernel.logits else None
+        milliseconds = 1000 * median_seconds(run, device, REPEATS)
+        peak = peak_bytes(run, device) if kernel.logits else None
         del run
     except torch.OutOfMemoryError:
         row["ms"] = "out of memory"
@@ -104,142 +100,90 @@ def _host_bandwidth(device: torch.device) -> float:
     """Bytes per second from the device into page-locked memory."""
     source = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
-    return source.numel() / _median_ms(lambda: target.copy_(source, non_blocking=True), device) * 1000
+    return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device, REPEATS)
 
 
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
-    yield from _loss_kernels(sizes, device, dtype)
-    yield from _model_kernels(sizes, device, dtype)
-    # Reads weight, gradient and two moments, writes all but the gradient: 7 numbers of 4 bytes.
-    num_bytes = 28.0 * sizes.parameters
-    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), num_bytes)
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-
-def _loss_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
     tokens, columns, hidden, item = sizes.tokens, sizes.columns, sizes.hidden, dtype.itemsize
-    logits, shape = tokens * columns, f"[{tokens}, {columns}]"
 
-    def randn(*size: int) -> Tensor:
-        return torch.randn(*size, device=device, dtype=dtype)
+    def randn(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype).mul_(scale)
 
-    def loss(target: Callable[[], Teacher]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            student, teacher = randn(tokens, columns).mul_(2).requires_grad_(), target()
+    def logits() -> Tensor:
+        return randn(tokens, columns, scale=2)
 
-            def run() -> None:
-                student.grad = None
-                kd_loss(student, teacher).loss.backward()
+    def topk() -> Run:
+        return partial(vocab_parallel_topk, randn(tokens, columns), TOP_K)
 
-            return run
+    def dense() -> Run:
+        return _loss_step(partial(kd_loss, teacher=DenseLogits(logits())), logits())
 
-        return make
+    def sparse() -> Run:
+        return _loss_step(partial(kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K)), logits())
 
-    def top() -> Teacher:
-        return vocab_parallel_topk(randn(tokens, columns).mul_(2), TOP_K)
-
-    def fused() -> Callable[[], object]:
-        states, head = randn(tokens, hidden).requires_grad_(), randn(columns, hidden).div_(hidden**0.5).requires_grad_()
-        teacher = top()
-
-        def run() -> None:
-            states.grad = head.grad = None
-            fused_linear_kd_loss(states, head, teacher).loss.backward()
-
-        return run
-
-    def topk() -> Callable[[], object]:
-        teacher = randn(tokens, columns)
-        return lambda: vocab_parallel_topk(teacher, TOP_K)
+    def fused() -> Run:
+        loss = partial(fused_linear_kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K))
+        return _loss_step(loss, randn(tokens, hidden), randn(columns, hidden, scale=hidden**-0.5))
 
     # Reads the student's logits twice (softmax sum, then loss and gradient) and writes their gradient; reads the logits of
     # a dense teacher twice.
-    yield Kernel("kd_loss, top-k", shape, loss(top), 3.0 * item * logits, logits=logits)
-    yield Kernel(
-        "kd_loss, dense", shape, loss(lambda: DenseLogits(randn(tokens, columns))), 5.0 * item * logits, logits=logits
-    )
-    yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * logits, logits=logits)
+    num_logits, shape = tokens * columns, f"[{tokens}, {columns}]"
+    yield Kernel("kd_loss, top-k", shape, sparse, 3.0 * item * num_logits, logits=num_logits)
+    yield Kernel("kd_loss, dense", shape, dense, 5.0 * item * num_logits, logits=num_logits)
+    yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * num_logits, logits=num_logits)
     # One matrix product in the forward pass, two in the backward pass.
-    flops = 6.0 * logits * hidden
-    yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=logits)
+    flops = 6.0 * num_logits * hidden
+    yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=num_logits)
 
-
-def _model_kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
-    rows, heads, positions, head_size = sizes.attention
-    tokens, item = sizes.tokens, dtype.itemsize
-
-    def both_ways(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
-            leaves = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    def both_ways(
+        name: str,
+        function: Callable[..., Tensor],
+        *shapes: tuple[int, ...],
+        num_bytes: float = 0.0,
+        flops: float = 0.0,
+    ) -> Kernel:
+        def make() -> Run:
+            leaves = [randn(*shape).requires_grad_() for shape in shapes]
             gradient = torch.randn_like(function(*leaves))
+            return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
-            def run() -> None:
-                torch.autograd.grad(function(*leaves), leaves, gradient)
+        return Kernel(f"{name}, both ways", str(list(shapes[0])), make, num_bytes, flops)
 
-            return run
-
-        return make
-
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
+    rows, heads, positions, head_size = sizes.attention
+    attention = partial(F.scaled_dot_product_attention, is_causal=True)
     # Two matrix products forward and five backward, 2·S²·E FLOPs each, halved by the causal mask.
     flops = 7.0 * rows * heads * positions**2 * head_size
-    shape = (rows, heads, positions, head_size)
-    yield Kernel("sdpa, causal, both ways", str(list(shape)), both_ways(attention, shape, shape, shape), flops=flops)
-    size, numel = (tokens, sizes.hidden), tokens * sizes.hidden
+    yield both_ways("sdpa, causal", attention, *[sizes.attention] * 3, flops=flops)
     # Forward: one read, one write. Backward: reads input and gradient, writes one.
-    make = both_ways(_rms_norm(sizes.hidden, device, dtype), size)
-    yield Kernel("RMSNorm of transformers, both ways", str(list(size)), make, 5.0 * item * numel)
-    size, numel = (tokens, sizes.intermediate), tokens * sizes.intermediate
+    norm = LlamaRMSNorm(hidden).to(device, dtype)
+    yield both_ways("RMSNorm of transformers", norm, (tokens, hidden), num_bytes=5.0 * item * tokens * hidden)
     # Forward: two reads, one write. Backward: three reads, two writes.
-    make = both_ways(lambda gate, up: F.silu(gate) * up, size, size)
-    yield Kernel("SwiGLU elementwise, both ways", str(list(size)), make, 8.0 * item * numel)
+    size = (tokens, sizes.intermediate)
+    yield both_ways("SwiGLU elementwise", _swiglu, size, size, num_bytes=8.0 * item * tokens * sizes.intermediate)
+    # Reads weight, gradient and two moments, writes all but the gradient: 7 numbers of 4 bytes.
+    yield Kernel("AdamW step, fp32", f"{sizes.parameters:,}", lambda: _adamw(sizes, device), 28.0 * sizes.parameters)
 
 
-def _rms_norm(hidden: int, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+def _loss_step(loss: Callable[..., Any], *inputs: Tensor) -> Run:
+    """Forward and backward of a loss; the gradients of the last call stay allocated."""
+    leaves = [tensor.requires_grad_() for tensor in inputs]
 
-    return LlamaRMSNorm(hidden).to(device, dtype)
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        loss(*leaves).loss.backward()
+
+    return run
 
 
-def _adamw(sizes: Sizes, device: torch.device) -> Callable[[], object]:
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _adamw(sizes: Sizes, device: torch.device) -> Run:
     """A step of the student's optimizer on one matrix."""
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
     return build_optimizer(model, OptimizerConfig()).step
-
-
-def _median_ms(run: Callable[[], object], device: torch.device) -> float:
-    """The median milliseconds of one call, after a warm-up.
-
-    On a GPU all calls are submitted before waiting for any, so that launches overlap with kernels as in training.
-    """
-    for _ in range(WARM_UPS):
-        run()
-    if device.type != "cuda":
-        times = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1000)
-        return median(times)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    torch.cuda.synchronize(device)
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return median(first.elapsed_time(last) for first, last in pairwise(marks))
-
-
-def _peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Peak memory of one call beyond what was allocated before, by torch's allocator; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

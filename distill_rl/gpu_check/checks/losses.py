@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill_rl.bench.gpu.engines import random_projection
 from distill_rl.losses import (
     METHODS,
     Chunks,
@@ -70,48 +71,30 @@ def _plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: Any
 
 
 def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
-    student, teacher, repeats = (53, 71, 2) if tiny else (2003, 3001, 8)
-    chunk_sizes = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
-    sides = [torch.repeat_interleave(torch.tensor([sizes[side] for sizes in chunk_sizes])) for side in (0, 1)]
-    chunks, projection = Chunks(sides[0], sides[1], len(chunk_sizes)), _projection(student, teacher)
-    student_logits, teacher_logits = (
-        2 * torch.randn(len(side), columns, generator=draw, dtype=torch.float64)
-        for side, columns in zip(sides, (student, teacher))
+    columns, repeats = ((53, 71), 2) if tiny else ((2003, 3001), 8)
+    lengths = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
+    sides = [torch.repeat_interleave(torch.tensor(side)) for side in zip(*lengths)]
+    projection = random_projection(*columns)
+    logits, teacher_logits = (
+        2 * torch.randn(len(side), size, generator=draw, dtype=torch.float64) for side, size in zip(sides, columns)
     )
     labels, teacher_labels = (
-        torch.randint(0, columns, (len(side),), generator=draw) for side, columns in zip(sides, (student, teacher))
+        torch.randint(0, size, (len(side),), generator=draw) for side, size in zip(sides, columns)
     )
     label_logprob = teacher_logits.log_softmax(1).gather(1, teacher_labels[:, None])[:, 0]
-    target = DenseLogits(teacher_logits, label_logprob)
-    device_arguments = (
-        DenseLogits(teacher_logits.to(device), label_logprob.to(device)),
-        Chunks(chunks.student.to(device), chunks.teacher.to(device), chunks.count),
-        projection.to(device),
-    )
-    device_keywords = {"labels": labels.to(device), "chunk_size": 16}
+
+    def arguments(on: torch.device) -> tuple[DenseLogits, Chunks, VocabularyProjection]:
+        chunks = Chunks(sides[0].to(on), sides[1].to(on), len(lengths))
+        return DenseLogits(teacher_logits.to(on), label_logprob.to(on)), chunks, projection.to(on)
+
+    expected, tested = arguments(torch.device("cpu")), arguments(device)
     for method in METHODS:
         for average in ("mean", "chain"):
             settings = {"method": method, "chunk_average": average, "uncommon_top_k": 300}
-            truth = _gradients(
-                reference_chunks.chunk_kd_loss, [student_logits], target, chunks, projection, labels=labels, **settings
-            )
-            gradients = _gradients(
-                chunk_kd_loss, [student_logits.float().to(device)], *device_arguments, **device_keywords, **settings
-            )
+            truth = _gradients(reference_chunks.chunk_kd_loss, [logits], *expected, labels=labels, **settings)
+            keywords = settings | {"labels": labels.to(device), "chunk_size": 16}
+            gradients = _gradients(chunk_kd_loss, [logits.float().to(device)], *tested, **keywords)
             yield "chunks", f"{method}, {average}", _error(gradients, truth)
-
-
-def _projection(student: int, teacher: int) -> VocabularyProjection:
-    """Even ids are common to both; an odd one maps to two teacher tokens, with weights 3/4 and 1/4."""
-    indices, values, indptr = [], [], [0]
-    for token in range(student):
-        indices += [token] if token % 2 == 0 else [token, token + 1]
-        values += [1.0] if token % 2 == 0 else [0.75, 0.25]
-        indptr.append(len(indices))
-    common = list(range(0, student, 2))
-    return VocabularyProjection.from_arrays(
-        indptr, indices, values, num_teacher=teacher, student_common=common, teacher_common=common
-    )  # fmt: skip
 
 
 def _gradients(loss: Callable[..., Any], inputs: Sequence[Tensor], *arguments: Any, **keywords: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill_rl.bench.gpu.timing import synchronize
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Receipt, Ring, Slot, Transport
 from distill_rl.transport.choose import make
@@ -72,10 +73,10 @@ def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.
     seconds, num_bytes = {"publish": 0.0, "fetch": 0.0}, 0
     for turn in range(SLOTS * GENERATIONS):
         tensors = _content(turn, tokens, device)
-        _wait_for(device)
+        synchronize(device)
         began = time.perf_counter()
         handle = writer.publish(_slot(turn), tensors, Layout(0, 1, tokens))
-        _wait_for(device)
+        synchronize(device)
         publish_s = time.perf_counter() - began
         received, fetch_s = _ask(reader, "read", handle)
         for name, tensor in tensors.items():
@@ -111,7 +112,7 @@ def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, dev
         value = torch.full((tokens, 64), float(turn), device=device)
         _be_busy(device)
         handle = writer.publish(_slot(turn), {"x": value}, Layout(0, 1, tokens))
-        _ask(reader, "mean later", handle)
+        _ask(reader, "mean_later", handle)
     means = _ask(reader, "means")
     assert means == [float(turn) for turn in turns], f"the reader saw {means} instead of {list(turns)}"
     return {"ordered writes and reads": float(len(means))}
@@ -134,14 +135,14 @@ def _refusal(action: Any) -> str:
     return ""
 
 
-def _ask(reader: Connection, what: str, argument: Any = None) -> Any:
-    reader.send((what, argument))
-    assert reader.poll(REPLY_S), f"the reader did not reply to {what!r} within {REPLY_S:.0f} s"
+def _ask(reader: Connection, method: str, *arguments: Any) -> Any:
+    reader.send((method, arguments))
+    assert reader.poll(REPLY_S), f"the reader did not reply to {method!r} within {REPLY_S:.0f} s"
     try:
         reply, error = reader.recv()
     except EOFError:
-        raise AssertionError(f"the reader died at {what!r}") from None
-    assert error is None, f"the reader failed at {what!r}: {error}"
+        raise AssertionError(f"the reader died at {method!r}") from None
+    assert error is None, f"the reader failed at {method!r}: {error}"
     return reply
 
 
@@ -151,54 +152,48 @@ def _be_busy(device: torch.device) -> None:
         torch.cuda._sleep(20_000_000)
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _read(connection: Connection, name: str, device: str) -> None:
     """The reader's process: handles requests until the connection is closed."""
     reader = _Reader(name, torch.device(device))
     while True:
         try:
-            what, argument = connection.recv()
+            method, arguments = connection.recv()
         except EOFError:
             return
         try:
-            reply, error = reader.handle(what, argument), None
+            reply, error = getattr(reader, method)(*arguments), None
         except Exception as failure:
             reply, error = None, f"{type(failure).__name__}: {failure}"
         connection.send((reply, error))
 
 
 class _Reader:
+    """The methods that the writer's process calls by name."""
+
     def __init__(self, name: str, device: torch.device):
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
-        self.device, self.means = device, list[Tensor]()
-        self.transport = make(name, deadline_s=REPLY_S, node_id=_NODE, device=str(device))
+        self._device, self._means = device, list[Tensor]()
+        self._transport = make(name, deadline_s=REPLY_S, node_id=_NODE, device=str(device))
+        self.open, self.close = self._transport.open, self._transport.close
 
-    def handle(self, what: str, argument: Any) -> Any:
-        if what == "open":
-            return self.transport.open(argument)
-        if what == "read":
-            return self.read(argument)
-        if what == "refusal":
-            return _refusal(lambda: self.read(argument))
-        if what == "mean later":
-            with self.transport.fetch(argument) as tensors:
-                _be_busy(self.device)
-                self.means.append(tensors["x"].mean())
-            return None
-        if what == "means":
-            return [float(mean) for mean in self.means]
-        return self.transport.close()
+    def refusal(self, handle: Handle) -> str:
+        return _refusal(lambda: self.read(handle))
+
+    def mean_later(self, handle: Handle) -> None:
+        """Keep the mean of the content, computed after other work of the device."""
+        with self._transport.fetch(handle) as tensors:
+            _be_busy(self._device)
+            self._means.append(tensors["x"].mean())
+
+    def means(self) -> list[float]:
+        return [float(mean) for mean in self._means]
 
     def read(self, handle: Handle) -> tuple[Mapping[str, np.ndarray], float]:
         """The content, and the seconds until it was copied on the reader's device."""
         began = time.perf_counter()
-        with self.transport.fetch(handle) as tensors:
+        with self._transport.fetch(handle) as tensors:
             copies = {name: tensor.clone() for name, tensor in tensors.items()}
-            _wait_for(self.device)
+            synchronize(self._device)
             seconds = time.perf_counter() - began
         return {name: _bytes(tensor) for name, tensor in copies.items()}, seconds

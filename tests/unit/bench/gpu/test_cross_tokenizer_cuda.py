@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distill_rl.bench.gpu import cross_tokenizer_cuda
+from distill_rl.bench.gpu.engines import random_projection
 
 
 def test_the_cpu_twin_writes_figures_of_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +31,7 @@ def test_without_a_cuda_device_it_says_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_the_random_projection_is_row_stochastic_with_distinct_entries() -> None:
-    projection = cross_tokenizer_cuda._projection(301, 350)
+    projection = random_projection(301, 350)
     sums = torch.zeros(301).index_add_(0, projection.entry_rows, projection.values)
     torch.testing.assert_close(sums, torch.ones(301))
     assert len(torch.unique(projection.entry_rows * 350 + projection.indices)) == len(projection.indices)

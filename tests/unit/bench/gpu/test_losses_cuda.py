@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distill_rl.bench.gpu import losses_cuda
-from distill_rl.bench.gpu.contenders import LIGER, OURS, PLAIN, TOP_K
+from distill_rl.bench.gpu.losses_cuda import LIGER, OURS, PLAIN, TOP_K
 
 TINY = ["--device", "cpu", "--rows", "8", "--hidden", "12", "--repeats", "2"]
 
@@ -37,18 +37,17 @@ def test_top_k_from_hidden_states_and_from_logits_agree_and_differ_from_dense(tm
 
 
 def test_gradients_agree_too():
-    sides = losses_cuda.Sides.draw((8, 12, TOP_K), "cpu")
-    for inputs, group in losses_cuda.cases(sides):
+    for inputs, group in losses_cuda.cases(*losses_cuda.draw((8, 12, TOP_K), "cpu")):
         found: dict[str, list[torch.Tensor]] = {}
-        for case in group:
-            if case.by.startswith(LIGER):
+        for figures, step in group:
+            if figures.by.startswith(LIGER):
                 continue
             leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-            assert case.step is not None
-            case.step(*leaves).backward()
+            assert step is not None
+            step(*leaves).backward()
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
             assert len(gradients) == len(leaves)
-            for gradient, expected in zip(gradients, found.setdefault(case.divergence, gradients)):
+            for gradient, expected in zip(gradients, found.setdefault(figures.divergence, gradients)):
                 torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -88,12 +87,12 @@ def test_out_of_memory_is_a_result_and_other_errors_of_ours_are_raised():
         def step(leaf):
             raise error
 
-        return losses_cuda.Case("logits", "jsd", OURS, "dense", step)
+        return losses_cuda.Figures("logits", "jsd", OURS, "dense"), step
 
     leaf = torch.zeros(2, 3)
-    assert losses_cuda.measure(fails(torch.OutOfMemoryError()), [leaf], 1).status == "out of memory"
+    assert losses_cuda.measure(*fails(torch.OutOfMemoryError()), [leaf], 1).status == "out of memory"
     with pytest.raises(ValueError, match="broken"):
-        losses_cuda.measure(fails(ValueError("broken")), [leaf], 1)
+        losses_cuda.measure(*fails(ValueError("broken")), [leaf], 1)
 
 
 def test_without_a_cuda_device_it_says_so_in_one_line(monkeypatch, capsys):

@@ -1,27 +1,33 @@
-"""A training step on the device: gradient accumulation, evaluations, the fused optimizer, copies and host waits."""
+"""Training on the device: what one step must compute, and the same bits from run to run and after a checkpoint."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from distill_rl.bench.gpu.engines import one_rank
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.gpu_check.material import (
     TOP_K,
     VOCABULARY,
-    Shape,
+    batch_of,
+    documents,
     gradients,
-    one_rank,
+    middle,
     relative_error,
     settings,
+    small,
     target_source,
+    targets_from,
     weights,
     write_model,
 )
@@ -29,9 +35,9 @@ from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer, clip_gradients
 from distill_rl.student.staging import Staging
+from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
-MODEL = Shape("llama", hidden=64)
 ROWS, WIDTH = 8, 64
 GRADIENT_BOUND = 1e-5
 """fp32: the same products, summed in another order."""
@@ -44,9 +50,12 @@ LIGER_BOUND = 0.06
 """Two bf16 gradients that round by 4e-3 in different places; on such a model each is up to 0.03 from fp32."""
 WAITS_PER_MICRO_BATCH = 1
 """transformers checks whether positions restart; see docs/architecture.md."""
+STEPS, SAVED = 4, 2
+Run = tuple[list[float], dict[str, Tensor]]
+"""Losses of all steps, weights at the end."""
 
 
-def check(device: torch.device, tiny: bool) -> dict[str, float]:
+def check_step(device: torch.device, tiny: bool) -> dict[str, float]:
     """Check what may fail on a GPU but not on a CPU; relative errors, and host waits per micro-batch.
 
     `tiny` changes nothing, because all models here are small.
@@ -55,7 +64,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
     """
     with one_rank(device) as world, tempfile.TemporaryDirectory() as folder:
-        student = write_model(Path(folder, "student"), MODEL, seed=1, tied=True)
+        student = write_model(Path(folder, "student"), small("llama", hidden=64), seed=1, tied=True)
         figures = {
             "micro-batches, gradient": _micro_batches(world, student),
             "evaluations between steps, weights": _evaluations(world, student),
@@ -158,15 +167,14 @@ def _waits(world: World, student: Path) -> float:
 def _liger(world: World, student: Path) -> float:
     results = []
     for kernels in ("torch", "liger"):
-        engine = _engine(world, student, dtype="bf16", student__kernels=kernels)
+        engine = _engine(world, student, dtype="bf16", kernels=kernels)
         engine.forward_backward(_batch(0), _targets(0))
         results.append(gradients(engine.model))
     return _at_most(relative_error(results[1], results[0]), LIGER_BOUND, "liger must compute the same as torch")
 
 
-def _engine(world: World, student: Path, **changes: Any) -> StudentEngine:
-    config = settings(student, student, optimizer__lr=1e-3, optimizer__eps=1e-5, **changes)
-    return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=8)
+def _engine(world: World, student: Path, **options: str) -> StudentEngine:
+    return StudentEngine(settings(student, student, **options), world, vocabulary_size=VOCABULARY, total_steps=8)
 
 
 def _batch(seed: int) -> RankBatch:
@@ -191,3 +199,75 @@ def _targets(seed: int) -> Any:
 def _at_most(value: float, bound: float, rule: str) -> float:
     assert value <= bound, f"{rule}: {value:.3g} is above {bound:.3g}"
     return float(value)
+
+
+def check_resume(device: torch.device, tiny: bool) -> dict[str, float]:
+    """The number of runs and tensors that were compared bit for bit.
+
+    Raises:
+        AssertionError: a loss or a weight differs in any bit, or a checkpoint was not written.
+    """
+    compared: dict[str, float] = {"runs": 0, "tensors": 0}
+    with one_rank(device) as world:
+        for dtype in ("fp32", "bf16"):
+            with tempfile.TemporaryDirectory() as folder:
+                runs = _runs(Path(folder), dtype, world, tiny)
+            first = runs.pop("the first run")
+            for what, run in runs.items():
+                _same(f"{dtype}, {what}", run, first)
+                compared["runs"] += 1
+                compared["tensors"] += len(run[1])
+    return compared
+
+
+def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
+    """The same training six times: twice straight, and saved and resumed in two ways."""
+    shape = small("llama") if tiny else middle("llama")
+    student, teacher = write_model(root / "student", shape, seed=1), write_model(root / "teacher", shape, seed=2)
+    config = settings(student, teacher, dtype=dtype)
+    config.train.deterministic = True
+    engine = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+
+    def new() -> StudentEngine:
+        return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
+
+    runs = {name: _train(new(), engine, range(STEPS)) for name in ("the first run", "the second run")}
+    return runs | _saved_and_resumed(new, engine, root)
+
+
+def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine, root: Path) -> dict[str, Run]:
+    """Runs that save half-way, and runs that resume from these checkpoints."""
+    runs = {}
+    for what, marker in (("a synchronous save", None), ("an asynchronous save", root / "written.json")):
+        saved, engine = root / what.replace(" ", "-"), new()
+        saved.mkdir()
+        losses, _ = _train(engine, teacher, range(SAVED))
+        engine.save(saved, marker)
+        rest, final = _train(engine, teacher, range(SAVED, STEPS))  # the checkpoint may still be being written
+        engine.finish_saving()
+        if marker is not None:
+            content = json.loads(marker.read_text("utf-8"))
+            assert content["error"] is None, f"{what}: {content['error']}"
+        runs[f"the run with {what}"] = (losses + rest, final)
+        resumed = new()
+        resumed.load(saved)
+        rest, final = _train(resumed, teacher, range(SAVED, STEPS))
+        runs[f"the run resumed from {what}"] = (losses + rest, final)
+    return runs
+
+
+def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) -> Run:
+    losses = []
+    for step in steps:
+        batch = batch_of(documents(6, 48, seed=step), 128, packing=True, index=step)
+        losses.append(engine.train_step(batch, targets_from(teacher, batch))["train/loss"].value)
+    return losses, weights(engine.model)
+
+
+def _same(what: str, run: Run, expected: Run) -> None:
+    for step, (loss, truth) in enumerate(zip(run[0], expected[0], strict=True)):
+        assert loss == truth, f"{what}: the loss of step {step + 1} is {loss!r} instead of {truth!r}"
+    assert run[1].keys() == expected[1].keys(), f"{what}: other parameters"
+    if names := [name for name in expected[1] if not torch.equal(run[1][name], expected[1][name])]:
+        error = (run[1][names[0]].double() - expected[1][names[0]].double()).abs().max()
+        raise AssertionError(f"{what}: {len(names)} tensors differ, {names[0]} by up to {error:.1e}")
