@@ -176,7 +176,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     if rows.chats:
         checks += check_chats(aligner, chats)
     checks += check_stops(aligner, projection, align_training_rows(aligner, [] if rows.chats else texts, chats))
-    return checks + check_losses(aligner, student, teacher, texts, projection=projection)
+    return checks + check_losses(aligner, projection, student, texts)
 
 
 def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +38,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    train = commands.add_parser(
-        "train", help="train a student, validate it, export it", description="Train, validate and export a student."
+    add = _command(
+        commands,
+        "train",
+        "train.train",
+        "train a student, validate it, export it",
+        "Train, validate and export a student.",
     )
-    _add_config(train)
-    _add_resume(train)
-    train.add_argument("--clean", action="store_true", help="delete the contents of the run directory and start over")
-    train.add_argument(
+    _add_config(add)
+    _add_resume(add)
+    add("--clean", action="store_true", help="delete the contents of the run directory and start over")
+    add(
         "--dry-run",
         action="store_true",
         help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
-    train.add_argument(
-        "--gpus-per-node",
-        type=int,
-        default=8,
-        metavar="N",
-        help="for --dry-run: GPUs of a node; 0: none; default: %(default)s",
-    )
-    train.set_defaults(command="train.train")
+    gpus_help = "for --dry-run: GPUs of a node; 0: none; default: %(default)s"
+    add("--gpus-per-node", type=int, default=8, metavar="N", help=gpus_help)
 
-    check = commands.add_parser(
-        "check",
-        help="print the resolved configuration and derived sizes",
-        description="Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
-        "problem found. Changes nothing.",
+    description = (
+        "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
+        "problem found. Changes nothing."
     )
-    _add_config(check)
-    check.set_defaults(command="check.check")
+    _add_config(
+        _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
+    )
 
     _add_service(commands)
     _add_eval(commands)
@@ -73,67 +71,51 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
+    """Adds a command and returns the function that adds its options.
+
+    Args:
+        function: `module.function` in the folder `commands`, which `cli` calls.
+    """
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.set_defaults(command=function)
+    return parser.add_argument
+
+
 def _add_service(commands: Any) -> None:
-    submit = commands.add_parser(
-        "submit",
-        help="run a configuration on a Ray cluster",
-        description="Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
-        "on a file system that the cluster shares. See docs/operations.md, Service.",
+    description = (
+        "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
+        "on a file system that the cluster shares. See docs/operations.md, Service."
     )
+    submit = _command(commands, "submit", "service.submit", "run a configuration on a Ray cluster", description)
     _add_config(submit)
     _add_resume(submit)
-    submit.add_argument(
-        "--follow", action="store_true", help="print the log until the run ends, and exit with its code"
-    )
-    submit.add_argument("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
-    submit.set_defaults(command="service.submit")
+    submit("--follow", action="store_true", help="print the log until the run ends, and exit with its code")
+    submit("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
 
-    status = commands.add_parser(
-        "status",
-        help="list the runs on a Ray cluster",
-        description="List the runs that were submitted to a Ray cluster, with state, steps, KD and time.",
-    )
-    status.add_argument("name", metavar="NAME", nargs="?", help="one run; default: all")
-    status.set_defaults(command="service.status")
+    description = "List the runs that were submitted to a Ray cluster, with state, steps, KD and time."
+    status = _command(commands, "status", "service.status", "list the runs on a Ray cluster", description)
+    status("name", metavar="NAME", nargs="?", help="one run; default: all")
 
-    logs = commands.add_parser(
-        "logs", help="print the log of a run on a Ray cluster", description="Print the output of a submitted run."
-    )
-    logs.add_argument("name", metavar="NAME", help="the run")
-    logs.add_argument("--follow", action="store_true", help="until the run ends, and exit with its code")
-    logs.set_defaults(command="service.logs")
+    description = "Print the output of a submitted run."
+    logs = _command(commands, "logs", "service.logs", "print the log of a run on a Ray cluster", description)
+    logs("name", metavar="NAME", help="the run")
+    logs("--follow", action="store_true", help="until the run ends, and exit with its code")
 
-    stop = commands.add_parser(
-        "stop",
-        help="stop a run on a Ray cluster, after saving",
-        description="Let a submitted run finish its step, save and end, and wait until it has ended.",
-    )
-    stop.add_argument("name", metavar="NAME", help="the run")
-    stop.add_argument("--now", action="store_true", help="end the run immediately, without saving")
-    stop.add_argument(
-        "--deadline",
-        dest="deadline_s",
-        type=float,
-        default=1800.0,
-        metavar="SECONDS",
-        help="maximum time to wait; default: %(default)g",
-    )
-    stop.set_defaults(command="service.stop")
-    for parser in (submit, status, logs, stop):
-        parser.add_argument(
-            "--address",
-            metavar="URL",
-            help="the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265",
-        )
+    description = "Let a submitted run finish its step, save and end, and wait until it has ended."
+    stop = _command(commands, "stop", "service.stop", "stop a run on a Ray cluster, after saving", description)
+    stop("name", metavar="NAME", help="the run")
+    stop("--now", action="store_true", help="end the run immediately, without saving")
+    deadline_help = "maximum time to wait; default: %(default)g"
+    stop("--deadline", dest="deadline_s", type=float, default=1800.0, metavar="SECONDS", help=deadline_help)
+    address_help = "the cluster's dashboard; default: $RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265"
+    for add in (submit, status, logs, stop):
+        add("--address", metavar="URL", help=address_help)
 
 
 def _add_eval(commands: Any) -> None:
-    evaluation = commands.add_parser(
-        "eval",
-        help="score models on evaluation suites",
-        description="Score model folders on evaluation suites, offline. The same command continues after a stop.",
-    )
-    add = evaluation.add_argument
+    description = "Score model folders on evaluation suites, offline. The same command continues after a stop."
+    add = _command(commands, "eval", "evaluate.command", "score models on evaluation suites", description)
     # fmt: off
     add("--model", dest="models", required=True, nargs="+", action="extend", metavar="DIR",
         help="folder of a Hugging Face causal LM, or NAME=DIR; several models are compared")
@@ -162,93 +144,62 @@ def _add_eval(commands: Any) -> None:
     add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
     add("--clean", action="store_true", help="delete results that are already in --out")
     # fmt: on
-    evaluation.set_defaults(command="evaluate.command")
 
 
 def _add_align(commands: Any) -> None:
-    align = commands.add_parser(
-        "align",
-        help="show how well the tokens of two models match on your text",
-        description="Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
-        "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher.",
+    description = (
+        "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
+        "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
     )
-    align.add_argument("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
-    align.add_argument("--teacher", required=True, metavar="DIR", help="the same for the teacher")
-    align.add_argument(
-        "--data", dest="path", required=True, metavar="PATH", help="text or chats, in any form that data.path accepts"
-    )
-    align.add_argument("--text-key", metavar="COLUMN", help="column with the text; default: text")
-    align.add_argument("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
-    align.add_argument("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
-    align.add_argument(
-        "--limit", type=int, default=1000, metavar="N", help="at most N rows, evenly spaced; default: %(default)s"
-    )
-    align.add_argument("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
-    align.add_argument(
-        "--verify",
-        action="store_true",
-        help="check alignment and losses on this pair and these rows; exits with 1 if a check fails",
-    )
-    align.set_defaults(command="align.align")
+    summary = "show how well the tokens of two models match on your text"
+    add = _command(commands, "align", "align.align", summary, description)
+    add("--student", required=True, metavar="DIR", help="folder, or hub name, of a model or tokenizer")
+    add("--teacher", required=True, metavar="DIR", help="the same for the teacher")
+    data_help = "text or chats, in any form that data.path accepts"
+    add("--data", dest="path", required=True, metavar="PATH", help=data_help)
+    add("--text-key", metavar="COLUMN", help="column with the text; default: text")
+    add("--messages-key", metavar="COLUMN", help="column with the chats; default: messages")
+    add("--split", metavar="NAME", help="split to read, for data that have splits; default: train")
+    limit_help = "at most N rows, evenly spaced; default: %(default)s"
+    add("--limit", type=int, default=1000, metavar="N", help=limit_help)
+    add("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
+    verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
+    add("--verify", action="store_true", help=verify_help)
 
 
 def _add_export_and_report(commands: Any) -> None:
-    export = commands.add_parser(
-        "export",
-        help="write a checkpoint as a Hugging Face model",
-        description="Write a checkpoint of a run as a Hugging Face model folder, without Ray.",
-    )
-    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
-    export.add_argument(
-        "--checkpoint", default="latest", metavar="STEP", help="latest (default), or a step such as 120"
-    )
-    export.add_argument("--out", metavar="DIR", type=Path, help="default: RUN/export")
-    export.set_defaults(command="export.export")
+    description = "Write a checkpoint of a run as a Hugging Face model folder, without Ray."
+    add = _command(commands, "export", "export.export", "write a checkpoint as a Hugging Face model", description)
+    add("run", metavar="RUN", type=Path, help="run directory")
+    add("--checkpoint", default="latest", metavar="STEP", help="latest (default), or a step such as 120")
+    add("--out", metavar="DIR", type=Path, help="default: RUN/export")
 
-    report = commands.add_parser(
-        "report",
-        help="write one static HTML file about a run, or comparing evaluated models",
-        description="Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and compare it "
+    description = (
+        "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and compare it "
         "with the others. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
-        "them to PATH/comparison.html. The pages work offline.",
+        "them to PATH/comparison.html. The pages work offline."
     )
-    report.add_argument(
-        "paths",
-        metavar="PATH",
-        nargs="+",
-        type=Path,
-        help="run directory, or folder with the results of one or more models",
-    )
-    report.add_argument("--out", metavar="FILE", type=Path, help="the HTML file to write")
-    report.add_argument(
-        "--baseline", metavar="NAME", help="model that the others are compared with; default: the first"
-    )
-    report.set_defaults(command="report.report")
+    summary = "write one static HTML file about a run, or comparing evaluated models"
+    add = _command(commands, "report", "report.report", summary, description)
+    paths_help = "run directory, or folder with the results of one or more models"
+    add("paths", metavar="PATH", nargs="+", type=Path, help=paths_help)
+    add("--out", metavar="FILE", type=Path, help="the HTML file to write")
+    add("--baseline", metavar="NAME", help="model that the others are compared with; default: the first")
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c",
-        "--config",
-        dest="path",
-        required=True,
-        metavar="FILE",
-        help="YAML file; docs/configuration.md lists every key",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file, e.g. train.steps=100"
-    )
+def _add_config(add: Callable[..., Any]) -> None:
+    config_help = "YAML file; docs/configuration.md lists every key"
+    add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
+    overrides_help = "settings that override the file, e.g. train.steps=100"
+    add("overrides", nargs="*", metavar="key=value", help=overrides_help)
 
 
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="WHAT",
-        help="resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
-        "step folder",
+def _add_resume(add: Callable[..., Any]) -> None:
+    resume_help = (
+        "resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
+        "step folder"
     )
+    add("--resume", nargs="?", const="latest", metavar="WHAT", help=resume_help)
 
 
 def _names(text: str) -> list[str]:

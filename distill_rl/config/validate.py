@@ -129,9 +129,8 @@ def _batch(config: Config) -> Iterator[str]:
     """The global batch must divide evenly over the ranks and micro-batches of the student and of every teacher."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
-    if config.loss.kd_weight > 0:
-        for teacher in config.teachers:
-            splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
+    for teacher in running_teachers(config):
+        splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
     if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
         return  # reported by _single_values
     common = lcm(*(dp * size for _, dp, size in splits))

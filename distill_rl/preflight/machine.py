@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from distill_rl.config.derive import suites_every
+from distill_rl.config.derive import compute_groups, suites_every
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import problems_of
@@ -59,7 +59,7 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         return
     groups = [("student", config.student.parallel)]
     groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
-    needed = [parallel.dp * parallel.tp for _, parallel in groups]
+    needed = compute_groups(config)
     remedy = "lower dp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":
         if sum(needed) > gpus:

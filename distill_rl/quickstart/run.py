@@ -198,31 +198,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Distil a small student that sorts, train the same student on the same noisy answers without a "
         "teacher, and compare the two. Takes about two minutes; needs no GPU and no download.",
     )
-    parser.add_argument(
-        "--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross"
-    )
-    parser.add_argument(
-        "-c",
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="default: configs/quickstart.yaml, or configs/quickstart-cross.yaml with --cross",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0"
-    )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs; default: runs"
-    )
-    parser.add_argument(
-        "--material",
-        type=Path,
-        default=Path(".cache/quickstart"),
-        metavar="DIR",
-        help="folder of models and data; default: .cache/quickstart",
-    )
-    parser.add_argument("--clean", action="store_true", help="delete the runs of an earlier quickstart")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300"
-    )
+    add = parser.add_argument
+    add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
+    config_help = "default: configs/quickstart.yaml, or configs/quickstart-cross.yaml with --cross"
+    add("-c", "--config", type=Path, metavar="FILE", help=config_help)
+    add("--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0")
+    add("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs; default: runs")
+    material, material_help = Path(".cache/quickstart"), "folder of models and data; default: .cache/quickstart"
+    add("--material", type=Path, default=material, metavar="DIR", help=material_help)
+    add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
+    add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
     return parser

@@ -27,43 +27,27 @@ def check_alignment(
         aligner: for these two tokenizers, in this order.
     """
     whole = [aligner.align(text) for text in texts]
-    rows = [*zip(texts, whole), *((text, _half(aligner, text, row)) for text, row in zip(texts, whole))]
+    pairs = [*zip(texts, whole)]
+    rows = [*pairs, *((text, _half(aligner, text, row)) for text, row in pairs)]
     exact = [(text, row) for text, row in rows if row.exact]
     swapped = TokenAligner(teacher_tokenizer, student_tokenizer)
     same = TokenAligner(student_tokenizer, student_tokenizer)
-    batch = aligner.align_batch(list(texts))
+    batch = zip(whole, aligner.align_batch(list(texts)), strict=True)
+    spelled = (bytes_problem(aligner, text, row) for text, row in exact)
+    ordered = (order_problem(row) for _, row in rows)
+    undivided = (boundary_problem(aligner, text, row) for text, row in exact)
+    reversible = (difference(row, swapped.align(text).swapped()) for text, row in pairs)
+    batched = (difference(row, in_batch) for row, in_batch in batch)
+    padded = (padding_problem(aligner, row) for row in whole)
+    identical = (identity_problem(same.align(text)) for text in texts)
     return [
-        check_each(
-            "a chunk spells the same bytes of the text on both sides",
-            (bytes_problem(aligner, text, row) for text, row in exact),
-            "exact rows",
-        ),
-        check_each(
-            "chunks are numbered in order, without gaps, on both sides",
-            (order_problem(row) for _, row in rows),
-            "rows",
-        ),
-        check_each(
-            "no chunk could be divided",
-            (boundary_problem(aligner, text, row) for text, row in exact),
-            "exact rows",
-        ),
-        check_each(
-            "swapping the tokenizers swaps the alignment",
-            (difference(row, swapped.align(text).swapped()) for text, row in zip(texts, whole)),
-            "rows",
-        ),
-        check_each(
-            "a batch is aligned like its rows one by one",
-            (difference(row, batched) for row, batched in zip(whole, batch, strict=True)),
-            "rows",
-        ),
-        check_each("padding changes nothing", (padding_problem(aligner, row) for row in whole), "rows"),
-        check_each(
-            "a tokenizer aligned with itself has only 1:1 chunks",
-            (identity_problem(same.align(text)) for text in texts),
-            "rows",
-        ),
+        check_each("a chunk spells the same bytes of the text on both sides", spelled, "exact rows"),
+        check_each("chunks are numbered in order, without gaps, on both sides", ordered, "rows"),
+        check_each("no chunk could be divided", undivided, "exact rows"),
+        check_each("swapping the tokenizers swaps the alignment", reversible, "rows"),
+        check_each("a batch is aligned like its rows one by one", batched, "rows"),
+        check_each("padding changes nothing", padded, "rows"),
+        check_each("a tokenizer aligned with itself has only 1:1 chunks", identical, "rows"),
     ]
 
 
@@ -173,12 +157,8 @@ def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str |
 def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
     """(chunk, bytes) of every token in a chunk. A dummy space before `text` is removed, unless `text` is empty."""
     pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
-    if (
-        text
-        and pieces
-        and pieces[0][1].startswith(b" ")
-        and not text.startswith(b"".join(piece for _, piece in pieces))
-    ):
+    spelled = b"".join(piece for _, piece in pieces)
+    if text and spelled.startswith(b" ") and not text.startswith(spelled):
         pieces[0] = (pieces[0][0], pieces[0][1][1:])
     return pieces
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill_rl.align import TokenAligner
+from distill_rl.align.projection import build_projection
 from distill_rl.losses import METHODS
 from distill_rl.verify import check_alignment, check_chats, check_losses
 from tests.helpers.align import FAMILIES, SENTENCES, family
@@ -29,6 +30,9 @@ def test_every_check_passes_on_a_pair(student: str, teacher: str) -> None:
     ours, theirs = family(student), family(teacher)
     aligner = TokenAligner(ours, theirs)
     checks = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, CHATS)
-    checks += check_losses(aligner, ours, theirs, TEXTS)
+    projection = build_projection(
+        ours, theirs, student_columns=aligner.student.size, teacher_columns=aligner.teacher.size
+    )
+    checks += check_losses(aligner, projection, ours, TEXTS)
     assert [(check.name, check.detail) for check in checks if check.passed is False] == []
     assert len(checks) == 7 + 2 + 2 * len(METHODS)

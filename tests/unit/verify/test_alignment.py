@@ -127,4 +127,4 @@ def test_without_exact_rows_their_checks_stay_open() -> None:
 
 @pytest.mark.parametrize(("value", "passed"), [(0.0, True), (1e-6, True), (2e-6, False), (float("nan"), False)])
 def test_bound_is_inclusive_and_fails_for_nan(value: float, passed: bool) -> None:
-    assert check_bound("small", value, 1e-6, "off by").passed is passed
+    assert check_bound("small", [0.0, value], 1e-6, "off by").passed is passed

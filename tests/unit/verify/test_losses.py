@@ -17,11 +17,14 @@ from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 
 STUDENT, TEACHER = tiny_tokenizer(320, seed=1), tiny_tokenizer(420, seed=2)
 ALIGNER = TokenAligner(STUDENT, TEACHER)
+PROJECTION = build_projection(
+    STUDENT, TEACHER, student_columns=ALIGNER.student.size, teacher_columns=ALIGNER.teacher.size
+)
 TEXTS = [" ".join(seeded_words(seed, 60)) for seed in range(4)]
 
 
 def test_every_method_passes_both_checks() -> None:
-    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    results = checks.check_losses(ALIGNER, PROJECTION, STUDENT, TEXTS)
     assert [check.detail for check in results if not check.passed] == []
     assert len(results) == 2 * len(METHODS)
     assert all(sum(check.name.startswith(method) for check in results) == 2 for method in METHODS)
@@ -72,7 +75,7 @@ def test_slightly_wrong_loss_fails_only_its_method(monkeypatch: pytest.MonkeyPat
         return replace(output, kd=output.kd + off)
 
     monkeypatch.setattr(checks, "chunk_kd_loss", wrong)
-    failed = [check.name for check in checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS) if not check.passed]
+    failed = [check.name for check in checks.check_losses(ALIGNER, PROJECTION, STUDENT, TEXTS) if not check.passed]
     assert len(failed) == 2
     assert all(name.startswith("alm") for name in failed)
 
@@ -85,7 +88,7 @@ def test_loss_with_a_wrong_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> No
         return replace(output, kd=2 * output.kd - output.kd.detach())
 
     monkeypatch.setattr(checks, "chunk_kd_loss", wrong)
-    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    results = checks.check_losses(ALIGNER, PROJECTION, STUDENT, TEXTS)
     assert not any(check.passed for check in results if "gradient" in check.name)
 
 
@@ -94,5 +97,5 @@ def test_nan_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         checks, "chunk_kd_loss", lambda *a, **k: replace(out := plain(*a, **k), ce=torch.full_like(out.ce, torch.nan))
     )
-    results = checks.check_losses(ALIGNER, STUDENT, TEACHER, TEXTS)
+    results = checks.check_losses(ALIGNER, PROJECTION, STUDENT, TEXTS)
     assert not any(check.passed for check in results if "reference" in check.name)
