@@ -15,8 +15,12 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distill_rl.bench.gpu.shapes import PAIRS, Pair, Shape
+
+if TYPE_CHECKING:
+    import torch
 
 # Bytes per element of bf16 activations, as transformers' modules run without fused kernels.
 NORM = (36, 92)
@@ -285,6 +289,17 @@ def table(pair: Pair, step: Step, card: Card) -> str:
     return "\n".join([*lines, "", _verdict(pair, step, card, found).replace("**", "")])
 
 
+def measure_card(device: torch.device) -> Card:
+    """A card with this device's measured rates; attention's shares stay assumptions."""
+    import torch
+
+    from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    nominal = next((card.nominal for key, card in CARDS.items() if key.upper() in name.upper()), None)
+    return Card(name, copy_bandwidth(device), matmul_rate(device), nominal, "measured just now")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--card", choices=(*CARDS, "cpu"), default="h200", help="cpu: its rates are measured first")
@@ -309,8 +324,6 @@ def main(argv: list[str] | None = None) -> int:
     step = Step(options.rows, options.micro_batch, options.length)
     if options.card == "cpu":
         import torch
-
-        from distill_rl.bench.gpu.timing import measure_card
 
         card = measure_card(torch.device("cpu"))
     else:

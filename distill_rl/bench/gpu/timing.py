@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from distill_rl.bench.gpu.cost_model import CARDS, Card
-
 WARM_UPS = 3
 _COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 _SIZE = {"cuda": 8192, "cpu": 256}
@@ -81,13 +79,6 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def measure_card(device: torch.device) -> Card:
-    """A card with this device's measured rates; attention's shares stay assumptions."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    nominal = next((card.nominal for key, card in CARDS.items() if key.upper() in name.upper()), None)
-    return Card(name, copy_bandwidth(device), matmul_rate(device), nominal, "measured just now")
 
 
 def copy_bandwidth(device: torch.device) -> float:
