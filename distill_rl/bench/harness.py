@@ -61,7 +61,10 @@ def finish(
 ) -> int:
     """Write the figures and print the problems; return the exit code, 1 if there are any problems.
 
-    Figures of a GPU benchmark that ran on a CPU are written only if `out` says where.
+    Args:
+        out: the file; None: docs/benchmarks/NAME.json.
+        device: where a GPU benchmark ran, `cuda` or `cpu`; its figures of a CPU are written only if `out` is given.
+            Empty for any other benchmark.
     """
     if device == "cpu" and out is None:
         print("not written: figures of a CPU are no record; --out keeps them")

@@ -162,8 +162,9 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:
     ]
 
 
-def linear_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
-    """From hidden states and an output layer in bf16 to all gradients, top-k targets: unfused and fused."""
+def linear_loss_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a top-k loss on the CPU, from bf16 hidden states [rows, HIDDEN] and an output layer to the
+    gradients of both: `unfused` and `fused`."""
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16)
     weight = (torch.randn(vocabulary, HIDDEN, generator=draw) / HIDDEN**0.5).to(torch.bfloat16)
@@ -186,7 +187,7 @@ def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     """Peak memory of either, and the fused one's time over that of the unfused."""
     measured = []
     for rows in FUSED_ROWS:
-        steps = linear_steps(rows, vocabulary)
+        steps = linear_loss_steps(rows, vocabulary)
         best, _ = harness.best_times(steps, rounds, warm_up=True)
         peaks = {name: round(peak_bytes(run) / 2**20, 1) for name, run in steps.items()}
         measured.append(

@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         "train a student, validate it, export it",
         "Train, validate and export a student.",
     )
-    _add_config(add)
+    _add_config_and_overrides(add)
     _add_resume(add)
     add("--clean", action="store_true", help="delete the contents of the run directory and start over")
     add(
@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
         "problem found. Changes nothing."
     )
-    _add_config(
+    _add_config_and_overrides(
         _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
     )
 
@@ -88,7 +88,7 @@ def _add_service(commands: Any) -> None:
         "on a file system that the cluster shares. See docs/operations.md, Service."
     )
     submit = _command(commands, "submit", "service.submit", "run a configuration on a Ray cluster", description)
-    _add_config(submit)
+    _add_config_and_overrides(submit)
     _add_resume(submit)
     submit("--follow", action="store_true", help="print the log until the run ends, and exit with its code")
     submit("--python", metavar="FILE", help="interpreter on the cluster; default: the path of this one")
@@ -187,7 +187,7 @@ def _add_export_and_report(commands: Any) -> None:
     add("--baseline", metavar="NAME", help="model that the others are compared with; default: the first")
 
 
-def _add_config(add: Callable[..., Any]) -> None:
+def _add_config_and_overrides(add: Callable[..., Any]) -> None:
     config_help = "YAML file; docs/configuration.md lists every key"
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
     overrides_help = "settings that override the file, e.g. train.steps=100"

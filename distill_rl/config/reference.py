@@ -78,11 +78,12 @@ def field_documentation() -> dict[tuple[str, str], str]:
     return texts
 
 
-def _section(title: str, prefix: str, documentation: dict[tuple[str, str], str]) -> str:
+def _section(title: str, section: str, documentation: dict[tuple[str, str], str]) -> str:
+    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included."""
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     only = dict(NOT_AVAILABLE)
     for key, entry, kind in leaves(Config):
-        if key.partition(".")[0] != prefix:
+        if key.partition(".")[0] != section:
             continue
         text = documentation[_owner(key), entry.name]
         name = key.replace("teachers.0.", "teachers[].")

@@ -119,7 +119,8 @@ class _ModelRun:
 
     def results(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
         return {
-            entry.suite.name: self._suite(entry, store, executor, grader, progress) for entry, store in self._stores
+            entry.suite.name: self._evaluate_suite(entry, store, executor, grader, progress)
+            for entry, store in self._stores
         }
 
     def _key(self, entry: LoadedSuite) -> dict[str, Any]:
@@ -139,9 +140,13 @@ class _ModelRun:
             "version": __version__,
         }
 
-    def _suite(
+    def _evaluate_suite(
         self, entry: LoadedSuite, store: Store, executor: Executor, grader: Grader, progress: Progress
     ) -> dict[str, Any]:
+        """The result of one suite. One that is finished comes straight from the store.
+
+        Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, and writes the result.
+        """
         if store.result is not None:
             progress.already_finished(self.model.name, entry.suite.name, store.result)
             return store.result

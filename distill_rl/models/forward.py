@@ -29,7 +29,7 @@ def logits(
     Returns:
         [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
     """
-    return model(**_inputs(model, input_ids, position_ids, documents)).logits
+    return model(**_forward_arguments(model, input_ids, position_ids, documents)).logits
 
 
 def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, docume
 
     For models without FSDP (teachers), because a sharded model must be entered through its root.
     """
-    return model.base_model(**_inputs(model, input_ids, position_ids, documents)).last_hidden_state
+    return model.base_model(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
 
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -62,9 +62,14 @@ def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None) or None  # Gemma
 
 
-def _inputs(
+def _forward_arguments(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
 ) -> dict[str, Any]:
+    """Keyword arguments of the model's forward: no mask and no cache.
+
+    If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for the
+    device.
+    """
     inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
     if not reads_documents(model.config):
         return inputs  # transformers finds the documents from the positions and makes a mask

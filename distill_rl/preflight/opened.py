@@ -71,10 +71,11 @@ def open_model(key: str, model: StudentConfig | TeacherConfig, findings: Finding
 
 
 def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *, needed: bool) -> None:
-    """Reads config.json and the headers of the weights.
+    """Fills `config`, `stops` and `facts` of `opened` from config.json and the headers of the weights.
 
     Args:
-        needed: whether missing weights are a problem; those of a hub model may still have to be downloaded.
+        needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
+            downloaded), they only leave `facts` None.
     """
     from distill_rl.models.facts import folder_problems, read_model_facts
     from distill_rl.models.hub import configured_stops, read_config

@@ -158,7 +158,10 @@ class CheckpointStore:
         return None
 
     def clean_up(self) -> None:
-        """Removes what a killed process was writing, replacing or pruning. No save may be in progress."""
+        """Restores a checkpoint whose replacement was interrupted, and deletes what a killed process left half-written.
+
+        Do not call this during a save.
+        """
         for replaced in self._root.glob(f"{_REPLACED}step-*"):
             original = self._root / replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
             if not original.exists():  # killed between the two renames of `commit`: this is the only one of its step

@@ -147,8 +147,10 @@ class Objective(nn.Module):
         Args:
             logits: [R, S, V], a plain tensor or a DTensor Shard(-1); padded columns already −inf.
             labels: int64 [R, S], shifted; IGNORE_INDEX where nothing is trained.
-            targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost: its share is 0.
-            num_labels: labelled tokens of the global batch. The loss is divided by it, here and nowhere else.
+            targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost; `blend` must
+                then give it the share 0, and at least one target must remain.
+            num_labels: labelled tokens of the global batch: the denominator of CE and of KD by tokens, applied here and
+                nowhere else. KD by chunks is divided by the number of chunks that `chunks` states.
             chunks: of these rows, per teacher; required for those with another tokenizer.
             blend: of this step; None: the weights of the settings.
 

@@ -46,10 +46,10 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
 
 
 def require_between_nodes(name: str) -> None:
-    """Checks the transport of teachers that are on other nodes than the student.
+    """Refuses a transport that cannot connect teachers and student on different nodes.
 
     Raises:
-        ConfigError: the requested transport works inside one node.
+        ConfigError: `name` works only within one node.
     """
     if name in ("shared_memory", "cuda_ipc"):
         where = "ray.placement=disaggregated, which puts teachers and student on nodes of their own"

@@ -170,7 +170,8 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             opened.require_writer(slot, "its writer must live until it was read")  # or the views may have been reused
 
     def close(self) -> None:
-        """Close readers first, because a writer's memory must outlive their mappings of it."""
+        """Closes all rings that this side has opened or writes. Readers must be closed before their writer, whose
+        memory must outlive their mappings of it."""
         for opened in self._opened.values():
             opened.close()
         if self._written is not None:
@@ -242,7 +243,13 @@ def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tens
 
 
 def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu: torch.device) -> _Opened:
-    """Maps a writer's ring, which is on `gpu`, for a reader whose stream is on `reader_gpu`."""
+    """Maps a writer's ring, which is on `gpu`, and creates the events of a reader whose stream is on `reader_gpu`.
+
+    An export can be opened once per process.
+
+    Raises:
+        TransportError, OSError, RuntimeError: the writer is gone, or the driver refuses.
+    """
     with ExitStack() as undo:
         control = Segment.attach(exported.address, offer.ring_name)
         undo.callback(control.close)

@@ -92,7 +92,8 @@ class Cut:
 
 
 def cut(projection: Projection, sample: Sample) -> Cut:
-    """Keeps the ids of the sample, some others, and every teacher id in their rows, so that rows still sum to 1."""
+    """Both vocabularies, cut to the ids of the sample, some evenly spaced others, and every teacher id in their rows, so
+    that rows still sum to 1. The sample keeps its ids: look them up in `Cut.student` and `Cut.teacher`."""
     labels = [side[side >= 0].numpy() for side in (sample.student_labels, sample.teacher_labels)]
     spread = _spread(len(projection.student_common))
     common = projection.student_common[spread], projection.teacher_common[spread]

@@ -136,8 +136,11 @@ def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], st
 
 
 def _fold_bytes(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
-    """(the folded bytes, whether they may follow another token in a join). False if a leading space was removed,
-    because then they begin a new word."""
+    """The folded bytes, and whether the token may continue a join.
+
+    A space before a letter or digit is removed; the token then begins a new word (False). Bytes that are not UTF-8 are
+    returned as they are.
+    """
     try:
         text = fold(spelling.decode())
     except UnicodeDecodeError:

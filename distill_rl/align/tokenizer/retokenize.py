@@ -52,9 +52,15 @@ class Retokenizer:
             encoded = iter(self._encoder.batch([text for text in texts if text is not None]))
             for spelling, text in zip(batch, texts):
                 ids = [] if text is None else [token for token in next(encoded).tolist() if self._bytes[token]]
-                yield self._pieces_of(spelling, text, ids)
+                yield self._ids_of(spelling, text, ids)
 
-    def _pieces_of(self, spelling: bytes, text: str | None, encoded: list[int]) -> list[int]:
+    def _ids_of(self, spelling: bytes, text: str | None, encoded: list[int]) -> list[int]:
+        """The ids of one byte string, by the first of the class's four ways that works; [] if none does.
+
+        Args:
+            text: the decoded bytes; None if they are not UTF-8.
+            encoded: the tokenizer's ids of `text`, without those that spell nothing.
+        """
         if self._spell(encoded) == spelling:
             return encoded
         by_model = self._by_model(spelling, text)

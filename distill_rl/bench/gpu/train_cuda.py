@@ -162,7 +162,8 @@ def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length:
     }
 
 
-def show(measured: Mapping[str, Any]) -> None:
+def print_figures(measured: Mapping[str, Any]) -> None:
+    """Prints the figures of one run as a table of names and values."""
     memory = "–" if measured["peak_gib"] is None else f"{measured['peak_gib']:.1f} GiB"
     lines = {
         "tokens per second": f"{measured['tokens_per_second']:,.0f}",
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         steps, peak = train(root, device, settings)
         measured = figures(steps, SHAPES[device], length, ratio)
     measured |= {"peak_gib": peak, "matmul_flops_per_second": rate, "utilization": measured["flops_per_second"] / rate}
-    show(measured)
+    print_figures(measured)
     settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
     return harness.finish("train_cuda", {"settings": settings, "results": measured}, options.out, device=device)
 

@@ -131,7 +131,7 @@ class DistributionRows(LabelLogprobRows):
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         if group is None:
             return
-        log_q, share, _ = self._student(rows, group, u, buffers.buffer("work", u.shape[0]))
+        log_q, share, _ = self._student_distributions(rows, group, u, buffers.buffer("work", u.shape[0]))
         log_p = self._teacher(group)
         own, shared, counted = self.comparison.value(log_q, log_p)
         self.divergence[group], self.shared_part[group] = own, shared
@@ -152,8 +152,16 @@ class DistributionRows(LabelLogprobRows):
         if self.comparison.balanced:
             self.divergence.clamp_min_(0)
 
-    def _student(self, rows: slice, group: slice, u: Tensor, out: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """log Q [n chunks, width], ρ [n rows, width] (None: 1 everywhere), and log q, stored in `out`."""
+    def _student_distributions(
+        self, rows: slice, group: slice, u: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The student's distributions over the common vocabulary of a group of chunks.
+
+        Returns:
+            (log Q, ρ, log q). log Q [n chunks, width]: of each chunk, the mean of its rows' distributions, or with
+            `chain` its first row's, continued. ρ [n rows, width]: each row's part of that mean; None: 1 everywhere.
+            log q [n rows, width]: of each row, written into `out`, which may be `u`. log Q may be the same tensor.
+        """
         log_q = torch.sub(u, self.lse[rows, None], out=out)
         if self.task.options.chain:
             return log_q + self.continuation[group, None], None, log_q
@@ -185,7 +193,7 @@ class DistributionRows(LabelLogprobRows):
         if group is None or grad is None:
             return super().gradient(rows, u, grads, buffers)
         label = self.label_gradient(rows, u, grads, buffers)
-        log_mean, share, log_q = self._student(rows, group, u, u)
+        log_mean, share, log_q = self._student_distributions(rows, group, u, u)
         slope = self._by_row(self.comparison.slope(log_mean, self._teacher(group), self.counted[rows.start]), group)
         weight = self._by_row(grad[self.starts[group] - rows.start], group).to(u.dtype) * self.task.temperature
         gradient = (slope if share is None else slope.mul_(share)).mul_(weight[:, None])

@@ -267,9 +267,13 @@ def _is_free(port: int) -> bool:
 
 
 def end_descendants() -> list[str]:
-    """Kills all descendants of this process, including those that start meanwhile. Returns those that did not end.
+    """Kills all descendants of this process, including those that start meanwhile, and reaps them.
 
-    A process whose parent is killed first becomes a child of this one, so the search begins here again and again.
+    This process must be a subreaper: a process whose parent is killed first then becomes its child, and the search, which
+    begins here again and again, finds it.
+
+    Returns:
+        `PID NAME` of each process that did not end in time.
     """
     deadline = time.monotonic() + _END_S
     while (family := with_descendants(psutil.Process().children())) and time.monotonic() < deadline:

@@ -92,7 +92,10 @@ class Evaluations:
         self.collect()
 
     def start(self, step: int) -> None:
-        """Starts an evaluation of the present weights. Waits for the one before, so that copies do not pile up."""
+        """Copies the current weights and queues their evaluation, then waits until no other one is unfinished.
+
+        Does not wait while the run is stopping. If the copy fails, logs why and returns. Does nothing without suites.
+        """
         if self._group is None:
             return
         problem = self._copy(self._weights(step))
