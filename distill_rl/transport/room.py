@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-import psutil
-
 from distill_rl.errors import ConfigError
 
+MEMINFO = Path("/proc/meminfo")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
@@ -44,7 +43,18 @@ def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
         mount: where control groups are mounted, version 1 or 2. Limits that cannot be read are ignored.
     """
     remaining = [_remaining(folder) for folder in _groups(membership, mount)]
-    return max(0, min([psutil.virtual_memory().available, *(size for size in remaining if size is not None)]))
+    return max(0, min([_machine_bytes(), *(size for size in remaining if size is not None)]))
+
+
+def _machine_bytes() -> int:
+    """The kernel's estimate of what programs can use before the machine swaps."""
+    try:
+        (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):  # no Linux
+        import psutil  # not at the top: the GPU check runs without it
+
+        return psutil.virtual_memory().available
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[Path]:

@@ -138,29 +138,6 @@ def test_split_ranks_and_other_micro_batches_train_alike(straight, material, clu
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
 
 
-def test_tensor_parallel_matches_the_loss_curve_of_one_process(material, cluster, tmp_path):
-    curves = []
-    for tp in (1, 2):
-        folder = tmp_path / str(tp)
-        ended = distill_rl(
-            "train",
-            "-c",
-            material.config(folder),
-            "optimizer.lr=0.001",
-            "teachers.0.export=hidden",
-            "transport=shared_memory",
-            f"student.parallel.tp={tp}",
-            f"teachers.0.parallel.tp={tp}",
-            "aligner.workers=0",
-            cluster=cluster,
-        )
-        assert ended.code == 0, ended.err
-        curves.append([series(folder / "runs" / "tiny", f"train/{name}") for name in ("kl_loss", "nll_loss")])
-    for whole, split in zip(*curves, strict=True):
-        assert len(whole) == 8
-        torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
-
-
 def test_several_split_teachers_and_a_short_last_batch(material, cluster, tmp_path):
     """All teachers are equal, so that the weighted mean of their losses is the loss of one of them."""
     losses = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -51,20 +50,6 @@ def test_the_configuration_is_one_that_could_run(tmp_path: Path, checkpointing: 
     path = tmp_path / "run.yaml"
     path.write_text(train_cuda.CONFIG.format(root=tmp_path, dtype="bf16", checkpointing=checkpointing, **sizes))
     assert problems(load_config(path)) == []
-
-
-@pytest.mark.cli
-def test_the_cpu_twin_trains_across_tokenizers_and_writes_its_figures(tmp_path: Path, capfd) -> None:
-    out = tmp_path / "figures.json"
-    assert train_cuda.main(["--device", "cpu", "--micro-batch", "1", "--steps", "3", "--out", str(out)]) == 0
-    written = json.loads(out.read_text())
-    results = written["results"]
-    assert {"cpu", "commit"} <= written["environment"].keys()
-    assert results["steps"] == 2
-    assert results["peak_gib"] is None
-    assert results["utilization"] > 0
-    assert results["tokens_per_step"] > train_cuda.SIZES["cpu"]["length"], "rows are full but for a shared boundary"
-    assert "teacher has another tokenizer" in capfd.readouterr().out
 
 
 def test_without_a_cuda_device_it_says_so_in_one_line(monkeypatch, capsys) -> None:

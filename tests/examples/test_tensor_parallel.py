@@ -1,0 +1,31 @@
+"""Whole runs with tensor-parallel teacher and student."""
+
+import pytest
+import torch
+
+from tests.helpers.command import distill_rl, series
+
+pytestmark = pytest.mark.cli
+
+
+def test_tensor_parallel_matches_the_loss_curve_of_one_process(material, cluster, tmp_path):
+    curves = []
+    for tp in (1, 2):
+        folder = tmp_path / str(tp)
+        ended = distill_rl(
+            "train",
+            "-c",
+            material.config(folder),
+            "optimizer.lr=0.001",
+            "teachers.0.export=hidden",
+            "transport=shared_memory",
+            f"student.parallel.tp={tp}",
+            f"teachers.0.parallel.tp={tp}",
+            "aligner.workers=0",
+            cluster=cluster,
+        )
+        assert ended.code == 0, ended.err
+        curves.append([series(folder / "runs" / "tiny", f"train/{name}") for name in ("kl_loss", "nll_loss")])
+    for whole, split in zip(*curves, strict=True):
+        assert len(whole) == 8
+        torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
