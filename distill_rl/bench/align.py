@@ -9,7 +9,6 @@ ids need the dynamic programme, the first row of a process is timed separately f
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -17,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,8 +27,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from distill_rl.align import TokenAligner
 from distill_rl.bench import harness, record
@@ -57,64 +53,57 @@ class Row:
     """int32 [m]"""
     masks: dict[str, np.ndarray] = field(default_factory=dict)
 
-    @property
-    def padded(self) -> bool:
-        return bool(self.masks)
 
+def measure(
+    folder: Path,
+    *,
+    tokenizers: tuple[Path, ...] = (),
+    text: Path | None = None,
+    chinese: Path | None = None,
+    lossy: tuple[Path, ...] = (),
+    rounds: int = 200,
+    no_projection: bool = False,
+) -> dict[str, Any]:
+    """Time the rows of both texts, the lossy teachers, and the vocabulary projection.
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = harness.parser("The time of alignment beside other implementations")
-    parser.add_argument(
-        "--tokenizers", nargs=2, type=Path, metavar=("STUDENT", "TEACHER"), help="folders of two tokenizers"
-    )
-    parser.add_argument("--text", type=Path, help="an English text in UTF-8, 400 KB or more")
-    parser.add_argument("--chinese", type=Path, help="a Chinese text in UTF-8, 30 KB or more")
-    parser.add_argument(
-        "--lossy", nargs="+", type=Path, default=[], help="tokenizer folders of teachers whose tokenizers are lossy"
-    )
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--no-projection", action="store_true", help="do not measure the vocabulary projection")
-    options = parser.parse_args(arguments)
-    missing = _missing(options)
-    if missing:
-        print(f"align: error: {missing}", file=sys.stderr)
-        return 2
+    Args:
+        tokenizers: folders of two tokenizers.
+        text: an English text in UTF-8, 400 KB or more.
+        chinese: a Chinese text in UTF-8, 30 KB or more.
+        lossy: tokenizer folders of teachers whose tokenizers are lossy.
+        rounds: timed runs of each contender.
+        no_projection: do not measure the vocabulary projection.
+    """
     from transformers import AutoTokenizer
 
-    student, teacher = (AutoTokenizer.from_pretrained(folder) for folder in options.tokenizers)
+    if not tokenizers or not text:
+        raise harness.Refused(
+            "needs --tokenizers STUDENT TEACHER (folders) and --text FILE: it measures real tokenizers on real text"
+        )
+    files = {"English": text} if chinese is None else {"English": text, "Chinese": chinese}
+    for path in (*(tokenizer / "tokenizer.json" for tokenizer in (*tokenizers, *lossy)), *files.values()):
+        if not path.is_file():
+            raise harness.Refused(f"{path}: no such file")
+    student, teacher = (AutoTokenizer.from_pretrained(tokenizer) for tokenizer in tokenizers)
     start = time.perf_counter()
     aligner, programme = TokenAligner(student, teacher), TokenAligner(student, teacher, "dp")
     built = (time.perf_counter() - start) / 2
-    texts = {"English": options.text.read_text("utf-8")}
-    if options.chinese:
-        texts["Chinese"] = options.chinese.read_text("utf-8")
-    results = [measure(row, aligner, programme, options.rounds) for row in rows(aligner, texts)]
-    figures: dict[str, Any] = {
+    texts = {name: path.read_text("utf-8") for name, path in files.items()}
+    return {
         "settings": {
-            "student": options.tokenizers[0].name,
-            "teacher": options.tokenizers[1].name,
+            "student": tokenizers[0].name,
+            "teacher": tokenizers[1].name,
             "vocabularies": [aligner.student.size, aligner.teacher.size],
-            "rounds": options.rounds,
+            "rounds": rounds,
             "trl": walk()[1],
         },
         "aligner_seconds": round(built, 2),
-        "results": results,
-        "lossy": [lossy(options.tokenizers[0], folder, options.text, options.rounds) for folder in options.lossy],
-        "projection": None if options.no_projection else projection(options.tokenizers),
+        "results": [measure_row(row, aligner, programme, rounds) for row in rows(aligner, texts)],
+        "lossy": [
+            measure_lossy(folder / str(i), tokenizers[0], tokenizer, text, rounds) for i, tokenizer in enumerate(lossy)
+        ],
+        "projection": None if no_projection else run_apart(_PROJECTION, *tokenizers),
     }
-    show(results)
-    for line in figures["lossy"]:
-        print(f"lossy: {line}")
-    return harness.finish("align", figures, options.out)
-
-
-def _missing(options: argparse.Namespace) -> str | None:
-    if not options.tokenizers or not options.text:
-        return "needs --tokenizers STUDENT TEACHER (folders) and --text FILE: it measures real tokenizers on real text"
-    folders = [*options.tokenizers, *options.lossy]
-    wanted = [folder / "tokenizer.json" for folder in folders] + [options.text, *filter(None, [options.chinese])]
-    absent = next((path for path in wanted if not path.is_file()), None)
-    return f"{absent}: no such file" if absent else None
 
 
 def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
@@ -123,19 +112,15 @@ def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
         yield row(aligner, name, text, TOKENS)
     yield row(aligner, "repeats", REPEATED * 3000, TOKENS)
     short = row(aligner, "padded", texts["English"], TOKENS - PADS)
-    pads = [
-        np.concatenate([ids, np.full(PADS, _pad(vocabulary), np.int32)])
-        for ids, vocabulary in ((short.student, aligner.student), (short.teacher, aligner.teacher))
-    ]
-    masks = [np.r_[np.ones(len(ids), np.int32), np.zeros(PADS, np.int32)] for ids in (short.student, short.teacher)]
+    sides = ((short.student, aligner.student.roles), (short.teacher, aligner.teacher.roles))
+    student, teacher = (
+        np.r_[ids, np.full(PADS, roles.get("pad", roles.get("eos", 0)), np.int32)] for ids, roles in sides
+    )
+    student_mask, teacher_mask = (np.r_[np.ones(len(ids), np.int32), np.zeros(PADS, np.int32)] for ids, _ in sides)
     name = f"{PADS:,} pads of {TOKENS:,}"
-    yield Row(name, short.text, pads[0], pads[1], {"student_mask": masks[0], "teacher_mask": masks[1]})
+    yield Row(name, short.text, student, teacher, {"student_mask": student_mask, "teacher_mask": teacher_mask})
     english = texts["English"]
     yield row(aligner, f"{LONG:,} tokens", english * (1 + 8 * LONG // len(english)), LONG)
-
-
-def _pad(vocabulary: Any) -> int:
-    return int(vocabulary.roles.get("pad", vocabulary.roles.get("eos", 0)))
 
 
 def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
@@ -149,7 +134,7 @@ def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
     return Row(name, kept, student.ids, teacher.ids)
 
 
-def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
+def measure_row(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
     """Milliseconds by contender, and the properties of the row."""
     alignment = aligner.align_ids(row.student, row.teacher, **row.masks)
     ends = [
@@ -160,7 +145,7 @@ def measure(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: in
         OURS: lambda: aligner.align_ids(row.student, row.teacher, **row.masks),
         BARE: lambda: np.intersect1d(ends[0], ends[1], assume_unique=True),
     }
-    if not row.padded:
+    if not row.masks:
         tokenized = aligner.tokenize_student(row.text), aligner.tokenize_teacher(row.text)
         runs[PAIR] = lambda: aligner.pair(*tokenized)
         runs[ENCODES] = lambda: (aligner.tokenize_student(row.text), aligner.tokenize_teacher(row.text))
@@ -226,37 +211,35 @@ from distill_rl.align import TokenAligner
 *folders, text, tokens, rounds = sys.argv[1:]
 aligner = TokenAligner(*(AutoTokenizer.from_pretrained(folder) for folder in folders))
 ids = aligner.tokenize_student(Path(text).read_text("utf-8")[: 12 * int(tokens)]).ids[: int(tokens)]
-kept = b"".join(aligner.student.token_bytes(number) for number in ids.tolist()).decode(errors="ignore")
+kept = b"".join(aligner.student.token_bytes(token) for token in ids.tolist()).decode(errors="ignore")
 sides = aligner.tokenize_student(kept).ids, aligner.tokenize_teacher(kept).ids
 times = []
 for _ in range(1 + int(rounds)):
     start = time.perf_counter()
-    found = aligner.align_ids(*sides)
+    alignment = aligner.align_ids(*sides)
     times.append(time.perf_counter() - start)
-made = {"tokens": [*map(len, sides)], "method": found.method, "chunks": dict(found.counts)}
-print(json.dumps(made | {"first_seconds": round(times[0], 3), "milliseconds": round(1e3 * median(times[1:]), 3)}))
+figures = {"tokens": [*map(len, sides)], "method": alignment.method, "chunks": dict(alignment.counts)}
+print(json.dumps(figures | {"first_seconds": round(times[0], 3), "milliseconds": round(1e3 * median(times[1:]), 3)}))
 """
 
 
-def lossy(student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, Any]:
+def measure_lossy(cache: Path, student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, Any]:
     """Time `align_ids` with a lossy teacher in separate processes: the first row with an empty and with a filled Numba
     cache, and later rows.
+
+    Args:
+        cache: a folder for Numba's cache, which does not exist yet.
     """
     runs = []
-    command = [sys.executable, "-c", _LOSSY, *map(str, (student, teacher, text, TOKENS, rounds))]
-    with tempfile.TemporaryDirectory() as cache:
-        for _ in ("empty", "full"):
-            done = subprocess.run(
-                command, capture_output=True, text=True, cwd=record.ROOT, env={**os.environ, "NUMBA_CACHE_DIR": cache}
-            )
-            if done.returncode:
-                return {"teacher": teacher.name, "status": _failure(done)}
-            runs.append(json.loads(done.stdout))
+    for _ in ("empty", "filled"):
+        runs.append(run_apart(_LOSSY, student, teacher, text, TOKENS, rounds, NUMBA_CACHE_DIR=str(cache)))
+        if "status" in runs[-1]:
+            return {"teacher": teacher.name, **runs[-1]}
     return {"teacher": teacher.name, **runs[1], "first_seconds_without_cache": runs[0]["first_seconds"]}
 
 
 _PROJECTION = """
-import sys, time
+import json, sys, time
 from transformers import AutoTokenizer
 from distill_rl.align.projection import build_projection
 from distill_rl.bench.record import peak_bytes
@@ -264,40 +247,29 @@ tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in sys.argv[1:]]
 before = peak_bytes()
 start = time.perf_counter()
 made = build_projection(*tokenizers, student_columns=len(tokenizers[0]), teacher_columns=len(tokenizers[1]))
-seconds, peak = time.perf_counter() - start, peak_bytes()
-print(seconds, before, peak, len(made.indptr) - 1, made.num_teacher, len(made.indices))
+seconds = time.perf_counter() - start
+peaks = {"peak_mib": round(peak_bytes() / 2**20, 1), "peak_mib_before": round(before / 2**20, 1)}
+sizes = {"shape": [len(made.indptr) - 1, made.num_teacher], "entries": len(made.indices)}
+print(json.dumps({"seconds": round(seconds, 2), **peaks, **sizes}))
 """
+"""Time and peak memory of building W; its own process, so that the peak includes nothing else."""
 
 
-def projection(folders: list[Path]) -> dict[str, Any]:
-    """Time and peak memory of building W, in a separate process so that the peak includes nothing else."""
-    command = [sys.executable, "-c", _PROJECTION, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
+def run_apart(program: str, *arguments: object, **environment: str) -> dict[str, Any]:
+    """Run a program in a process of its own; return the JSON that it prints, or only a `status` if it fails."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT, env=os.environ | environment)
     if done.returncode:
-        return {"status": _failure(done)}
-    seconds, before, peak, *sizes = (float(part) for part in done.stdout.split())
-    return {
-        "seconds": round(seconds, 2),
-        "peak_mib": round(peak / 2**20, 1),
-        "peak_mib_before": round(before / 2**20, 1),
-        "shape": [int(size) for size in sizes[:2]],
-        "entries": int(sizes[2]),
-    }
+        return {"status": f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}"}
+    return json.loads(done.stdout)
 
 
-def _failure(done: subprocess.CompletedProcess[str]) -> str:
-    return f"failed: {done.stderr.strip().rpartition(chr(10))[2][:200]}"
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    names = (OURS, PAIR, BARE, ENCODES, PROGRAMME, WALK)
-    table = Table("row", "tokens", *names, "over intersect1d", title="milliseconds, medians")
-    for line in results:
-        times = line["milliseconds"]
-        cells = [f"{times[name]:.3f}" if name in times else "–" for name in names]
-        table.add_row(line["row"], " : ".join(map(str, line["tokens"])), *cells, f"{line['over_intersect1d']:.2f}")
-    Console().print(table)
-
+main = harness.program(
+    "align",
+    measure,
+    columns=("row", "tokens", "milliseconds", "over_intersect1d", "teacher", "status", "first_seconds"),
+    arguments={"tokenizers": {"nargs": 2, "metavar": ("STUDENT", "TEACHER")}},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

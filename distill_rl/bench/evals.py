@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +60,12 @@ def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden:
     write_llama(
         folder,
         tokenizer,
-        hidden=hidden,
-        intermediate=3 * hidden,
-        layers=layers,
-        positions=4096,
-        heads=hidden // 32,
-        key_value_heads=hidden // 64,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        max_position_embeddings=4096,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
     )
     tokenizer.save_pretrained(folder)
 
@@ -117,43 +116,51 @@ def compare(backend: HfBackend, items: Sequence[Item], batch_size: int, rounds: 
 
 def verdict(results: dict[str, Any]) -> list[str]:
     """One line per violated bound."""
-    problems = []
     speedup = results[SHARED]["times_as_fast"]
-    if speedup < MIN_SPEEDUP:
-        problems.append(f"{SHARED}: {speedup:.2f} times as fast; it must be at least {MIN_SPEEDUP:g}")
-    for name, result in results.items():
-        if result["greatest_difference"] >= MAX_DIFFERENCE:
-            problems.append(f"{name}: log-likelihoods differ by {result['greatest_difference']:.1e}")
-    return problems
+    differences = {name: result["greatest_difference"] for name, result in results.items()}
+    return harness.missed(
+        (speedup < MIN_SPEEDUP, f"{SHARED}: {speedup:.2f} times as fast; it must be at least {MIN_SPEEDUP:g}"),
+        *(
+            (worst >= MAX_DIFFERENCE, f"{name}: log-likelihoods differ by {worst:.1e}")
+            for name, worst in differences.items()
+        ),
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--subjects", type=int, default=2, help="%(default)s")
-    parser.add_argument("--questions", type=int, default=32, help="per subject; %(default)s")
-    parser.add_argument("--batch", type=int, default=16, help="rows of a forward pass; %(default)s")
-    parser.add_argument("--vocabulary", type=int, default=8000, help="tokens; %(default)s")
-    parser.add_argument("--hidden", type=int, default=256, help="size of the model; %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="%(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
-    options = parser.parse_args(arguments)
-    items = invent(options.subjects, options.questions)
-    with tempfile.TemporaryDirectory() as folder:
-        sizes = {name: getattr(options, name) for name in ("vocabulary", "hidden", "layers")}
-        write_model(Path(folder), items, **sizes)
-        backend = HfBackend(folder, Settings(dtype="fp32", device="cpu"))
-        lengths = [len(backend.encoder.encode(item)) for item in items]
-        results = compare(backend, items, options.batch, options.rounds)
-    workload = {name: getattr(options, name) for name in ("subjects", "questions", "batch", "rounds")} | sizes
-    workload |= {"shots": SHOTS, "prompt_tokens_mean": round(sum(lengths) / len(lengths), 1)}
-    workload |= {"threads": torch.get_num_threads()}
-    print(f"\n{'':<28}{'seconds':>9}{'items/s':>9}{'faster':>9}{'differs':>10}")
-    for name, result in results.items():
-        cells = f"{result['seconds']:>9.2f}{result['items_per_second']:>9.1f}{result['times_as_fast']:>8.1f}x"
-        print(f"{name:<28}{cells}{result['greatest_difference']:>10.0e}")
-    figures = {"workload": workload, "ways": results}
-    return harness.finish("evals", figures, options.out, verdict(results))
+def measure(
+    folder: Path,
+    *,
+    subjects: int = 2,
+    questions: int = 32,
+    batch: int = 16,
+    vocabulary: int = 8000,
+    hidden: int = 256,
+    layers: int = 4,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Compare all variants on one model and one set of questions.
 
+    Args:
+        subjects: number of subjects.
+        questions: per subject.
+        batch: rows of a forward pass.
+        vocabulary: tokens.
+        hidden: size of the model.
+        layers: of the model.
+        rounds: timed rounds.
+    """
+    items = invent(subjects, questions)
+    sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers}
+    write_model(folder, items, **sizes)
+    backend = HfBackend(folder, Settings(dtype="fp32", device="cpu"))
+    lengths = [len(backend.encoder.encode(item)) for item in items]
+    results = compare(backend, items, batch, rounds)
+    workload = {"subjects": subjects, "questions": questions, "batch": batch, "rounds": rounds, **sizes}
+    workload |= {"shots": SHOTS, "threads": torch.get_num_threads()}
+    return {"workload": workload | {"prompt_tokens_mean": round(sum(lengths) / len(lengths), 1)}, "ways": results}
+
+
+main = harness.program("evals", measure, lambda figures: verdict(figures["ways"]))
 
 if __name__ == "__main__":
     sys.exit(main())

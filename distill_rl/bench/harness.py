@@ -1,17 +1,20 @@
-"""What benchmarks share: their options, runs of the real command line, and the end of a program."""
+"""What benchmarks share: the program around a measurement, tables, timing, and runs of the real command line."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from distill_rl.bench import record
 
@@ -21,6 +24,114 @@ Sizes = Mapping[str, Mapping[str, int]]
 """Default sizes by device (cuda, cpu) and name."""
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 ONE_THREAD = OFFLINE | {"OMP_NUM_THREADS": "1"}
+_LOG_LINES = 50
+"""Lines of a failed run's log that are printed."""
+
+
+class Refused(Exception):
+    """The benchmark cannot run with these options or on this machine; the message says why, in one line."""
+
+
+def program(
+    name: str,
+    measure: Callable[..., dict[str, Any]],
+    verdict: Callable[[Any], list[str]] = lambda _: [],
+    *,
+    columns: Sequence[str] = (),
+    arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Callable[..., int]:
+    """The `main` of a benchmark: it parses the options, measures, prints the figures and writes them.
+
+    Args:
+        name: that of the benchmark and its JSON file.
+        measure: returns the figures. It is given an empty directory, deleted afterwards, and the options. The options are
+            its keywords; types and defaults are those of the signature, help texts the lines `keyword: text` of the
+            docstring. `Refused` ends the program with one line and exit code 2.
+        verdict: the missed targets of the figures, one line each; the exit code is 1 if there are any.
+        columns: those of the printed table; all by default. See `print_figures`.
+        arguments: further keywords of `add_argument` by option.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        command_line = parser(sys.modules[measure.__module__].__doc__)
+        for keyword, default in (measure.__kwdefaults__ or {}).items():
+            option = {**_option(measure, keyword, default), **arguments.get(keyword, {})}
+            command_line.add_argument(f"--{keyword.replace('_', '-')}", **option)
+        options = vars(command_line.parse_args(argv))
+        out = options.pop("out")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                figures = measure(Path(folder), **options)
+        except Refused as error:
+            print(f"{name}: error: {error}", file=sys.stderr)
+            return 2
+        print_figures(figures, columns)
+        return finish(name, figures, out, verdict(figures))
+
+    return main
+
+
+def _option(measure: Callable[..., Any], keyword: str, default: object) -> dict[str, Any]:
+    """The keywords of `add_argument` for a keyword of `measure`: `bool`, `T`, `T | None` or `tuple[T, ...]`."""
+    hint = get_type_hints(measure)[keyword]
+    described = re.search(rf"^ +{keyword}: (.*)\.$", str(measure.__doc__), re.MULTILINE)
+    text = described[1] if described else ""
+    if hint is bool:
+        return {"action": "store_true", "help": text}
+    option = {"default": default, "type": next(iter(get_args(hint)), hint)}
+    if get_origin(hint) is tuple:
+        option["nargs"] = "+"
+    return option | {"help": f"{text}; default: %(default)s" if default else text}
+
+
+def print_figures(figures: Mapping[str, Any], columns: Sequence[str] = ()) -> None:
+    """Print records (a mapping of mappings, or a list of them) as a table, and all other figures as a line each.
+
+    Args:
+        columns: of the tables; `a` includes the parts `a.b` of a nested record. All columns by default.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    for title, value in figures.items():
+        rows = list(value.values()) if isinstance(value, Mapping) else value
+        if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+            print(f"{title}: {_cell(value)}")
+            continue
+        records = [_flat(row) for row in rows]
+        if isinstance(value, Mapping):
+            records = [{"": name} | row for name, row in zip(value, records)]
+        names = dict.fromkeys(name for row in records for name in row)
+        prefixes = tuple(f"{column}." for column in columns)
+        shown = [name for name in names if not columns or not name or f"{name}.".startswith(prefixes)]
+        table = Table(*shown, title=title)
+        for row in records:
+            table.add_row(*(_cell(row.get(heading)) for heading in shown))
+        Console(width=180).print(table)
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested record as one: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        parts = _flat(value) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{name}.{part}" if part else name: cell for part, cell in parts.items()}
+    return flat
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_cell, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def missed(*targets: tuple[bool, str]) -> list[str]:
+    """The messages of the targets that are missed, from pairs of (missed, message)."""
+    return [message for is_missed, message in targets if is_missed]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -128,12 +239,29 @@ def best_times(
     return best, results
 
 
-def train(config: Path, *overrides: str, environment: Mapping[str, str], quiet: bool = False) -> None:
-    """Train with the real command line; raise SystemExit if it fails. With `quiet`, its output is shown only then."""
-    command = [sys.executable, "-m", "distill_rl", "train", "-c", str(config), *overrides]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=quiet, text=True)
+def train_command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "distill_rl", "train", "-c", str(config), *arguments]
+
+
+def train(config: Path, run: Path, *overrides: str, environment: Mapping[str, str], quiet: bool = False) -> None:
+    """Train with the real command line; raise SystemExit with the end of the driver's log if it fails.
+
+    Args:
+        run: the run's directory, as the configuration and the overrides set it.
+        quiet: show the command's output only if it fails.
+    """
+    done = subprocess.run(
+        train_command(config, *overrides), env=os.environ | environment, capture_output=quiet, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{done.stdout or ''}{done.stderr or ''}the run of {config.name} failed")
+        raise SystemExit(f"{done.stdout or ''}{done.stderr or ''}{failure(run)}")
+
+
+def failure(run: Path) -> str:
+    """A message for a run of the command line that has failed: its name and the end of its driver's log."""
+    log = run / "logs" / "latest" / "driver.log"
+    lines = log.read_text("utf-8").splitlines() if log.exists() else ["(none)"]
+    return "\n".join([f"the run {run.name} failed; the end of its log:", *lines[-_LOG_LINES:]])
 
 
 def step_records(metrics: Path) -> list[dict[str, Any]]:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
@@ -44,19 +42,6 @@ Step = Callable[[Tensor], Tensor]
 """Student logits → loss."""
 Name = tuple[str, str]
 """(loss, by whom)"""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Of one way to compute a loss."""
-
-    vocabulary: int
-    loss: str
-    by: str
-    bytes_per_element: float
-    time_fp32: float
-    """over plain torch's, forward and backward"""
-    time_bf16: float
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
@@ -144,8 +129,8 @@ def _logprobs(student: Tensor, labels: Tensor) -> Tensor:
     return found
 
 
-def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:
-    """All contenders on the same random logits."""
+def compare(rows: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
+    """All contenders on the same random logits; times of forward and backward are over plain torch's forward KL."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(rows, vocabulary, generator=draw) for _ in range(2))
     chunk, times = max(1, rows // 64), {}
@@ -157,8 +142,15 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[Figures]:
         times[dtype] = {name: seconds / best["forward_kl", PLAIN] for name, seconds in best.items()}
     memory = {name: peak_bytes(run) / narrow.numel() for name, run in runs.items()}
     return [
-        Figures(vocabulary, *name, round(memory[name], 3), *(round(times[dtype][name], 3) for dtype in times))
-        for name in runs
+        {
+            "vocabulary": vocabulary,
+            "loss": loss,
+            "by": by,
+            "bytes_per_element": round(memory[loss, by], 3),
+            "time_fp32": round(times[torch.float32][loss, by], 3),
+            "time_bf16": round(times[torch.bfloat16][loss, by], 3),
+        }
+        for loss, by in runs
     ]
 
 
@@ -202,38 +194,30 @@ def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
     return measured
 
 
-def show(figures: list[Figures], fused: list[dict[str, Any]], title: str) -> None:
-    table = Table("V", "loss", "by", "bytes/element", "time, fp32", "time, bf16", title=title)
-    for line in figures:
-        table.add_row(
-            f"{line.vocabulary:,}", line.loss, line.by, f"{line.bytes_per_element:.2f}", f"{line.time_fp32:.2f}×",
-            f"{line.time_bf16:.2f}×",
-        )  # fmt: skip
-    console = Console(width=120)
-    console.print(table)
-    headings = ("V", "rows", "peak MiB", "unfused", "time over unfused")
-    table = Table(*headings, title=f"fused_linear_kd_loss, bf16, H = {HIDDEN}, top {TOP_K}")
-    for entry in fused:
-        table.add_row(*(str(value) for value in entry.values()))
-    console.print(table)
+def measure(
+    _: Path, *, elements: int = 2**26, vocabularies: tuple[int, ...] = (32_000, 128_256), rounds: int = 5
+) -> dict[str, Any]:
+    """Compare the losses from logits, and the fused loss with the unfused, at every vocabulary.
+
+    Args:
+        elements: logits of a comparison.
+        vocabularies: their sizes.
+        rounds: timed rounds.
+    """
+    settings = {
+        "elements": elements,
+        "vocabularies": vocabularies,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+    }
+    results, fused = [], []
+    for vocabulary in vocabularies:
+        results += compare(elements // vocabulary, vocabulary, rounds)
+        fused += measure_fused(vocabulary, rounds)
+    return {"settings": settings, "results": results, "fused": fused}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = harness.parser("Memory and time of the losses beside other implementations")
-    parser.add_argument("--elements", type=int, default=2**26, help="logits of a comparison; 67108864")
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256])
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args(argv)
-    figures, fused = [], []
-    for vocabulary in arguments.vocabularies:
-        figures += compare(arguments.elements // vocabulary, vocabulary, arguments.rounds)
-        fused += measure_fused(vocabulary, arguments.rounds)
-    show(figures, fused, "times over plain torch's forward KL of the same vocabulary")
-    settings = {name: getattr(arguments, name) for name in ("elements", "vocabularies", "rounds")}
-    settings["threads"] = torch.get_num_threads()
-    results = [asdict(line) for line in figures]
-    return harness.finish("losses", {"settings": settings, "results": results, "fused": fused}, arguments.out)
-
+main = harness.program("losses", measure)
 
 if __name__ == "__main__":
     sys.exit(main())

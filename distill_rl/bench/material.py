@@ -1,4 +1,4 @@
-"""Invented texts, tokenizers trained on them, and random models: the material of benchmarks, made offline."""
+"""The material of benchmarks, made offline: invented texts, tokenizers trained on them, random models, configurations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -54,32 +54,56 @@ def train_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedToke
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=end)
 
 
-def write_llama(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    positions: int,
-    heads: int = 4,
-    key_value_heads: int = 4,
-) -> None:
-    """Write a Llama with random weights from torch's global generator, with a row per id of the tokenizer."""
+def write_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **shape: Any) -> None:
+    """Write a Llama with random weights from torch's global generator, with a row per id of the tokenizer.
+
+    Args:
+        shape: keywords of `LlamaConfig`; four heads unless they say otherwise.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{"num_attention_heads": 4, "num_key_value_heads": 4} | shape,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_config(
+    root: Path,
+    name: str,
+    *,
+    steps: int,
+    batch: int,
+    micro_batch: int,
+    length: int,
+    top_k: int = 16,
+    lr: float = 1e-3,
+    **sections: Any,
+) -> Path:
+    """Write `<name>.yaml`, the configuration of a run `runs/<name>` with student/, teacher/ and text.jsonl; return its
+    path.
+
+    Args:
+        root: the folder of all these.
+        sections: further sections of the configuration.
+    """
+    config = {
+        "run": {"name": name, "dir": f"{root}/runs"},
+        "student": {"model": f"{root}/student", "dtype": "fp32"},
+        "teachers": [{"name": "teacher", "model": f"{root}/teacher", "dtype": "fp32"}],
+        "data": {"path": f"{root}/text.jsonl", "max_length": length},
+        "loss": {"top_k": top_k},
+        "optimizer": {"lr": lr},
+        "train": {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro_batch},
+        "aligner": {"workers": 1},
+        "observe": {"tensorboard": False},
+    }
+    path = root / f"{name}.yaml"
+    path.write_text(json.dumps(config | sections), "utf-8")
+    return path

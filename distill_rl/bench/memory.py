@@ -7,7 +7,6 @@ largest process with the estimate of `config/memory.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -44,6 +43,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 """51.8M parameters."""
+_WORKER = "import json, sys; from distill_rl.bench.memory import work; work(*json.loads(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -110,20 +110,19 @@ def write_model(folder: Path) -> ModelFacts:
 def measure(case: Case, model: Path) -> int:
     """Peak resident bytes of the case's largest process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "distill_rl.bench.memory", "--worker", json.dumps(asdict(case))]
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank), "--model", str(model), "--store", f"{folder}/store"],
-                             stdout=subprocess.PIPE, text=True)
-            for rank in range(case.dp * case.tp)
-        ]  # fmt: skip
+        ranks = []
+        for rank in range(case.dp * case.tp):
+            arguments = json.dumps([asdict(case), rank, str(model), f"{folder}/store"])
+            command = [sys.executable, "-c", _WORKER, arguments]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{case.name}: a process failed; see its error above")
     return max(int(output.split()[-1]) for output in outputs)
 
 
-def work(case: Case, rank: int, model: Path, store: str) -> None:
-    """Run one rank of a case; the last word it prints is its peak resident bytes."""
+def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
+    """Run one rank of the case with these fields; the last word it prints is its peak resident bytes."""
     import torch
 
     from distill_rl.parallel.mesh import close_world, open_world
@@ -131,7 +130,8 @@ def work(case: Case, rank: int, model: Path, store: str) -> None:
     from distill_rl.teacher.engine import TeacherEngine
 
     torch.set_num_threads(1)
-    config = configuration(case, model)
+    case = Case(**fields)
+    config = configuration(case, Path(model))
     rendezvous = torch.distributed.FileStore(store, case.dp * case.tp) if case.dp * case.tp > 1 else None
     world = open_world(rank=rank, dp=case.dp, tp=case.tp, store=rendezvous, timeout_s=300)
     batch = _batch(case, world.dp_rank)
@@ -179,39 +179,28 @@ def _targets(case: Case) -> Any:
     return source
 
 
-def compare(out: Path | None) -> int:
-    """Run all cases, print a table and write the result; return 1 if an estimate is off by more than `TOLERANCE`."""
+def compare(folder: Path) -> dict[str, Any]:
+    """Run all cases on one model."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        facts = write_model(Path(folder))
-        print(f"{facts.parameters / 1e6:.1f}M parameters; bytes in MiB\n")
-        print(f"{'case':<46}{'estimate':>9}{'measured':>9}{'ratio':>7}")
-        for case in CASES:
-            expected = estimate(case, configuration(case, Path(folder)), facts)
-            measured = measure(case, Path(folder))
-            ratio = expected.total / measured
-            print(f"{case.name:<46}{expected.total >> 20:>9}{measured >> 20:>9}{ratio:>7.2f}", flush=True)
-            row = {"case": asdict(case), "estimate": expected.total, "parts": expected.parts, "measured": measured}
-            rows.append({**row, "ratio": round(ratio, 3)})
+    facts = write_model(folder)
+    for case in CASES:
+        expected = estimate(case, configuration(case, folder), facts)
+        measured = measure(case, folder)
+        ratio = round(expected.total / measured, 3)
+        print(f"{case.name:<46} estimate over measurement {ratio:.2f}", flush=True)
+        row = {"case": asdict(case), "estimate": expected.total, "parts": expected.parts, "measured": measured}
+        rows.append({**row, "ratio": ratio})
     worst = max(abs(row["ratio"] - 1) for row in rows)
-    print(f"\nlargest difference {worst:.0%}, allowed {TOLERANCE:.0%}")
-    figures = {"parameters": facts.parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
-    problems = [f"largest difference {worst:.0%}; must be at most {TOLERANCE:.0%}"] if worst > TOLERANCE else []
-    return harness.finish("memory", figures, out, problems)
+    return {"parameters": facts.parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
 
 
-def main() -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker is None:
-        return compare(options.out)
-    work(Case(**json.loads(options.worker)), options.rank, options.model, options.store)
-    return 0
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """The missed target, if it is missed."""
+    worst = figures["worst"]
+    return harness.missed((worst > TOLERANCE, f"largest difference {worst:.0%}; must be at most {TOLERANCE:.0%}"))
 
+
+main = harness.program("memory", compare, verdict, columns=("case.name", "estimate", "measured", "ratio"))
 
 if __name__ == "__main__":
     sys.exit(main())

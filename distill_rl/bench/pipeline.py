@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.bench import harness
-from distill_rl.bench.material import train_tokenizer, write_llama, write_texts
+from distill_rl.bench.material import train_tokenizer, write_config, write_llama, write_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,18 +40,6 @@ WARM_UP = 4
 CORES = 2
 HIDDEN, STUDENT_LAYERS, VOCABULARY = 256, 4, 2000
 TEACHER = "teacher"
-CONFIG = """\
-run: {{name: {name}, dir: {root}/runs}}
-student: {{model: {root}/student, dtype: fp32}}
-teachers: [{{name: teacher, model: {root}/teacher, dtype: fp32}}]
-data: {{path: {root}/text.jsonl, max_length: {length}}}
-loss: {{top_k: 32}}
-optimizer: {{lr: 1.0e-4}}
-train: {{steps: {steps}, global_batch_size: {batch}, micro_batch_size: {micro_batch}}}
-aligner: {{workers: 1}}
-prefetch: {{depth: {depth}}}
-observe: {{tensorboard: false}}
-"""
 
 
 def write_material(root: Path, *, rows: int, length: int) -> None:
@@ -79,15 +66,25 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, layers: int, l
     import torch
 
     torch.manual_seed(0)
-    write_llama(folder, tokenizer, hidden=HIDDEN, intermediate=4 * HIDDEN, layers=layers, positions=length)
+    write_llama(
+        folder,
+        tokenizer,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=layers,
+        max_position_embeddings=length,
+    )
+
+
+def configuration(root: Path, name: str, depth: int, **sizes: Any) -> Path:
+    return write_config(root, name, **sizes, top_k=32, lr=1e-4, prefetch={"depth": depth})
 
 
 def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
     """Train once; return the figures of its metrics."""
-    config = root / f"{name}.yaml"
-    config.write_text(CONFIG.format(root=root, name=name, depth=depth, **sizes), "utf-8")
-    harness.train(config, environment=harness.ONE_THREAD, quiet=True)
-    return figures(root / "runs" / name / "metrics.jsonl")
+    folder = root / "runs" / name
+    harness.train(configuration(root, name, depth, **sizes), folder, environment=harness.ONE_THREAD, quiet=True)
+    return figures(folder / "metrics.jsonl")
 
 
 def figures(metrics: Path) -> dict[str, Any]:
@@ -116,9 +113,9 @@ def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
     layers = 3 * STUDENT_LAYERS
     for attempt in range(4):
         write_teacher(root, layers, sizes["length"])
-        found = run(root, f"calibration-{attempt}", 0, **{**sizes, "steps": WARM_UP + 8})
-        ratio = found["student"] / found["teacher"]
-        print(f"teacher of {layers} layers: {found['teacher']:.3f} s, student {found['student']:.3f} s", flush=True)
+        stages = run(root, f"calibration-{attempt}", 0, **{**sizes, "steps": WARM_UP + 8})
+        ratio = stages["student"] / stages["teacher"]
+        print(f"teacher of {layers} layers: {stages['teacher']:.3f} s, student {stages['student']:.3f} s", flush=True)
         better = max(1, round(layers * ratio))
         if better == layers or 1 / 1.03 < ratio < 1.03:
             break
@@ -128,108 +125,85 @@ def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
     return layers
 
 
-def compare(root: Path, repeats: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Run every depth in turn, `repeats` times, on material that has been written."""
-    found: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
-    for repeat in range(repeats):
+def measure(
+    folder: Path,
+    *,
+    repeats: int = 5,
+    steps: int = 24,
+    batch: int = 4,
+    length: int = 128,
+    teacher_layers: int | None = None,
+) -> dict[str, Any]:
+    """Run every depth in turn, with a teacher that takes as long as the student.
+
+    Args:
+        repeats: runs per depth.
+        steps: optimizer steps per run.
+        batch: rows per step.
+        length: tokens per row.
+        teacher_layers: chosen by measuring, unless given.
+    """
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    if len(cores) < CORES:
+        raise harness.Refused("needs two cores, one for each model")
+    os.sched_setaffinity(0, cores)  # inherited by the runs, which give each model one thread
+    sizes = {"steps": steps, "batch": batch, "length": length, "micro_batch": max(1, batch // 2)}
+    write_material(folder, rows=4 * batch, length=length)
+    if teacher_layers is None:
+        teacher_layers = make_equal(folder, sizes)
+    else:
+        write_teacher(folder, teacher_layers, length)
+    runs: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
+    for i in range(repeats):
         for depth in DEPTHS:
-            found[depth].append(run(root, f"depth-{depth}-{repeat}", depth, **sizes))
-            print(f"run {repeat + 1} of {repeats}, depth {depth}: {found[depth][-1]['step']:.3f} s a step", flush=True)
-    further = run(root, f"depth-{FURTHER}", FURTHER, **sizes)
-    losses = [one["losses"] for one in (*(one for runs in found.values() for one in runs), further)]
-    return summary(found) | {
-        "same_losses": all(one == losses[0] for one in losses),
+            runs[depth].append(run(folder, f"depth-{depth}-{i}", depth, **sizes))
+            print(f"run {i + 1} of {repeats}, depth {depth}: {runs[depth][-1]['step']:.3f} s a step", flush=True)
+    losses = run(folder, f"depth-{FURTHER}", FURTHER, **sizes)["losses"]
+    return summary(runs) | {
+        "same_losses": all(other["losses"] == losses for others in runs.values() for other in others),
         "depths_of_losses": [*DEPTHS, FURTHER],
+        "workload": sizes | {"hidden": HIDDEN, "student_layers": STUDENT_LAYERS, "teacher_layers": teacher_layers},
+        "repeats": repeats,
     }
 
 
-def summary(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def summary(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """Medians over the runs of each depth, and of the stages alone."""
-
-    def middle(depth: int, name: str) -> float:
-        return round(median(one[name] for one in found[depth]), 4)
-
-    teacher, student = middle(0, "teacher"), middle(0, "student")
-    return {
-        "stages": {
-            "teacher": teacher,
-            "student": student,
-            "longer": max(teacher, student),
-            "sum": round(teacher + student, 4),
-        },
-        "depths": {
-            str(depth): {
-                "step": middle(depth, "step"),
-                "step_of_runs": [one["step"] for one in runs],
-                "over_longer_stage": round(middle(depth, "step") / max(teacher, student), 3),
-                "over_longer_stage_as_it_ran": round(
-                    middle(depth, "step") / max(middle(depth, "teacher"), middle(depth, "student")), 3
-                ),
-                **{name: middle(depth, name) for name in ("teacher", "student", "waited_for_teacher")},
-            }
-            for depth, runs in found.items()
-        },
+    names = ("step", "teacher", "student", "waited_for_teacher")
+    depths: dict[str, dict[str, Any]] = {
+        str(depth): {name: round(median(run[name] for run in runs[depth]), 4) for name in names} for depth in runs
     }
+    teacher, student = depths["0"]["teacher"], depths["0"]["student"]
+    longer = max(teacher, student)
+    for depth, middle in depths.items():
+        middle["step_of_runs"] = [run["step"] for run in runs[int(depth)]]
+        middle["over_longer_stage"] = round(middle["step"] / longer, 3)
+        as_it_ran = max(middle["teacher"], middle["student"])
+        middle["over_longer_stage_as_it_ran"] = round(middle["step"] / as_it_ran, 3)
+    stages = {"teacher": teacher, "student": student, "longer": longer, "sum": round(teacher + student, 4)}
+    return {"stages": stages, "depths": depths}
 
 
 def verdict(measured: Mapping[str, Any]) -> list[str]:
     """Missed targets, one line each."""
     stages, at_1 = measured["stages"], measured["depths"]["1"]["over_longer_stage"]
-    shorter = min(stages["teacher"], stages["student"])
-    problems = []
-    if shorter < SHORTEST:
-        problems.append(f"a stage takes {shorter:.3f} s; must be at least {SHORTEST:g} s; raise --batch or --length")
-    if stages["longer"] > UNEQUAL * shorter:
-        problems.append(
-            f"the stages take {stages['teacher']:.3f} and {stages['student']:.3f} s; they must be about equal"
-        )
-    if at_1 > MOST:
-        problems.append(f"a step at depth 1 takes {at_1:.2f} times the longer stage; must be at most {MOST:g}")
-    if not measured["same_losses"]:
-        problems.append("the losses differ between runs")
-    return problems
+    teacher, student = stages["teacher"], stages["student"]
+    shorter = min(teacher, student)
+    return harness.missed(
+        (
+            shorter < SHORTEST,
+            f"a stage takes {shorter:.3f} s; must be at least {SHORTEST:g} s; raise --batch or --length",
+        ),
+        (
+            stages["longer"] > UNEQUAL * shorter,
+            f"the stages take {teacher:.3f} and {student:.3f} s; they must be about equal",
+        ),
+        (at_1 > MOST, f"a step at depth 1 takes {at_1:.2f} times the longer stage; must be at most {MOST:g}"),
+        (not measured["same_losses"], "the losses differ between runs"),
+    )
 
 
-def show(measured: Mapping[str, Any]) -> None:
-    stages = measured["stages"]
-    print(f"\nteacher {stages['teacher']:.3f} s, student {stages['student']:.3f} s, sequentially {stages['sum']:.3f} s")
-    print(f"{'depth':>5}{'step':>9}{'step / longer stage':>23}{'teacher':>9}{'student':>9}{'waited':>9}")
-    for depth, one in measured["depths"].items():
-        print(
-            f"{depth:>5}{one['step']:>8.3f}s{one['over_longer_stage']:>23.2f}{one['teacher']:>8.3f}s"
-            f"{one['student']:>8.3f}s{one['waited_for_teacher']:>8.3f}s"
-        )
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="runs per depth; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps per run; default: %(default)s")
-    parser.add_argument("--batch", type=int, default=4, help="rows per step; default: %(default)s")
-    parser.add_argument("--length", type=int, default=128, help="tokens per row; default: %(default)s")
-    parser.add_argument("--teacher-layers", type=int, help="default: chosen by measuring")
-    options = parser.parse_args(argv)
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    if len(cores) < CORES:
-        print("pipeline: error: needs two cores, one for each model", file=sys.stderr)
-        return 2
-    os.sched_setaffinity(0, cores)  # inherited by the runs, which give each model one thread
-    sizes = {"steps": options.steps, "batch": options.batch, "length": options.length}
-    sizes["micro_batch"] = max(1, options.batch // 2)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        write_material(root, rows=4 * options.batch, length=options.length)
-        layers = options.teacher_layers
-        if layers is None:
-            layers = make_equal(root, sizes)
-        else:
-            write_teacher(root, layers, options.length)
-        measured = compare(root, options.repeats, sizes)
-    show(measured)
-    workload = sizes | {"hidden": HIDDEN, "student_layers": STUDENT_LAYERS, "teacher_layers": layers}
-    figures = measured | {"workload": workload, "repeats": options.repeats}
-    return harness.finish("pipeline", figures, options.out, verdict(measured))
-
+main = harness.program("pipeline", measure, verdict)
 
 if __name__ == "__main__":
     sys.exit(main())

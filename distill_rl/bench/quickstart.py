@@ -10,9 +10,9 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,25 +22,21 @@ _SAMPLE_S = 0.5
 _HELP_RUNS = 11
 
 
-def main() -> int:
-    options = harness.parser(__doc__).parse_args()
+def measure(folder: Path) -> dict[str, Any]:
     help_s = [_seconds("-m", "distill_rl", "--help") for _ in range(_HELP_RUNS)]
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        peak = _peak_pss("-m", "distill_rl.quickstart", "--runs", f"{folder}/runs", "--material", f"{folder}/material")
-        seconds = time.perf_counter() - start
-        summary = json.loads(Path(folder, "runs", "quickstart", "summary.json").read_text())
-    scores = {name: summary[name] for name in ("teacher", "student_before", "student_after", "ce_only")}
-    figures = {
+    runs, material = folder / "runs", folder / "material"
+    start = time.perf_counter()
+    peak = _peak_pss("-m", "distill_rl.quickstart", "--runs", str(runs), "--material", str(material))
+    seconds = time.perf_counter() - start
+    summary = json.loads((runs / "quickstart" / "summary.json").read_text())
+    return {
         "help_seconds_median": round(statistics.median(help_s), 3),
         "seconds": round(seconds, 1),
         "peak_pss_gib": round(peak / 2**30, 2),
         "tokens_per_second": summary["tokens_per_second"],
-        "exact_match": scores,
+        "exact_match": {name: summary[name] for name in ("teacher", "student_before", "student_after", "ce_only")},
         "seed": summary["seed"],
     }
-    print(json.dumps(figures, indent=2))
-    return harness.finish("quickstart", figures, options.out)
 
 
 def _seconds(*arguments: str) -> float:
@@ -63,6 +59,8 @@ def _peak_pss(*arguments: str) -> int:
         raise SystemExit(process.returncode)
     return peak
 
+
+main = harness.program("quickstart", measure)
 
 if __name__ == "__main__":
     sys.exit(main())

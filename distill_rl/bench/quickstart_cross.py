@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from distill_rl.bench import harness, record
+from distill_rl.quickstart.material import make_material
+from distill_rl.quickstart.recipe import CROSS, TURNS
 
 SEEDS = (0, 1, 2)
 ONLY_ONE_TO_ONE = "loss.alm_tau=1e9"
@@ -32,28 +33,24 @@ COLUMNS = {
 """Heading → name in the figures."""
 
 
-def measure(seed: int, root: Path) -> dict[str, Any]:
+def measure_seed(seed: int, root: Path) -> dict[str, Any]:
     """The quickstart's summary for one seed, with exact match and intervals of the other students added.
 
     `truncated` is the number of answers without a stop token.
     """
-    from distill_rl.quickstart.material import make_material
-    from distill_rl.quickstart.recipe import CROSS, TURNS
-
     runs, material = root / "runs", root / "material"
     options = ["--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material)]
     subprocess.run([sys.executable, "-m", "distill_rl.quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
+    one_to_one, two_stops = (make_material(material, seed, recipe).root for recipe in (CROSS, TURNS))
     scored = {
         "hybrid": _scores(runs / "quickstart-cross", "student_after"),
-        "one_to_one_only": train(
-            "one_to_one_only", make_material(material, seed, CROSS).root, seed, runs, ONLY_ONE_TO_ONE
-        ),
-        "two_stops": train("two_stops", make_material(material, seed, TURNS).root, seed, runs),
+        "one_to_one_only": train("one_to_one_only", one_to_one, seed, runs, ONLY_ONE_TO_ONE),
+        "two_stops": train("two_stops", two_stops, seed, runs),
     }
     for name in ("one_to_one_only", "two_stops"):
         summary[name], summary["intervals"][name] = scored[name]["score"], scored[name]["interval"]
-    summary["truncated"] = {name: found["truncated"] for name, found in scored.items()}
+    summary["truncated"] = {name: score["truncated"] for name, score in scored.items()}
     return {key: value for key, value in summary.items() if key != "tasks"}
 
 
@@ -70,7 +67,7 @@ def train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> 
         "evaluate.data": material / "test.jsonl",
     }
     fixed = [f"{key}={value}" for key, value in settings.items()]
-    harness.train(CONFIG, *fixed, *overrides, environment={})
+    harness.train(CONFIG, runs / name, *fixed, *overrides, environment={})
     return _scores(runs / name, "student")
 
 
@@ -78,20 +75,11 @@ def _scores(run: Path, model: str) -> dict[str, Any]:
     return json.loads((run / "evals" / model / "exact_match.json").read_text())
 
 
-def main() -> int:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        seeds = [measure(seed, Path(folder, str(seed))) for seed in options.seeds]
-    print(f"\n{'seed':>4}" + "".join(f"{heading:>26}" for heading in COLUMNS))
-    for one in seeds:
-        cells = ((one[name], *one["intervals"][name]) for name in COLUMNS.values())
-        print(
-            f"{one['seed']:>4}" + "".join(f"{f'{score:.3f} [{low:.3f}, {high:.3f}]':>26}" for score, low, high in cells)
-        )
-    return harness.finish("quickstart_cross", {"seeds": seeds}, options.out)
+def measure(folder: Path, *, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+    return {"seeds": [measure_seed(seed, folder / str(seed)) for seed in seeds]}
 
+
+main = harness.program("quickstart_cross", measure, columns=("seed", *COLUMNS.values(), "intervals"))
 
 if __name__ == "__main__":
     sys.exit(main())

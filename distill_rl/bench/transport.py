@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 from distill_rl.bench import harness
 from distill_rl.config.schema import RayConfig
@@ -28,8 +31,6 @@ class Writer:
     """Publishes top-k targets of about `num_bytes` bytes, on one thread."""
 
     def __init__(self, name: str, num_bytes: int, device: str):
-        import torch
-
         torch.set_num_threads(1)
         tokens = num_bytes // (6 * TOP_K + 8)
         self._device, self._layout = device, Layout(0, 1, tokens)
@@ -73,8 +74,6 @@ class Reader:
     """Fetches targets, on one thread."""
 
     def __init__(self, name: str, device: str):
-        import torch
-
         torch.set_num_threads(1)
         self._device = device
         self._transport = make(name, deadline_s=DEADLINE_S, node_id=_node_id(), device=device)
@@ -101,8 +100,6 @@ def _node_id() -> str:
 
 def _finish(device: str) -> None:
     """Wait for all submitted GPU work."""
-    import torch
-
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -139,45 +136,38 @@ def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> d
 
 def verdict(figures: dict[str, Any]) -> list[str]:
     """Missed targets, one line each."""
-    problems = []
     share = figures["cpu"]["shared_memory"]["share_of_memcpy"]
-    if share < LEAST_SHARE:
-        problems.append(
-            f"shared_memory reaches {share:.0%} of the speed of a plain copy; must be at least {LEAST_SHARE:.0%}"
-        )
     fetch = figures.get("cuda", {}).get("cuda_ipc", {}).get("fetch_s", 0.0)
-    if fetch >= MOST_IPC_FETCH_S:
-        problems.append(f"a cuda_ipc fetch takes {fetch * 1e6:.0f} µs; must be below {MOST_IPC_FETCH_S * 1e6:.0f}")
-    return problems
+    return harness.missed(
+        (
+            share < LEAST_SHARE,
+            f"shared_memory reaches {share:.0%} of the speed of a plain copy; must be at least {LEAST_SHARE:.0%}",
+        ),
+        (
+            fetch >= MOST_IPC_FETCH_S,
+            f"a cuda_ipc fetch takes {fetch * 1e6:.0f} µs; must be below {MOST_IPC_FETCH_S * 1e6:.0f}",
+        ),
+    )
 
 
-def compare(num_bytes: int, rounds: int, *, cuda: bool) -> dict[str, Any]:
-    """Measure all transports that this machine supports."""
-    plan = {"cpu": ("shared_memory", "object_store")} | ({"cuda": ("cuda_ipc", "object_store")} if cuda else {})
-    with ray_session(RayConfig(), num_cpus=2, target_bytes=4 * num_bytes):
+def measure_all(_: Path, *, mib: int = 64, rounds: int = 40) -> dict[str, Any]:
+    """Measure all transports that this machine supports.
+
+    Args:
+        mib: MiB of targets per round.
+        rounds: timed rounds.
+    """
+    plan = {"cpu": ("shared_memory", "object_store")}
+    if torch.cuda.is_available():
+        plan["cuda"] = ("cuda_ipc", "object_store")
+    with ray_session(RayConfig(), num_cpus=2, target_bytes=4 * mib << 20):
         return {
-            device: {name: measure(name, num_bytes=num_bytes, rounds=rounds, device=device) for name in names}
+            device: {name: measure(name, num_bytes=mib << 20, rounds=rounds, device=device) for name in names}
             for device, names in plan.items()
         }
 
 
-def main() -> int:
-    import torch
-
-    parser = harness.parser(__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="MiB of targets per round; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=40, help="timed rounds; default: %(default)s")
-    options = parser.parse_args()
-    figures = compare(options.mib << 20, options.rounds, cuda=torch.cuda.is_available())
-    print(f"\n{'device':<8}{'transport':<16}{'publish':>10}{'fetch':>10}{'on device':>11}{'memcpy':>10}{'share':>8}")
-    for device, found in figures.items():
-        for name, one in found.items():
-            times = (f"{one[key] * 1e3:.3f}" for key in ("publish_s", "fetch_s", "on_device_s", "memcpy_s"))
-            publish, fetch, moved, copy = times
-            print(f"{device:<8}{name:<16}{publish:>10}{fetch:>10}{moved:>11}{copy:>10}{one['share_of_memcpy']:>8.0%}")
-    print("medians in milliseconds; share: speed of publish and fetch together, relative to a plain copy")
-    return harness.finish("transport", figures, options.out, verdict(figures))
-
+main = harness.program("transport", measure_all, verdict)
 
 if __name__ == "__main__":
     sys.exit(main())

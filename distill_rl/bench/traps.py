@@ -8,12 +8,11 @@ published formula. The figures are numbers, not times: they are the same on ever
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from distill_rl.bench import harness
@@ -22,13 +21,8 @@ from distill_rl.losses import DenseLogits, kd_loss
 
 ROWS, COLUMNS = 6, 200
 IGNORED = [1, 4]
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    run: Callable[[Loss], str]
-    """what a loss returns, in a few words"""
+Case = Callable[[Loss], str]
+"""What a loss returns, in a few words."""
 
 
 def ours(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -76,7 +70,7 @@ def _describe(gradient: Tensor, expected: Tensor) -> str:
     return f"gradient off by {(gradient.double() - expected).norm() / norm:.0e}" if norm else "gradient 0"
 
 
-def spoilt(side: int) -> Callable[[Loss], str]:
+def spoilt(side: int) -> Case:
     def run(loss: Loss) -> str:
         given = list(inputs())
         clean = [each.clone() for each in given]
@@ -101,10 +95,19 @@ def no_rows(loss: Loss) -> str:
     return f"loss {value.item():.0f}, gradient {gradient}"
 
 
-def masked_columns(loss: Loss) -> str:
-    student, teacher, labels = inputs()
+def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Case:
+    """The gradient on changed logits of student and teacher."""
+
+    def run(loss: Loss) -> str:
+        student, teacher, labels = inputs()
+        return gradient_of(loss, *change(student, teacher), labels)
+
+    return run
+
+
+def mask_columns(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     student[:, -8:] = teacher[:, -8:] = -torch.inf
-    return gradient_of(loss, student, teacher, labels)
+    return student, teacher
 
 
 def overwritten(loss: Loss) -> str:
@@ -138,34 +141,24 @@ def second_derivative(loss: Loss) -> str:
     return f"off by {(found.double() - right).norm() / right.norm():.0e}"
 
 
-def offset(loss: Loss) -> str:
-    student, teacher, labels = inputs()
-    return gradient_of(loss, student + 300, teacher - 300, labels)
-
-
-def cold(loss: Loss) -> str:
-    """Temperature 0.01, which is logits a hundred times as large."""
-    student, teacher, labels = inputs()
-    return gradient_of(loss, 100 * student, 100 * teacher, labels)
-
-
 def autocast(loss: Loss) -> str:
     student, teacher, labels = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return gradient_of(loss, student, teacher, labels)
 
 
-CASES = (
-    Case("NaN in an ignored row of the student", spoilt(0)),
-    Case("NaN in an ignored row of the teacher", spoilt(1)),
-    Case("no row counts", no_rows),
-    Case("columns masked on both sides", masked_columns),
-    Case("teacher overwritten before backward", overwritten),
-    Case("gradient penalty", second_derivative),
-    Case("logits around ±300, fp32", offset),
-    Case("temperature 0.01", cold),
-    Case("inside bf16 autocast", autocast),
-)
+CASES: dict[str, Case] = {
+    "NaN in an ignored row of the student": spoilt(0),
+    "NaN in an ignored row of the teacher": spoilt(1),
+    "no row counts": no_rows,
+    "columns masked on both sides": changed(mask_columns),
+    "teacher overwritten before backward": overwritten,
+    "gradient penalty": second_derivative,
+    "logits around ±300, fp32": changed(lambda student, teacher: (student + 300, teacher - 300)),
+    # a hundred times as large
+    "temperature 0.01": changed(lambda student, teacher: (100 * student, 100 * teacher)),
+    "inside bf16 autocast": autocast,
+}
 
 
 def contenders() -> dict[str, Loss]:
@@ -178,21 +171,17 @@ def contenders() -> dict[str, Loss]:
 
 def answer(case: Case, loss: Loss) -> str:
     try:
-        return case.run(loss)
+        return case(loss)
     except Exception as error:  # whatever a foreign loss raises is its answer
         return f"refused: {str(error).splitlines()[0][:60]}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = harness.parser("What implementations return where they may be silently wrong").parse_args(argv)
+def measure(_: Path) -> dict[str, Any]:
     losses = contenders()
-    figures = {case.name: {by: answer(case, loss) for by, loss in losses.items()} for case in CASES}
-    table = Table("case", *losses, title="forward KL", show_lines=True)
-    for name, found in figures.items():
-        table.add_row(name, *found.values())
-    Console(width=180).print(table)
-    return harness.finish("traps", {"cases": figures}, options.out)
+    return {"cases": {name: {by: answer(case, loss) for by, loss in losses.items()} for name, case in CASES.items()}}
 
+
+main = harness.program("traps", measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,7 +28,7 @@ def test_the_benchmark_writes_figures_with_hardware_and_commit(
     assert all(2 <= line["bytes_per_element"] < 3 for line in ours)
     assert all(line["time_fp32"] > 0 for line in written["results"])
     assert [line["rows"] for line in written["fused"]] == [64, 128]
-    assert "bytes/element" in capsys.readouterr().out
+    assert "bytes_per_element" in capsys.readouterr().out
 
 
 def test_the_formulas_that_stand_in_for_missing_packages_agree_with_ours() -> None:

@@ -108,7 +108,7 @@ def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[di
     path.write_text(CONFIG.format(root=root, dtype=dtype, **settings), "utf-8")
     environment = harness.OFFLINE if device == "cuda" else harness.OFFLINE | {"CUDA_VISIBLE_DEVICES": ""}
     with _watch_memory(device) as peak:
-        harness.train(path, environment=environment)
+        harness.train(path, root / "runs" / "train", environment=environment)
     steps = harness.step_records(root / "runs" / "train" / "metrics.jsonl")
     return steps, round(max(peak), 2) if peak else None
 

@@ -52,10 +52,8 @@ def test_a_teacher_takes_the_place_of_the_one_before_with_as_many_layers_as_aske
 
 
 @pytest.mark.parametrize("depth", [*pipeline.DEPTHS, pipeline.FURTHER])
-def test_the_configuration_is_one_that_could_run(material: Path, tmp_path: Path, depth: int) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(pipeline.CONFIG.format(root=material, name="x", depth=depth, **SIZES))
-    config = load_config(path)
+def test_the_configuration_is_one_that_could_run(material: Path, depth: int) -> None:
+    config = load_config(pipeline.configuration(material, "x", depth, **SIZES))
     assert problems(config) == []
     assert config.prefetch.depth == depth
     assert config.teachers[0].name == pipeline.TEACHER

@@ -41,10 +41,8 @@ def test_documents_are_several_times_longer_than_what_is_learnt_of_them_on_both_
 
 
 @pytest.mark.parametrize("depth", prefetch.DEPTHS)
-def test_the_configuration_is_one_that_could_run(material: Path, tmp_path: Path, depth: int) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(prefetch.CONFIG.format(root=material, depth=depth, steps=3, batch=4, length=64))
-    config = load_config(path)
+def test_the_configuration_is_one_that_could_run(material: Path, depth: int) -> None:
+    config = load_config(prefetch.configuration(material, depth, steps=3, batch=4, length=64))
     assert problems(config) == []
     assert config.prefetch.depth == depth
 
