@@ -74,6 +74,16 @@ class ConfigError(DistillError):
     exit_code = 2
 
 
+def problem(key: str, rule: str, value: object = None, remedy: str = "") -> str:
+    """The line of a problem with a setting; the arguments are those of `DistillError`."""
+    return str(ConfigError(key, rule, value, remedy))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def problems_of(*checks: Callable[[], object]) -> list[str]:
     """Runs every check and collects the lines of all ConfigErrors."""
     problems: list[str] = []

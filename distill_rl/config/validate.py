@@ -11,7 +11,7 @@ from distill_rl.config.derive import rows_per_slot, rows_unit, wants_whole_batch
 from distill_rl.config.facts import running_teachers, teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import as_yaml, leaves
-from distill_rl.errors import ConfigError
+from distill_rl.errors import problem
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
 """Settings of which only one value works in this version, with that value."""
@@ -81,21 +81,17 @@ def _get(node: Any, path: str) -> Any:
     return node
 
 
-def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
-    return str(ConfigError(key, rule, value, remedy))
-
-
 def _single_values(config: Config) -> Iterator[str]:
     """The rules that stand beside the fields of the schema."""
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
             broken = None if value is None else _broken(rule, value)
             if broken:
-                yield _line(key, broken, value if value != "" else "''")
+                yield problem(key, broken, value if value != "" else "''")
     fraction = config.data.validation.fraction
     if not 0 <= fraction < 1:
         remedy = "0.05 holds out one document in twenty"
-        yield _line("data.validation.fraction", "must be a share of the data in [0, 1)", fraction, remedy)
+        yield problem("data.validation.fraction", "must be a share of the data in [0, 1)", fraction, remedy)
 
 
 def _broken(rule: str, value: Any) -> str | None:
@@ -112,17 +108,17 @@ def _broken(rule: str, value: Any) -> str | None:
 def _names(config: Config) -> Iterator[str]:
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
-        yield _line("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
+        yield problem("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
     elif not name.isprintable():
-        yield _line("run.name", "must not contain control characters", repr(name))
+        yield problem("run.name", "must not contain control characters", repr(name))
     for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
         if count > 1:
             rule = f"names must be unique; {count} teachers are called {teacher!r}"
-            yield _line("teachers", rule, remedy="set teachers.0.name, teachers.1.name, ...")
+            yield problem("teachers", rule, remedy="set teachers.0.name, teachers.1.name, ...")
     for key, value in values(config, "teachers[].name"):
         if value.strip() and not all(letter.isalnum() or letter in "-_." for letter in value):
             rule = "may contain letters, digits, '-', '_' and '.' only, because actors are named after it"
-            yield _line(key, rule, repr(value))
+            yield problem(key, rule, repr(value))
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -141,7 +137,7 @@ def _batch(config: Config) -> Iterator[str]:
         if rest:
             rule = f"{batch} documents do not divide evenly over {role}'s dp {dp} x micro-batch {size} = {dp * size}"
             arithmetic = f"{batch} = {quotient} x {dp * size} + {rest}"
-            yield _line("train.global_batch_size", rule, remedy=f"{arithmetic}; {remedy}")
+            yield problem("train.global_batch_size", rule, remedy=f"{arithmetic}; {remedy}")
 
 
 def _replicas(config: Config) -> Iterator[str]:
@@ -150,11 +146,11 @@ def _replicas(config: Config) -> Iterator[str]:
     if dp > 0 and replicas > 0 and dp % replicas:
         divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         rule = f"must divide student.parallel.dp = {dp}"
-        yield _line("student.parallel.replicas", rule, replicas, f"use one of {divisors}")
+        yield problem("student.parallel.replicas", rule, replicas, f"use one of {divisors}")
     for key, value in values(config, "teachers[].parallel.replicas"):
         if value > 1:
             rule = "applies to the student only; the dp ranks of a teacher are replicas already"
-            yield _line(key, rule, value, "leave it at 1")
+            yield problem(key, rule, value, "leave it at 1")
 
 
 def _rings(config: Config) -> Iterator[str]:
@@ -169,7 +165,7 @@ def _rings(config: Config) -> Iterator[str]:
         rows = rows_per_slot(config, teacher)
         if slots * rows < least:
             rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
-            yield _line("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
+            yield problem("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
 
 
 def _unit(config: Config) -> int | None:
@@ -182,23 +178,23 @@ def _unit(config: Config) -> int | None:
 def _losses(config: Config) -> Iterator[str]:
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
-        yield _line("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
+        yield problem("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
     if loss.kd_weight > 0 and not config.teachers:
         remedy = "add teachers.0.model=PATH, or set loss.kd_weight=0 loss.ce_weight=1"
-        yield _line("teachers", f"loss.kd_weight {loss.kd_weight:g} needs a teacher", "none", remedy)
+        yield problem("teachers", f"loss.kd_weight {loss.kd_weight:g} needs a teacher", "none", remedy)
     weights = [teacher.weight for teacher in config.teachers]
     if loss.kd_weight > 0 and weights and min(weights) >= 0 and sum(weights) == 0:
-        yield _line("teachers", "at least one weight must be greater than 0", weights)
+        yield problem("teachers", "at least one weight must be greater than 0", weights)
 
 
 def _teachers(config: Config) -> Iterator[str]:
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
-        yield _line("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
+        yield problem("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
     if config.projection.learnable and "xtoken" not in _losses_named(config):
         rule = "trains the projection of the loss xtoken; no teacher uses that loss"
         remedy = "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
-        yield _line("projection.learnable", rule, "true", remedy)
+        yield problem("projection.learnable", rule, "true", remedy)
 
 
 def _losses_named(config: Config) -> set[str]:
@@ -210,27 +206,27 @@ def _aligner(config: Config) -> Iterator[str]:
     aligner = config.aligner
     if aligner.num_gpus >= 1:
         rule = "must be less than 1: the ranks need the rest of the GPU"
-        yield _line("aligner.num_gpus", rule, aligner.num_gpus, "for example 0.1")
+        yield problem("aligner.num_gpus", rule, aligner.num_gpus, "for example 0.1")
     if aligner.dp.backend == "cuda" and aligner.num_gpus == 0:
         rule = "needs aligners with a share of a GPU"
-        yield _line("aligner.dp.backend", rule, "cuda", "set aligner.num_gpus=0.1, or aligner.dp.backend=numba")
+        yield problem("aligner.dp.backend", rule, "cuda", "set aligner.num_gpus=0.1, or aligner.dp.backend=numba")
     if aligner.dp.backend == "cuda" and aligner.workers == 0:
-        yield _line("aligner.workers", "must not be 0 with aligner.dp.backend=cuda", 0, "set aligner.workers=1")
+        yield problem("aligner.workers", "must not be 0 with aligner.dp.backend=cuda", 0, "set aligner.workers=1")
 
 
 def _optimizer(config: Config) -> Iterator[str]:
     betas = config.optimizer.betas
     if len(betas) != 2:
-        yield _line("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
+        yield problem("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
     for i, beta in enumerate(betas[:2]):
         if not 0 <= beta < 1:
-            yield _line(f"optimizer.betas.{i}", "must lie in [0, 1)", beta)
+            yield problem(f"optimizer.betas.{i}", "must lie in [0, 1)", beta)
     key, end = "schedule.steps", config.schedule.steps
     if end is None:
         key, end = "train.steps", config.train.steps
     warmup = config.schedule.warmup_steps
     if end is not None and end > 0 and warmup > end:
-        yield _line("schedule.warmup_steps", f"must not exceed {key} ({end})", warmup)
+        yield problem("schedule.warmup_steps", f"must not exceed {key} ({end})", warmup)
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -238,33 +234,33 @@ def _checkpoints(config: Config) -> Iterator[str]:
     if checkpoint.keep_best > 0:
         if config.evaluate.every <= 0:
             rule, remedy = "needs validation losses to compare", "set evaluate.every, or checkpoint.keep_best=0"
-            yield _line("checkpoint.keep_best", rule, checkpoint.keep_best, remedy)
+            yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, remedy)
         if not config.data.validation.path and config.data.validation.fraction == 0:
             remedy = "set data.validation.path or data.validation.fraction"
-            yield _line("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
+            yield problem("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
     resume = checkpoint.resume
     if resume is not None and resume not in ("latest", "auto") and "step-" not in resume:
         remedy = "for example checkpoint.resume=latest"
-        yield _line("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
+        yield problem("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
 
 
 def _others(config: Config) -> Iterator[str]:
     """Rules that belong to no group."""
     if config.train.steps is None and config.train.epochs is None:
-        yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
+        yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
     student = config.student
     if student.kernels == "liger" and student.parallel.tp > 1:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
-        yield _line("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
+        yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
     if config.evaluate.suites and not config.evaluate.data:
-        yield _line("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
+        yield problem("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
-        yield _line("transport", rule, "local", "use transport=auto")
+        yield problem("transport", rule, "local", "use transport=auto")
 
 
 def _not_available(config: Config) -> Iterator[str]:
     for pattern, only in NOT_AVAILABLE:
         for key, value in values(config, pattern):
             if value != only:
-                yield _line(key, f"only {as_yaml(only)} is available in this version", as_yaml(value))
+                yield problem(key, f"only {as_yaml(only)} is available in this version", as_yaml(value))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.facts import ModelFacts
-from distill_rl.errors import ConfigError
+from distill_rl.errors import problem
 from distill_rl.models.families import intermediate_size
 from distill_rl.models.hub import HubUnreachable, resolve
 
@@ -48,9 +48,9 @@ def locate(key: str, name: str, revision: str | None = None) -> Location:
     if path.is_dir():
         return Location(folder=path)
     if path.exists():
-        return Location(problem=_line(key, "must be a model folder, not a file", name))
+        return Location(problem=problem(key, "must be a model folder, not a file", name))
     if not looks_like_hub_name(name):
-        return Location(problem=_line(key, "no such folder", name, "give a folder, or a hub name like org/name"))
+        return Location(problem=problem(key, "no such folder", name, "give a folder, or a hub name like org/name"))
     answer = _in_time(lambda: resolve(name, revision))
     if isinstance(answer, Path):
         return Location(folder=answer)
@@ -68,7 +68,7 @@ def find_data_set(key: str, name: str) -> tuple[str, str]:
 
     answer = _in_time(lambda: HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S / 2))
     if isinstance(answer, RepositoryNotFoundError):
-        return _line(key, "neither a file or folder here nor a data set on the hub", name), ""
+        return problem(key, "neither a file or folder here nor a data set on the hub", name), ""
     if answer is None or isinstance(answer, Exception):
         return "", f"{key}: {name} is neither a file nor a folder here, and the hub does not answer"
     return "", f"{key}: {name} is on the hub; its rows are checked when a run fetches them"
@@ -156,11 +156,11 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     """
     file = folder / "config.json"
     if not file.is_file():
-        return [_line(key, "must hold a config.json", str(folder), "give the folder of a Hugging Face model")]
+        return [problem(key, "must hold a config.json", str(folder), "give the folder of a Hugging Face model")]
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return [_line(key, f"config.json cannot be read: {error}", str(file))]
+        return [problem(key, f"config.json cannot be read: {error}", str(file))]
     return [*_code_problems(key, config), *(weight_problems(key, folder) if weights else [])]
 
 
@@ -172,8 +172,8 @@ def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
         return []
     if config.get("auto_map"):
         rule = f"model family {family!r} needs code from its folder (auto_map), which is never run"
-        return [_line(key, rule, None, "use a model of a family that transformers has")]
-    return [_line(key, "config.json must name a model_type that transformers has", repr(family))]
+        return [problem(key, rule, None, "use a model of a family that transformers has")]
+    return [problem(key, "config.json must name a model_type that transformers has", repr(family))]
 
 
 def weight_problems(key: str, folder: Path) -> list[str]:
@@ -181,24 +181,24 @@ def weight_problems(key: str, folder: Path) -> list[str]:
     try:
         files = weight_files(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [_line(key, f"model.safetensors.index.json cannot be read: {error!r}", str(folder))]
+        return [problem(key, f"model.safetensors.index.json cannot be read: {error!r}", str(folder))]
     if not files:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
             remedy = "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) in a place you trust"
-            return [_line(key, "weights must be safetensors; the folder has only pickled ones", str(folder), remedy)]
-        return [_line(key, "must hold model.safetensors", str(folder))]
+            return [problem(key, "weights must be safetensors; the folder has only pickled ones", str(folder), remedy)]
+        return [problem(key, "must hold model.safetensors", str(folder))]
     lines = []
     for file in files:
         if file.parent != folder:
-            lines.append(_line(key, "every file in the index must be in the folder", str(file)))
+            lines.append(problem(key, "every file in the index must be in the folder", str(file)))
             continue
         if not file.is_file():
-            lines.append(_line(key, "a file that the index names is missing", str(file)))
+            lines.append(problem(key, "a file that the index names is missing", str(file)))
             continue
         try:
             _header(file)
         except ValueError as error:
-            lines.append(_line(key, str(error), str(file), "copy the model again"))
+            lines.append(problem(key, str(error), str(file), "copy the model again"))
     return lines
 
 
@@ -221,10 +221,6 @@ def _header(file: Path) -> dict[str, Any]:
     if size < 8 + length + end:
         raise ValueError(f"cut off: {size:,} of {8 + length + end:,} bytes")
     return header
-
-
-def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
-    return str(ConfigError(key, rule, value, remedy))
 
 
 def visible_gpus() -> int:

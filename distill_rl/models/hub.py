@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         raise ConfigError(
             f"model {path}",
             "config.json must describe a model that transformers knows without code of its own",
-            _first_line(error),
+            first_line(error),
         ) from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy="use the original weights")
@@ -87,7 +87,7 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     try:
         tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise bare Exception for a damaged file
-        raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", _first_line(error)) from error
+        raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", first_line(error)) from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"
@@ -166,7 +166,3 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
             offline,
             "give the path of a folder, or fetch it first where there is a network (`hf download`)",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

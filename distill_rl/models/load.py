@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
@@ -114,7 +114,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
         raise ConfigError(
             f"model type {config.model_type}",
             f"transformers must have it as a causal LM with {attention} attention",
-            str(error).splitlines()[0],
+            first_line(error),
             "try another setting of `attention`",
         ) from error
     # With a cache, packed documents would see each other; see forward.logits.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DistillError, first_line
 
 DP, TP = "dp", "tp"
 REPLICA, SHARD = "replica", "shard"
@@ -80,7 +80,7 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -
         raise DistillError(
             f"rendezvous at {host}:{port}",
             f"rank 0 must answer within {timeout_s:g} s",
-            str(error).splitlines()[0],
+            first_line(error),
             "see whether rank 0 died, or a firewall separates the nodes",
         ) from error
 

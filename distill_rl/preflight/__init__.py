@@ -12,16 +12,16 @@ from pathlib import Path
 
 from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problem
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
 from distill_rl.preflight.data import data_facts, suite_problems
 from distill_rl.preflight.machine import extra_problems, gpu_problems, kernel_problems, space_problems
-from distill_rl.preflight.opened import Findings, Opened, line, open_model
+from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.room import object_store_room
 
@@ -81,9 +81,8 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     """
     findings = Findings()
     problems = findings.problems
-    student = open_model("student", config.student, findings)
-    teachers = [open_model(f"teachers.{i}", teacher, findings) for i, teacher in enumerate(running_teachers(config))]
-    models = [("student", student), *((f"teachers.{i}", m) for i, m in enumerate(teachers))]
+    student, teachers = open_models(config, findings)
+    models = [student, *teachers]
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += projection_problems(config, student, teachers)
@@ -101,7 +100,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     )
     problems += suite_problems(config, student)
     problems += extra_problems(config)
-    problems += attention_problems(config, [(key, model.config) for key, model in models], gpus=facts.gpus)
+    problems += attention_problems(config, models, gpus=facts.gpus)
     problems += kernel_problems(config, student, facts.gpus)
     problems += gpu_problems(config, facts.gpus)
     problems += space_problems(config, facts)
@@ -110,20 +109,18 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     return Checked(config, problems, findings.unreachable, facts)
 
 
-def _fit_problems(config: Config, models: list[tuple[str, Opened]]) -> Iterator[str]:
+def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     """Settings that exceed a model: too few positions, attention heads or embedding rows."""
     from distill_rl.models.families import tensor_parallel_problems
 
-    parallel = {"student": config.student.parallel}
-    parallel |= {f"teachers.{i}": teacher.parallel for i, teacher in enumerate(config.teachers)}
-    for key, model in models:
+    for model in models:
         if model.config is None:
             continue
-        yield from width_problems(config, key, model.config, gpus=visible_gpus())
-        if parallel[key].tp > 0:
-            for text in tensor_parallel_problems(model.config, parallel[key].tp):
-                yield f"{key}.parallel.tp: {text}"
+        yield from width_problems(config, model, gpus=visible_gpus())
+        tp = model.settings.parallel.tp
+        if tp > 0:
+            yield from (f"{model.key}.parallel.tp: {text}" for text in tensor_parallel_problems(model.config, tp))
         needed, columns = model.vocabulary_size, model.config.vocab_size
         if needed is not None and columns < needed:
             rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"
-            yield line(f"{key}.model", rule, None, "give the tokenizer that belongs to the model")
+            yield problem(f"{model.key}.model", rule, None, "give the tokenizer that belongs to the model")

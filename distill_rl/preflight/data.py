@@ -8,8 +8,8 @@ from typing import Any
 from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
-from distill_rl.errors import DistillError
-from distill_rl.preflight.opened import Findings, Opened, line
+from distill_rl.errors import DistillError, problem
+from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
 SAMPLED_ROWS = 64
@@ -29,8 +29,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     if data.path == MISSING or not data.path.strip():
         return Facts()
     if not download and is_hub_name(data.path):
-        problem, reason = find_data_set("data.path", data.path)
-        problems += filter(None, [problem])
+        missing, reason = find_data_set("data.path", data.path)
+        problems += filter(None, [missing])
         findings.unreachable += filter(None, [reason])
         return Facts()
     try:
@@ -49,11 +49,11 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
             _check_rows(part, findings)
     if len(training) < config.train.global_batch_size:
         rule = f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}"
-        problems.append(line("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
+        problems.append(problem("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
     if source.kind == "text" and data.loss_on == "assistant":
         rule = "assistant turns are found in chat messages only"
         remedy = "use data.loss_on=all, or data that has messages"
-        problems.append(line("data.loss_on", rule, "rows of text", remedy))
+        problems.append(problem("data.loss_on", rule, "rows of text", remedy))
     problems += template_problems(config, source.kind, student, teachers)
     if not problems:
         check_alignment(config, training, student, teachers, findings)

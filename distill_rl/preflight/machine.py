@@ -9,9 +9,9 @@ from pathlib import Path
 from distill_rl.config.derive import compute_groups, suites_every
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.errors import problems_of
+from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
-from distill_rl.preflight.opened import Opened, line
+from distill_rl.preflight.opened import Opened
 from distill_rl.transport.choose import expected
 
 
@@ -28,7 +28,7 @@ def extra_problems(config: Config) -> Iterator[str]:
     for key, (wanted, value, package, extra) in extras.items():
         if wanted and not installed(package):
             rule, remedy = f"needs {package}, which is not installed", f"pip install 'distill_rl[{extra}]'"
-            yield line(key, rule, value, remedy)
+            yield problem(key, rule, value, remedy)
 
 
 def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
@@ -39,9 +39,9 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
         return
     remedy = "set student.kernels=torch"
     if not gpus and config.ray.address is None:
-        yield line("student.kernels", "liger needs a GPU; none is visible", None, remedy)
+        yield problem("student.kernels", "liger needs a GPU; none is visible", None, remedy)
     if student.config is not None:
-        yield from (line("student.kernels", problem, None, remedy) for problem in liger_problems(student.config))
+        yield from (problem("student.kernels", rule, None, remedy) for rule in liger_problems(student.config))
 
 
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
@@ -64,12 +64,12 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     if config.ray.placement == "disaggregated":
         if sum(needed) > gpus:
             rule = f"disaggregated asks {' + '.join(map(str, needed))} = {sum(needed)} GPUs, {gpus} are visible"
-            yield line("ray.placement", rule, None, f"set ray.placement=colocated, {remedy}")
+            yield problem("ray.placement", rule, None, f"set ray.placement=colocated, {remedy}")
         return
     for (key, parallel), count in zip(groups, needed):
         if count > gpus:
             rule = f"dp {parallel.dp} x tp {parallel.tp} = {count} GPUs are asked, {gpus} are visible"
-            yield line(f"{key}.parallel", rule, None, remedy)
+            yield problem(f"{key}.parallel", rule, None, remedy)
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
@@ -78,9 +78,9 @@ def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
 
     missing = missing_for_cuda()
     if missing and not gpus:
-        yield line("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
+        yield problem("aligner.dp.backend", "needs a GPU; none is visible", "cuda", "set aligner.dp.backend=numba")
     elif missing:
-        yield line("aligner.dp.backend", missing.rule, "cuda", missing.remedy)
+        yield problem("aligner.dp.backend", missing.rule, "cuda", missing.remedy)
 
 
 def space_problems(config: Config, facts: Facts) -> Iterator[str]:
@@ -102,7 +102,7 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
     if usage.total and needed > usage.free:
         exports = f"the export and {copies} copies to evaluate" if copies else "the export"
         rule = f"{count} checkpoints and {exports} need about {_size(needed)}, and {_size(usage.free)} are free"
-        yield line("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
+        yield problem("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
 
 
 def _size(count: int) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import ModelFacts
+from distill_rl.config.facts import ModelFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.config.walk import MISSING
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import DistillError, first_line, problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class Opened:
     """What could be opened of one model; None for the rest."""
 
+    key: str
+    """`student`, or `teachers.0`: where its settings are."""
+    name: str
+    """`student`, or `teacher NAME`."""
+    settings: StudentConfig | TeacherConfig
     config: Any = None
     """The configuration of transformers."""
     facts: ModelFacts | None = None
@@ -51,14 +56,22 @@ class Findings:
         except DistillError as error:
             self.problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.problems.append(line(key, f"cannot be read ({type(error).__name__})", reason))
+            self.problems.append(problem(key, f"cannot be read ({type(error).__name__})", first_line(error)))
         return None
 
 
-def open_model(key: str, model: StudentConfig | TeacherConfig, findings: Findings) -> Opened:
-    """Opens as much of a model as possible. The rest is added to the findings."""
-    opened = Opened()
+def open_models(config: Config, findings: Findings) -> tuple[Opened, list[Opened]]:
+    """Opens as much as possible of the student and of every running teacher. What fails is added to the findings."""
+    student = Opened("student", "student", config.student)
+    teachers = [Opened(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))]
+    for model in (student, *teachers):
+        _open(model, findings)
+    return student, teachers
+
+
+def _open(opened: Opened, findings: Findings) -> None:
+    """Fills `opened`."""
+    key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:
         local = Path(model.model).expanduser().is_dir()
@@ -67,7 +80,6 @@ def open_model(key: str, model: StudentConfig | TeacherConfig, findings: Finding
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)
-    return opened
 
 
 def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *, needed: bool) -> None:
@@ -108,13 +120,3 @@ def _open_tokenizer(key: str, folder: Path, opened: Opened, findings: Findings) 
     if opened.tokenizer is not None:
         opened.vocabulary_size = vocabulary_size(opened.tokenizer)
         opened.tokenizer_hash = tokenizer_hash(opened.tokenizer)
-
-
-def model_name(key: str, config: Config) -> str:
-    """`student`, or `teacher NAME` for `teachers.0`."""
-    return key if key == "student" else f"teacher {config.teachers[int(key.rpartition('.')[2])].name}"
-
-
-def line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
-    """A problem as one line."""
-    return str(ConfigError(key, rule, value, remedy))

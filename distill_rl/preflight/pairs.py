@@ -9,9 +9,9 @@ from typing import Any
 
 from distill_rl.config.derive import EXPORTS, cross_tokenizer_loss
 from distill_rl.config.facts import running_teachers
-from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
-from distill_rl.preflight.opened import Findings, Opened, line, model_name
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import ConfigError, problem
+from distill_rl.preflight.opened import Findings, Opened
 
 ALIGNED_ROWS = 8
 ALIGNED_CHARACTERS = 2000
@@ -20,43 +20,44 @@ ALIGNED_CHARACTERS = 2000
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
     """Problems with the vocabularies; sets `cross_tokenizer_loss` of the teachers on the way."""
-    for index, (teacher, settings) in enumerate(zip(teachers, running_teachers(config))):
+    for teacher, settings in zip(teachers, running_teachers(config)):
         student_hash, teacher_hash = student.tokenizer_hash, teacher.tokenizer_hash
         if not student_hash or not teacher_hash:
             continue
         try:
             teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=student_hash == teacher_hash)
         except ConfigError as error:
-            name = model_name(f"teachers.{index}", config)
-            hashes = f"student {student_hash[:12]}, {name} {teacher_hash[:12]}"
-            yield line(f"teachers.{index}", error.rule, hashes, error.remedy)
+            hashes = f"student {student_hash[:12]}, {teacher.name} {teacher_hash[:12]}"
+            yield problem(teacher.key, error.rule, hashes, error.remedy)
             continue
         if teacher.cross_tokenizer_loss is not None:
-            yield from _pair_problems(config, index, student, teacher)
+            yield from _pair_problems(config, settings, student, teacher)
     size = student.vocabulary_size
     if size is not None and any(model.cross_tokenizer_loss is None for model in teachers) and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the student's tokenizer"
-        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
+        yield problem("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
 
 
-def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened) -> Iterator[str]:
+def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, teacher: Opened) -> Iterator[str]:
     """Problems with one teacher that has another tokenizer: its export, `loss.top_k`, and the common vocabulary."""
     from distill_rl.align import Vocabulary
     from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 
-    settings, method = running_teachers(config)[index], teacher.cross_tokenizer_loss
+    method = teacher.cross_tokenizer_loss
     assert method is not None
     if settings.export not in EXPORTS[method]:
-        remedy = f"set teachers.{index}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
+        remedy = f"set {teacher.key}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
         rule = f"the loss {method} needs {' or '.join(EXPORTS[method])}"
-        yield line(f"teachers.{index}.export", rule, settings.export, remedy)
+        yield problem(f"{teacher.key}.export", rule, settings.export, remedy)
     size = teacher.vocabulary_size
     if settings.export == "topk" and size is not None and config.loss.top_k > size:
-        rule = f"must not exceed the {size} ids of the tokenizer of {model_name(f'teachers.{index}', config)}"
-        yield line("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
+        rule = f"must not exceed the {size} ids of the tokenizer of {teacher.name}"
+        yield problem("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
     findings = Findings()
-    pair = (("student.tokenizer", student), (f"teachers.{index}.tokenizer", teacher))
-    vocabularies = [findings.attempt(key, partial(Vocabulary.from_tokenizer, model.tokenizer)) for key, model in pair]
+    vocabularies = [
+        findings.attempt(f"{model.key}.tokenizer", partial(Vocabulary.from_tokenizer, model.tokenizer))
+        for model in (student, teacher)
+    ]
     yield from findings.problems
     if findings.problems:
         return
@@ -64,7 +65,7 @@ def _pair_problems(config: Config, index: int, student: Opened, teacher: Opened)
     # Special tokens alone, such as the end of a text, do not make a common vocabulary.
     if method not in ("alm", "uld") and vocabularies[0].special[common].all():
         rule = f"the loss {method} compares ids that spell the same bytes in both tokenizers; the common vocabulary is empty"
-        yield line(f"teachers.{index}", rule, None, "use loss.cross_tokenizer=alm, or check the tokenizers")
+        yield problem(teacher.key, rule, None, "use loss.cross_tokenizer=alm, or check the tokenizers")
 
 
 def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
@@ -78,7 +79,7 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
     cross_tokenizer_teachers = [model for model in teachers if model.cross_tokenizer_loss is not None]
     if len(cross_tokenizer_teachers) != 1:
         rule = f"fits one teacher with another tokenizer; {len(cross_tokenizer_teachers)} of the teachers have one"
-        yield line("projection.path", rule, path, "leave it out: projections are built and kept")
+        yield problem("projection.path", rule, path, "leave it out: projections are built and kept")
         return
     teacher = cross_tokenizer_teachers[0]
     if student.config is None or teacher.config is None:
@@ -109,13 +110,11 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
     """
     if kind != "messages":
         return
-    readers = [("student", student)]
-    readers += [(f"teachers.{i}", model) for i, model in enumerate(teachers) if model.cross_tokenizer_loss is not None]
-    for key, model in readers:
+    for model in (student, *(teacher for teacher in teachers if teacher.cross_tokenizer_loss is not None)):
         if model.tokenizer is not None and not model.tokenizer.chat_template:
-            owner = "the student's tokenizer" if key == "student" else f"the tokenizer of {model_name(key, config)}"
+            owner = "the student's tokenizer" if model is student else f"the tokenizer of {model.name}"
             rule = f"chat messages need a chat template; {owner} has none"
-            yield line("data.format", rule, kind, f"set {key}.tokenizer to one that has a template")
+            yield problem("data.format", rule, kind, f"set {model.key}.tokenizer to one that has a template")
 
 
 def check_alignment(config: Config, source: Any, student: Opened, teachers: list[Opened], findings: Findings) -> None:
@@ -123,13 +122,12 @@ def check_alignment(config: Config, source: Any, student: Opened, teachers: list
 
     If none aligns anywhere, training would have no effect; a chat that a template refuses would end the run later.
     """
-    for index, teacher in enumerate(teachers):
+    for teacher in teachers:
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
-            key = f"teachers.{index}"
-            findings.attempt(key, partial(_require_chunks, config, source, student, teacher, model_name(key, config)))
+            findings.attempt(teacher.key, partial(_require_chunks, config, source, student, teacher))
 
 
-def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened, name: str) -> None:
+def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened) -> None:
     from distill_rl.align import TokenAligner
 
     settings = config.aligner
@@ -150,10 +148,12 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
                 alignment = aligner.align(row["text"][:ALIGNED_CHARACTERS])
         except Exception as error:  # a chat template can raise anything
             raise ConfigError(
-                f"row {row['row']}", f"must be readable by the student and {name}", f"{type(error).__name__}: {error}"
+                f"row {row['row']}",
+                f"must be readable by the student and {teacher.name}",
+                f"{type(error).__name__}: {error}",
             ) from error
         if alignment.num_chunks:
             return
     if any(row.get("messages") or row.get("text") for row in rows):
-        rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {name}"
+        rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {teacher.name}"
         raise ConfigError("the tokenizers", rule, None, "see `distill-rl align`, or set aligner.method=auto")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError
-from distill_rl.preflight.opened import line
+from distill_rl.errors import ConfigError, problem
 from distill_rl.system import ownership
 from distill_rl.types import RunPaths
 
@@ -35,28 +34,30 @@ def problems(config: Config, *, clean: bool) -> list[str]:
     lines = list(_folder_problems(root, clean=clean, resume=config.checkpoint.resume is not None))
     if clean and config.checkpoint.resume is not None:
         rule = "--clean leaves nothing to resume from"
-        lines.append(line("checkpoint.resume", rule, config.checkpoint.resume, "drop one of the two"))
+        lines.append(problem("checkpoint.resume", rule, config.checkpoint.resume, "drop one of the two"))
     if not lines and not _writable(root):
         remedy = "choose another run.dir or fix its permissions"
-        lines.append(line(f"{root}", "the run directory must be writable", remedy=remedy))
+        lines.append(problem(f"{root}", "the run directory must be writable", remedy=remedy))
     return lines
 
 
 def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
     """At most one problem with what is in the place of the run directory now."""
     if root.exists() and not root.is_dir():
-        yield line(f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir")
+        yield problem(
+            f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
+        )
     elif link := _link_to_outside(root):
         rule, remedy = "a run writes nowhere but in its directory", "remove the link; run.dir can name any folder"
-        yield line(f"{link}", rule, f"a link to {link.resolve()}", remedy)
+        yield problem(f"{link}", rule, f"a link to {link.resolve()}", remedy)
     elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
         is_run = any((root / name).exists() for name in (_LOCK, "metrics.jsonl"))
         if clean and not is_run:
             rule = "holds files and is no run directory (it has neither .lock nor metrics.jsonl)"
-            yield line(f"{root}", rule, remedy="choose another run.name or run.dir")
+            yield problem(f"{root}", rule, remedy="choose another run.name or run.dir")
         elif not clean and not resume:
             remedy = "go on with --resume, start over with --clean, or choose another run.name"
-            yield line(f"{root}", "the run directory is in use", remedy=remedy)
+            yield problem(f"{root}", "the run directory is in use", remedy=remedy)
 
 
 @contextmanager

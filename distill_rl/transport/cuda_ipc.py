@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from distill_rl.errors import TransportError
+from distill_rl.errors import TransportError, first_line
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
 from distill_rl.transport.place import expandable_segments, gpu_uuid
@@ -194,7 +194,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         try:
             return _open_ring(exported, offer, gpu, self._device)
         except (OSError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise TransportError(offer.ring_name, "its GPU memory must open here", reason) from error
 
     def _copy(self, written: _Written, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, first_line
 from distill_rl.evals.backends import greedy, likelihood
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
@@ -118,8 +118,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
             output_loading_info=True,
         )
     except (ValueError, OSError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"model {folder}", "transformers must load it as a causal LM", first) from error
+        raise ConfigError(f"model {folder}", "transformers must load it as a causal LM", first_line(error)) from error
     finally:
         if shows_progress:
             logging.enable_progress_bar()

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, first_line
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.vllm_memory import free_memory, require_room
@@ -144,8 +144,8 @@ class VllmBackend:
         except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"model {self.folder}", "vllm must load it", first, "or take the backend hf") from error
+            rule, remedy = "vllm must load it", "or take the backend hf"
+            raise ConfigError(f"model {self.folder}", rule, first_line(error), remedy) from error
         if cpu:
             self._require_head_size()
 

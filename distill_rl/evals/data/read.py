@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distill_rl.errors import DataError
+from distill_rl.errors import DataError, first_line
 
 T = TypeVar("T")
 Columns = Mapping[str, Sequence[str]]
@@ -258,5 +258,5 @@ def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:
 
 def _damaged(path: Path, error: Exception) -> DataError:
     kind = path.suffix[1:] or "folder"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    reason = first_line(error)[:200]
     return DataError(str(path), f"must be a readable, complete {kind}", reason, "it may be cut off; copy it again")

@@ -18,7 +18,7 @@ import psutil
 import ray
 
 from distill_rl.config.schema import Config, ParallelConfig
-from distill_rl.errors import TransportError
+from distill_rl.errors import TransportError, first_line
 from distill_rl.transport.base import Layout
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*arguments)
         except (TransportError, RuntimeError) as error:
-            return Problem(str(error).splitlines()[0])
+            return Problem(first_line(error))
 
     return reported
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from distill_rl.errors import DistillError, GpuMemoryError, WorkerError
+from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_line
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
@@ -188,7 +188,7 @@ class Calls:
             words = self.monitor.last_words(name) if self.monitor else ""
             value = f"{cause_of_death} (its last words: {words})" if words else cause_of_death
             return WorkerError(actor, f"its process died during {what}", value, self.after_death)
-        return WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {_first_line(cause)}")
+        return WorkerError(actor, f"{what} failed", f"{type(cause).__name__}: {first_line(cause)[:500]}")
 
     def _where(self, name: str) -> str:
         """An actor's name, with its node if that is known."""
@@ -222,12 +222,8 @@ def _actor_id(error: BaseException) -> str:
     return actor_id if isinstance(actor_id, str) else actor_id.hex()
 
 
-def _first_line(error: BaseException | None) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:500]
-
-
 def _death(error: BaseException) -> str:
     """How the process ended, as one sentence of Ray's message."""
     text = str(error)
     match = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text) or re.search(r"exit type: (\S+)", text)
-    return match.group(1).strip() if match else _first_line(error)
+    return match.group(1).strip() if match else first_line(error)[:500]

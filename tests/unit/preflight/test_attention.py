@@ -11,6 +11,7 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.models.attention import choice
 from distill_rl.preflight import attention
 from distill_rl.preflight.attention import attention_problems, width_problems
+from distill_rl.preflight.opened import Opened
 
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
 
@@ -18,9 +19,15 @@ LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
 def problems(
     student: str = "auto", teacher: str = "auto", *, gpus: int = 1, model: Any = LLAMA, **student_settings: Any
 ):
-    config = Config(student=StudentConfig(model="s", attention=student, **student_settings))
-    config.teachers = [TeacherConfig(model="t", attention=teacher)]
-    return list(attention_problems(config, [("student", model), ("teachers.0", LLAMA)], gpus=gpus))
+    models = [
+        opened_student(model, attention=student, **student_settings),
+        Opened("teachers.0", "teacher t", TeacherConfig(model="t", attention=teacher), config=LLAMA),
+    ]
+    return list(attention_problems(Config(), models, gpus=gpus))
+
+
+def opened_student(config: Any, **settings: Any) -> Opened:
+    return Opened("student", "student", StudentConfig(model="s", **settings), config=config)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +63,9 @@ def test_varlen_is_refused_on_cpus() -> None:
 
 
 def test_varlen_is_allowed_with_a_cluster() -> None:
-    config = Config(student=StudentConfig(model="s", attention="varlen"))
+    config = Config()
     config.ray.address = "auto"
-    assert list(attention_problems(config, [("student", LLAMA)], gpus=0)) == []
+    assert list(attention_problems(config, [opened_student(LLAMA, attention="varlen")], gpus=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -90,11 +97,11 @@ def test_varlen_is_refused_for_unsupported_models(settings: dict[str, Any], expe
     ],
 )
 def test_rows_must_fit_a_table_of_positions(length: int, positions: int, gpus: int, expected: str | None) -> None:
-    config = Config(student=StudentConfig(model="s"))
+    config = Config()
     config.data.max_length = length
-    lines = list(width_problems(config, "student", GPT2Config(n_positions=positions), gpus=gpus))
+    lines = list(width_problems(config, opened_student(GPT2Config(n_positions=positions)), gpus=gpus))
     assert len(lines) == (expected is not None)
     assert all(line.startswith("data.max_length: ") and line.endswith(str(expected)) for line in lines)
     if length <= positions:  # rotary positions go on
         other = LlamaConfig(max_position_embeddings=positions)
-        assert list(width_problems(config, "student", other, gpus=gpus)) == []
+        assert list(width_problems(config, opened_student(other), gpus=gpus)) == []

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, StudentConfig
 from distill_rl.preflight.data import suite_problems
 from distill_rl.preflight.opened import Opened
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer
 
-STUDENT = Opened(tokenizer=tiny_tokenizer())
+STUDENT = Opened("student", "student", StudentConfig(), tokenizer=tiny_tokenizer())
 
 
 def config_with(*suites: str, data: Path | None) -> Config:
@@ -28,7 +29,7 @@ def test_good_suite_has_no_problem(tmp_path: Path) -> None:
 
 
 def test_without_suites_nothing_is_checked(tmp_path: Path) -> None:
-    assert suite_problems(config_with(data=tmp_path / "nothing"), Opened()) == []
+    assert suite_problems(config_with(data=tmp_path / "nothing"), replace(STUDENT, tokenizer=None)) == []
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,6 @@ def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}], "answer": "ho"}) + "\n")
     bare = tiny_tokenizer()
     bare.chat_template = None
-    (line,) = suite_problems(config_with("exact_match", data=chats), Opened(tokenizer=bare))
+    (line,) = suite_problems(config_with("exact_match", data=chats), replace(STUDENT, tokenizer=bare))
     assert line.startswith("student: the chat prompts of exact_match need a tokenizer with a chat template")
     assert suite_problems(config_with("exact_match", data=chats), STUDENT) == []
