@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.errors import ConfigError, DataError
+from distill_rl.observe.terminal import open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,6 @@ def align(
         ConfigError: a tokenizer that is missing or slow, nothing in common, or no text with a chunk.
         DataError: data that are missing or cannot be read.
     """
-    from rich.console import Console
     from rich.markup import escape
 
     from distill_rl.align import TokenAligner, audit
@@ -84,9 +84,7 @@ def align(
     )
     report = audit(aligner, rows.texts)
     ends = endings(aligner, _spaced(rows.texts), _spaced(_chats(rows, student_tokenizer, teacher_tokenizer)))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 110)  # files and pipes have no width
+    console = open_console(110)
     print_report(console, student, teacher, report, ends)
     problems = refusals(report)
     messages: list[str] = []

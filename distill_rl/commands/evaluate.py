@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distill_rl.errors import ConfigError, DataError, DistillError
 from distill_rl.observe.log import get, log_file, printable, say, setup_console
+from distill_rl.observe.terminal import open_console
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
@@ -229,7 +230,6 @@ def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> A
 def print_table(results: Results) -> None:
     """Prints score, interval and failures, by model, suite and task."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -251,9 +251,7 @@ def print_table(results: Results) -> None:
         figures = [f"{part['score']:.3f}", f"{low:.3f} to {high:.3f}", f"{part['num_items']:,}"]
         counts = [f"{_count(part, name):,}" for name in failures]
         table.add_row(*(escape(printable(name)) for name in names), *figures, *counts)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # files and pipes have no width limit
+    console = open_console(120)
     console.print(table)
 
 

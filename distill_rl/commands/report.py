@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.observe.log import say
+from distill_rl.observe.terminal import open_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,12 +68,9 @@ def _writing(target: Path) -> Iterator[None]:
 
 def print_scores(evaluation: Evaluation) -> None:
     """Prints a table per suite, and notes on limits of the comparison."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDE)  # files and pipes have no width limit
+    console = open_console(WIDE)
     is_wide = console.width >= WIDE
     for suite, rows in evaluation.by_suite().items():
         console.print(f"\n[bold]{escape(suite)}[/]  {escape(rows[0].title)}", soft_wrap=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.observe.terminal import ProgressBar
 from distill_rl.quickstart.recipe import Recipe, Shape
 from distill_rl.quickstart.tasks import Problem, training_row
 from distill_rl.types import IGNORE_INDEX
@@ -48,12 +49,14 @@ def train_teacher(
     Uses one thread, so that a seed gives the same teacher on any number of cores.
     """
     import torch
+    from rich.console import Console
 
     optimizer = torch.optim.AdamW(teacher.parameters(), lr=recipe.teacher_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, recipe))
     teacher.train()
-    with _one_thread(), _progress(recipe.teacher_steps) as advance:
-        for _ in range(recipe.teacher_steps):
+    bar = ProgressBar("teacher", recipe.teacher_steps, console=Console(stderr=True))
+    with _one_thread(), closing(bar):
+        for step in range(recipe.teacher_steps):
             input_ids, labels = encode(tokenizer, list(islice(problems, recipe.teacher_batch)))
             # Padding is on the right, where causal attention never sees it, so no attention mask is needed.
             logits = teacher(input_ids=input_ids, use_cache=False).logits
@@ -63,7 +66,7 @@ def train_teacher(
             torch.nn.utils.clip_grad_norm_(teacher.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            advance(loss.item())
+            bar.update(step + 1, [f"loss {loss.item():.3f}"])
     teacher.eval()
 
 
@@ -102,24 +105,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[float], None]]:
-    """Yields a function to call with the loss of every step; shows a bar on a terminal, a few lines otherwise."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("teacher"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task, done = bar.add_task("teacher", total=steps, loss=""), 0
-
-        def advance(loss: float) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, advance=1, loss=f"loss {loss:.3f}")
-            if not console.is_terminal and (done == steps or done % max(1, steps // 4) == 0):
-                console.print(f"teacher   step {done} of {steps}, loss {loss:.3f}", highlight=False)
-
-        yield advance

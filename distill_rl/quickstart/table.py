@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distill_rl.observe.terminal import open_console
 from distill_rl.quickstart.recipe import RECIPE
 
 ROWS = {
@@ -28,7 +29,6 @@ distillation wins. Without wrong answers the two would tie."""
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     """Prints exact match per model, with 95 % intervals and per task; with two tokenizers also how well they match."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     tasks = list(next(iter(scores.values()))["per_task"])
@@ -44,9 +44,7 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
         by_task = (f"{scores[name]['per_task'][task]['score']:.3f}" for task in tasks)
         style = "bold" if name == "student_after" else None
         table.add_row(label, f"{scores[name]['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 110)  # files and pipes have no width
+    console = open_console(110)
     console.print()
     console.print(table)
     console.print(NOTE.format(wrong=RECIPE.wrong_share))

@@ -6,25 +6,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
 from distill_rl.observe.sinks.trackers import open_trackers
 from distill_rl.observe.table import TableSink
+from distill_rl.observe.terminal import ProgressBar
 from distill_rl.system.files import write_atomic
 from distill_rl.types import RunPaths
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
-_WIDE = 100
-"""Terminal columns needed for a wide bar, the steps and all figures beside them."""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
 _PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
 """Derived metric → the metric that is divided by the seconds of the step."""
@@ -190,92 +185,33 @@ class TensorBoardSink:
 
 
 class ProgressSink:
-    """Step, losses, tokens per second and time left: a progress bar on a terminal, lines of text elsewhere.
+    """Step, losses, tokens per second and time left.
 
     Args:
         total_steps: steps of the whole run.
         start_step: steps done before this attempt.
-        console: where to write; None: stdout.
-        interval_s: seconds between lines of text; the last step is always written.
-        clock: seconds from any origin.
+        options: further keywords of `ProgressBar`.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        start_step: int = 0,
-        console: Console | None = None,
-        interval_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        from rich.console import Console
-
-        self._console = console or Console()
-        self._total, self._interval, self._clock = total_steps, interval_s, clock
-        self._written = 0.0
-        self._first: tuple[int, float] | None = None
-        """The first step seen and its time. It includes compiling and warm-up, so the speed is measured from its end."""
-        self._wide = not self._console.is_terminal or self._console.width >= _WIDE
-        self._progress, self._task = _bar(self._console, total_steps, start_step, 24 if self._wide else 6)
+    def __init__(self, total_steps: int, *, start_step: int = 0, **options: Any):
+        self._bar = ProgressBar("step", total_steps, done=start_step, **options)
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        if not any(name.startswith("train/") for name in record):
-            return
-        now = self._clock()
-        due = self._first is None or step >= self._total or now - self._written >= self._interval
-        self._first = self._first or (step, now)
-        figures = self._figures(step, record, now, self._first)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, figures=figures)
-        elif due:
-            self._written = now
-            width = len(str(self._total))
-            # Not through rich, which would wrap and colour lines that go to a log file.
-            print(f"step {step:>{width}}/{self._total}  {figures}", file=self._console.file, flush=True)
+        if any(name.startswith("train/") for name in record):
+            self._bar.update(step, self._figures(record))
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._bar.close()
 
-    def _figures(self, step: int, record: Mapping[str, float], now: float, first: tuple[int, float]) -> str:
-        figures = []
-        for label, name in _LOSSES if self._wide else _LOSSES[:1]:
+    def _figures(self, record: Mapping[str, float]) -> Iterator[str]:
+        for label, name in _LOSSES if self._bar.is_wide else _LOSSES[:1]:
             if name in record:
-                figures.append(f"{label} {record[name]:.4f}")
+                yield f"{label} {record[name]:.4f}"
         if RATE in record:
-            figures.append(f"{record[RATE]:,.0f} tokens/s")
-        if step > first[0]:
-            seconds_left = (now - first[1]) / (step - first[0]) * max(0, self._total - step)
-            figures.append(f"{_clock_time(seconds_left)} left")
+            yield f"{record[RATE]:,.0f} tokens/s"
         faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each was printed when it happened
         if faults:
-            figures.append(f"faults {faults}")
-        return "  ".join(figures)
-
-
-def _bar(console: Console, total: int, start: int, width: int) -> tuple[Progress | None, Any]:
-    """A running progress bar and its task; None if the console is not a terminal."""
-    if not console.is_terminal:
-        return None, None
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    progress = Progress(
-        TextColumn("train"),
-        BarColumn(bar_width=width),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}", markup=False),
-        console=console,
-    )
-    task = progress.add_task("train", total=total, completed=start, figures="")
-    progress.start()
-    return progress, task
-
-
-def _clock_time(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+            yield f"faults {faults}"
 
 
 def open_observer(

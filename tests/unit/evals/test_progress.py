@@ -26,15 +26,17 @@ def printed(*, terminal: bool, seconds: list[float]) -> tuple[ConsoleProgress, i
     return ConsoleProgress(console=console, interval_s=10.0, clock=read), file
 
 
-def test_log_gets_a_line_per_interval_and_a_last_one() -> None:
-    progress, file = printed(terminal=False, seconds=[0.0, 5.0, 12.0, 12.0, 12.0, 20.0])
-    with progress.suite("student", "math", 6, []) as shown:
+def test_log_gets_a_first_line_one_per_interval_and_a_last_one() -> None:
+    progress, file = printed(terminal=False, seconds=[0.0, 1.0, 1.0, 5.0, 5.0, 12.0, 12.0, 20.0])
+    with progress.suite("student", "math", 8, []) as shown:
+        shown.add(rows(2, 1.0))
         shown.add(rows(2, 1.0))
         shown.add(rows(2, 0.0))
         shown.add(rows(2, 0.5))
     assert file.getvalue().splitlines() == [
-        "math  student  4/6  score 0.500  1 tokens/s",
-        "math  student  6/6  score 0.500  1 tokens/s",
+        "math  student: 2/8  score 1.000  6 tokens/s",
+        "math  student: 6/8  score 0.667  2 tokens/s  0:06 left",
+        "math  student: 8/8  score 0.625  1 tokens/s  0:00 left",
     ]
 
 
@@ -44,7 +46,7 @@ def test_finished_items_are_reported_and_counted() -> None:
         shown.add(rows(1, 0.0))
     first, last = file.getvalue().splitlines()
     assert first == "math  student: 3 of 4 items are already done"
-    assert last.startswith("math  student  4/4  score 0.750")
+    assert last.startswith("math  student: 4/4  score 0.750")
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -60,7 +60,7 @@ def test_training_lowers_the_loss_and_is_deterministic(capfd: pytest.CaptureFixt
     assert mean_loss(first) < mean_loss(untrained) - 0.1
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name])
-    assert "teacher   step 12 of 12" in capfd.readouterr().err
+    assert "teacher 12/12  loss" in capfd.readouterr().err
 
 
 def test_training_restores_the_number_of_threads() -> None:

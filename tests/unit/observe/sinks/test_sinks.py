@@ -236,7 +236,7 @@ def test_progress_bar_counts_faults(width: int) -> None:
     sink.write(2, record | {"faults/teacher_restarts": 2.0, "faults/skipped_steps": 3.0})
     sink.close()
     assert "2/10000" in out.getvalue()
-    assert "8:19:54 left  faults 5" in out.getvalue()
+    assert "faults 5  8:19:54 left" in out.getvalue()
 
 
 def test_open_observer_opens_the_configured_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,99 @@
+"""What a user sees on the terminal: tables on a console, and progress as a bar or as lines of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDE = 100
+"""Terminal columns needed for a wide bar and all figures beside it."""
+
+
+def open_console(least_width: int) -> Console:
+    """A console on stdout that highlights nothing. Files and pipes, which have no width, get at least `least_width` columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least_width)
+    return console
+
+
+def print_line(console: Console, text: str) -> None:
+    """Prints one line as it is, above a bar that is on the screen; `text` must be printable (`distill_rl.observe.log`)."""
+    if console.is_terminal:
+        console.print(text, markup=False, highlight=False)
+    else:  # rich would wrap and colour a line that goes to a log file
+        print(text, file=console.file, flush=True)
+
+
+class ProgressBar:
+    """Steps done, figures and the time left: a bar on a terminal, elsewhere a line at the first step, at intervals and at
+    the end.
+
+    Args:
+        name: printed before the steps; must be printable.
+        total: number of steps.
+        done: steps done before this process began.
+        console: where to write; None: stdout.
+        interval_s: seconds between two lines of text.
+        clock: seconds from any origin.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int,
+        *,
+        done: int = 0,
+        console: Console | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._name, self._total, self._interval, self._clock = name, total, interval_s, clock
+        self._console = console or Console()
+        self._printed = 0.0
+        self._first: tuple[int, float] | None = None
+        """The first step seen and its time. It includes compiling and warm-up, so the speed is measured from its end."""
+        self.is_wide = not self._console.is_terminal or self._console.width >= _WIDE
+        """Whether there is room for many figures."""
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24 if self.is_wide else 6),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(name, total=total, completed=done, figures="")
+        self._bar.start()
+
+    def update(self, done: int, figures: Iterable[str]) -> None:
+        """Shows that `done` steps are done, with figures beside them."""
+        now = self._clock()
+        is_due = self._first is None or done >= self._total or now - self._printed >= self._interval
+        self._first = self._first or (done, now)
+        first, start = self._first
+        left = [f"{_clock_time((now - start) / (done - first) * (self._total - done))} left"] if done > first else []
+        text = "  ".join([*figures, *left])
+        self._bar.update(self._task, completed=done, figures=text)
+        if is_due and not self._console.is_terminal:
+            self._printed = now
+            print_line(self._console, f"{self._name} {done:>{len(str(self._total))}}/{self._total}  {text}")
+
+    def close(self) -> None:
+        """Ends the bar and restores the cursor."""
+        self._bar.stop()
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, second = divmod(round(max(seconds, 0)), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
