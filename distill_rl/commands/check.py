@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.facts import Facts
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
@@ -45,11 +45,11 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
-    for loss, teacher in zip(facts.cross_tokenizer_losses, running_teachers(config)):
+    for teacher, known in facts.by_teacher(config):
+        loss = known.cross_tokenizer_loss
         if loss is not None:
-            lines.append(
-                f"teacher    {teacher.name}: another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
-            )
+            text = f"another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
+            lines.append(f"teacher    {teacher.name}: {text}")
     for targets in derived.teachers:
         lines.append(
             f"targets    {targets.name}: {targets.entries:,} entries, {targets.bytes_per_token} bytes per token, "

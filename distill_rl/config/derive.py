@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import get_args
 
-from distill_rl.config.facts import Facts, row_width, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -132,7 +132,7 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     """All derived sizes, without the memory of models whose facts are not known."""
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
-    teachers = tuple(_teacher_sizes(config, teacher, facts, i) for i, teacher in enumerate(running_teachers(config)))
+    teachers = tuple(_teacher_sizes(config, teacher, known, facts) for teacher, known in facts.by_teacher(config))
     return DerivedSizes(
         micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
         total_steps=steps,
@@ -150,10 +150,8 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     )
 
 
-def _teacher_sizes(config: Config, teacher: TeacherConfig, facts: Facts, index: int) -> TeacherSizes:
-    vocabularies = facts.teacher_vocabularies
-    num_ids = (vocabularies[index] if index < len(vocabularies) else None) or facts.vocabulary_size
-    model = facts.teachers[index] if index < len(facts.teachers) else None
+def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, facts: Facts) -> TeacherSizes:
+    num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
     dtype: str = teacher.wire_dtype
     if dtype == "auto":
         dtype = "fp16" if facts.gpus else "fp32"

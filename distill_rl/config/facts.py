@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from distill_rl.config.schema import Config, TeacherConfig
 
@@ -32,6 +33,17 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherFacts:
+    """What the files of a teacher contain; None for what could not be read."""
+
+    model: ModelFacts | None = None
+    vocabulary_size: int | None = None
+    """Number of ids of its tokenizer."""
+    cross_tokenizer_loss: str | None = None
+    """None if it is compared token by token."""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the files contain; None for what could not be read."""
 
@@ -41,16 +53,16 @@ class Facts:
     """Training documents, without those held out for validation."""
     total_steps: int | None = None
     student: ModelFacts | None = None
-    teachers: tuple[ModelFacts | None, ...] = ()
+    teachers: tuple[TeacherFacts, ...] = ()
     """Per running teacher, in the order of the configuration."""
     gpus: int = 0
     """GPUs visible on this machine."""
     cpus: int = 1
     """Cores of this machine that this process may use."""
-    cross_tokenizer_losses: tuple[str | None, ...] = ()
-    """Per running teacher: its cross-tokenizer loss, None if it is compared token by token."""
-    teacher_vocabularies: tuple[int | None, ...] = ()
-    """Per running teacher: the number of ids of its tokenizer."""
+
+    def by_teacher(self, config: Config) -> list[tuple[TeacherConfig, TeacherFacts]]:
+        """The running teachers with what is known about them: nothing, if their files were not read."""
+        return list(zip(running_teachers(config), chain(self.teachers, repeat(TeacherFacts()))))
 
 
 def running_teachers(config: Config) -> list[TeacherConfig]:

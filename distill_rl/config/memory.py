@@ -105,10 +105,10 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
         workers.append(student_memory(config, facts.student, targets=read, heads=heads, on_gpu=on_gpu))
     # The ring is memory of the teacher's process, except with Ray's object store, which holds the slots itself.
     owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
-    for teacher, slot, ring, model in zip(running, slots, rings, facts.teachers[: len(running)]):
-        if model is not None:
+    for (teacher, known), slot, ring in zip(facts.by_teacher(config), slots, rings):
+        if known.model is not None:
             targets = ring + slot if owned else 2 * slot
-            workers.append(teacher_memory(config, teacher, model, targets=targets, on_gpu=on_gpu))
+            workers.append(teacher_memory(config, teacher, known.model, targets=targets, on_gpu=on_gpu))
     if facts.student is not None and config.evaluate.suites:
         workers.append(evaluator_memory(config, facts.student, on_gpu=on_gpu))
     return tuple(workers)
@@ -121,11 +121,12 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
     loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the dtype they compute in.
     """
     total, tokens = 0, _tokens(config, config.train.micro_batch_size, on_gpu)
-    for i, (teacher, model) in enumerate(zip(running_teachers(config), facts.teachers)):
+    for teacher, known in facts.by_teacher(config):
+        model = known.model
         if teacher.export != "hidden" or model is None:
             continue
         item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
-        if i < len(facts.cross_tokenizer_losses) and facts.cross_tokenizer_losses[i] is not None:
+        if known.cross_tokenizer_loss is not None:
             total += model.vocabulary_columns * (model.hidden_size * item + 4 * tokens)
         else:
             total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import Facts
+from distill_rl.config.facts import Facts, TeacherFacts
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
@@ -92,11 +92,9 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
         vocabulary_size=student.vocabulary_size,
         total_steps=total_steps(config, facts.num_documents),
         student=student.facts,
-        teachers=tuple(teacher.facts for teacher in teachers),
+        teachers=tuple(TeacherFacts(t.facts, t.vocabulary_size, t.cross_tokenizer_loss) for t in teachers),
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
-        cross_tokenizer_losses=tuple(teacher.cross_tokenizer_loss for teacher in teachers),
-        teacher_vocabularies=tuple(teacher.vocabulary_size for teacher in teachers),
     )
     problems += suite_problems(config, student)
     problems += extra_problems(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.sources import Source, open_source, split_validation
@@ -74,9 +74,10 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         facts=Facts(
             vocabulary_size=vocabulary_size(tokenizer),
             student=_model_facts(config.student),
-            teachers=tuple(_model_facts(teacher) for teacher in teachers),
-            cross_tokenizer_losses=tuple(spec.method if spec else None for spec in specs),
-            teacher_vocabularies=tuple(vocabulary_size(other) for other in teacher_tokenizers),
+            teachers=tuple(
+                TeacherFacts(_model_facts(teacher), vocabulary_size(other), spec.method if spec else None)
+                for teacher, other, spec in zip(teachers, teacher_tokenizers, specs)
+            ),
         ),
         fingerprints={
             "data": train.fingerprint,

@@ -13,7 +13,6 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes
-from distill_rl.config.facts import running_teachers
 from distill_rl.errors import DistillError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
@@ -149,8 +148,8 @@ def _create(
         threads,
     )
     teachers = [
-        (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, vocabulary_size, threads))
-        for teacher, vocabulary_size in zip(running_teachers(config), job.facts.teacher_vocabularies)
+        (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, known.vocabulary_size, threads))
+        for teacher, known in job.facts.by_teacher(config)
     ]
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = group(EvalWorker, [EVALUATOR], threads, config.run.name) if config.evaluate.suites else None

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.derive import EXPORTS, aligner_workers, sizes, total_steps
-from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import load_config
 from distill_rl.config.memory import WHOLE_GRADIENT_BYTES, student_memory, teacher_memory
 from distill_rl.data.loader import Loader
@@ -48,7 +48,7 @@ def test_slot_holds_the_targets_of_a_full_micro_batch(load):
 def test_slots_and_activations_fit_the_widest_rows_of_the_device(load):
     config = load("data.max_length=1000")
     for gpus, width in ((0, 1000), (1, 1024)):
-        derived = sizes(config, Facts(student=MODEL, teachers=(MODEL,), gpus=gpus))
+        derived = sizes(config, Facts(student=MODEL, teachers=(TeacherFacts(MODEL),), gpus=gpus))
         assert derived.teachers[0].bytes_per_slot == 2 * width * 104
         assert derived.memory[0].logits == 2 * width * MODEL.vocabulary_columns * 3 * 4
     assert sizes(load("data.max_length=1001"), Facts()).teachers[0].bytes_per_slot == 2 * 1008 * 104
@@ -58,12 +58,12 @@ def test_hidden_export_counts_wire_dtype_and_output_layers(load):
     teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
     for name, item in (("fp32", 4), ("bf16", 2)):
         config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
-        facts = Facts(student=MODEL, teachers=(teacher,), cross_tokenizer_losses=(None,), gpus=2)
+        facts = Facts(student=MODEL, teachers=(TeacherFacts(teacher),), gpus=2)
         derived = sizes(config, facts)
         assert derived.teachers[0].entries == 512
         assert derived.teachers[0].bytes_per_token == 512 * item + 4
         assert derived.memory[0].heads == columns // 2 * 512 * item
-        across = sizes(config, replace(facts, cross_tokenizer_losses=("gold",))).memory[0]
+        across = sizes(config, replace(facts, teachers=(TeacherFacts(teacher, cross_tokenizer_loss="gold"),))).memory[0]
         assert across.heads == 9000 * 512 * item + 9000 * tokens * 4
         on_cpu = sizes(config, replace(facts, gpus=0)).memory[0]
         assert on_cpu.heads == columns // 2 * 512 * 4

@@ -24,8 +24,8 @@ def test_good_configuration_has_all_facts(material):
     facts = checked.facts
     assert facts.vocabulary_size == len(tiny_tokenizer())
     assert (facts.num_documents, facts.total_steps) == (64, 3)
-    assert (facts.student.hidden_size, facts.teachers[0].hidden_size) == (32, 64)
-    assert facts.teachers[0].vocabulary_columns == 384
+    assert (facts.student.hidden_size, facts.teachers[0].model.hidden_size) == (32, 64)
+    assert facts.teachers[0].model.vocabulary_columns == 384
     assert not (material / "runs").exists()
 
 

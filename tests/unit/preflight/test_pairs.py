@@ -25,12 +25,12 @@ def problems(problems):
 def test_facts_name_the_cross_tokenizer_loss(material):
     checked = gather(material / "pair.yaml")
     assert checked.problems == []
-    assert checked.facts.cross_tokenizer_losses == ("hybrid",)
-    assert checked.facts.teacher_vocabularies == (FOREIGN,)
+    (teacher,) = checked.facts.teachers
+    assert (teacher.cross_tokenizer_loss, teacher.vocabulary_size) == ("hybrid", FOREIGN)
     same = gather(material / "pair.yaml", [f"teachers.0.model={material}/student"])
-    assert same.facts.cross_tokenizer_losses == (None,)
+    assert same.facts.teachers[0].cross_tokenizer_loss is None
     forced = gather(material / "pair.yaml", [f"teachers.0.model={material}/student", "teachers.0.loss=alm"])
-    assert forced.facts.cross_tokenizer_losses == ("alm",)
+    assert forced.facts.teachers[0].cross_tokenizer_loss == "alm"
 
 
 def test_disjoint_vocabularies_are_refused_with_a_remedy(problems, material):
