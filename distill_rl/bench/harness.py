@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -39,6 +38,7 @@ def program(
     *,
     columns: Sequence[str] = (),
     arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    sizes: Sizes | None = None,
 ) -> Callable[..., int]:
     """The `main` of a benchmark: it parses the options, measures, prints the figures and writes them.
 
@@ -50,6 +50,8 @@ def program(
         verdict: the missed targets of the figures, one line each; the exit code is 1 if there are any.
         columns: those of the printed table; all by default. See `print_figures`.
         arguments: further keywords of `add_argument` by option.
+        sizes: those of a GPU benchmark. They become options beside `--device`; `measure` gets both as the keywords
+            `device` and `sizes` (by name). Figures of a CPU are written only to a file that the user names.
     """
 
     def main(argv: Sequence[str] | None = None) -> int:
@@ -57,18 +59,30 @@ def program(
         for keyword, default in (measure.__kwdefaults__ or {}).items():
             option = {**_option(measure, keyword, default), **arguments.get(keyword, {})}
             command_line.add_argument(f"--{keyword.replace('_', '-')}", **option)
+        if sizes is not None:
+            add_sizes(command_line, sizes)
         options = vars(command_line.parse_args(argv))
-        out = options.pop("out")
+        out, device = options.pop("out"), options.get("device", "")
         try:
+            if sizes is not None:
+                _require_device(device)
+                options["sizes"] = {name: options.pop(name) or default for name, default in sizes[device].items()}
             with tempfile.TemporaryDirectory() as folder:
                 figures = measure(Path(folder), **options)
         except Refused as error:
             print(f"{name}: error: {error}", file=sys.stderr)
             return 2
         print_figures(figures, columns)
-        return finish(name, figures, out, verdict(figures))
+        return finish(name, figures, out, verdict(figures), device=device)
 
     return main
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Refused("no CUDA device; --device cpu runs its small twin")
 
 
 def _option(measure: Callable[..., Any], keyword: str, default: object) -> dict[str, Any]:
@@ -85,7 +99,7 @@ def _option(measure: Callable[..., Any], keyword: str, default: object) -> dict[
 
 
 def print_figures(figures: Mapping[str, Any], columns: Sequence[str] = ()) -> None:
-    """Print records (a mapping of mappings, or a list of them) as a table, and all other figures as a line each.
+    """Print records (a mapping of mappings, or a list of them) as a table, and all other figures as lines.
 
     Args:
         columns: of the tables; `a` includes the parts `a.b` of a nested record. All columns by default.
@@ -96,7 +110,9 @@ def print_figures(figures: Mapping[str, Any], columns: Sequence[str] = ()) -> No
     for title, value in figures.items():
         rows = list(value.values()) if isinstance(value, Mapping) else value
         if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-            print(f"{title}: {_cell(value)}")
+            named = value if isinstance(value, Mapping) else {"": value}
+            for name, cell in named.items():
+                print(f"{title}{'.' * bool(name)}{name}: {_cell(cell)}")
             continue
         records = [_flat(row) for row in rows]
         if isinstance(value, Mapping):
@@ -141,30 +157,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def device_parser(description: str | None, sizes: Sizes) -> argparse.ArgumentParser:
-    """A parser with `--device`, and an option for every size, whose default depends on the device."""
-    device_parser = parser(description)
-    device_parser.add_argument(
+def add_sizes(command_line: argparse.ArgumentParser, sizes: Sizes) -> None:
+    """Adds `--device`, and an option for every size, whose default depends on the device."""
+    command_line.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to see that it works"
     )
     for name, large in sizes["cuda"].items():
         text = f"default: {large}; {sizes['cpu'][name]} on a CPU"
-        device_parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    return device_parser
-
-
-def chosen_sizes(options: argparse.Namespace, sizes: Sizes) -> dict[str, int]:
-    return {name: getattr(options, name) or default for name, default in sizes[options.device].items()}
-
-
-def lacks_device(name: str, device: str) -> bool:
-    """Whether the CUDA device that a benchmark needs is missing; prints an error if so."""
-    import torch
-
-    missing = device == "cuda" and not torch.cuda.is_available()
-    if missing:
-        print(f"{name}: error: no CUDA device; --device cpu runs its small twin", file=sys.stderr)
-    return missing
+        command_line.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
 
 
 def finish(
@@ -185,40 +185,6 @@ def finish(
     for line in lines:
         print(line)
     return int(bool(lines))
-
-
-def run_on_device(
-    name: str,
-    description: str | None,
-    sizes: Sizes,
-    *,
-    repeats: int,
-    compare: Callable[[Sequence[int], str, int], Sequence[Any]],
-    show: Callable[[Sequence[Any], str], None],
-    settings: Mapping[str, Any],
-    argv: Sequence[str] | None,
-) -> int:
-    """The program of a benchmark that compares cases on one device.
-
-    Args:
-        repeats: default of `--repeats`.
-        compare: sizes, device and repeats → figures, as dataclasses.
-        show: prints figures under a title.
-        settings: recorded in addition to the sizes, the device, the repeats and the dtype.
-    """
-    parser = device_parser(description, sizes)
-    parser.add_argument("--repeats", type=int, default=repeats, help="timed runs of each case; default: %(default)s")
-    options = parser.parse_args(argv)
-    device = options.device
-    if lacks_device(name, device):
-        return 2
-    chosen = chosen_sizes(options, sizes)
-    figures = compare(list(chosen.values()), device, options.repeats)
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    recorded = {**chosen, "device": device, "repeats": options.repeats, "dtype": dtype, **settings}
-    show(figures, ", ".join(f"{key} {value}" for key, value in recorded.items()))
-    results = [asdict(line) for line in figures]
-    return finish(name, {"settings": recorded, "results": results}, options.out, device=device)
 
 
 def best_times(

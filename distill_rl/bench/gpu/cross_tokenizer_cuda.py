@@ -12,8 +12,8 @@ included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distill_rl.bench import harness
 from distill_rl.bench.gpu.engines import fill_chunks, random_projection
-from distill_rl.bench.gpu.losses_cuda import OURS, Case, Figures, Step, measure, show, with_ratio
+from distill_rl.bench.gpu.losses_cuda import OURS, Case, Figures, Step, measure, recorded, with_ratio
 from distill_rl.losses import (
     Chunks,
     DenseLogits,
@@ -48,9 +48,9 @@ def _chunks(rows: int, device: str) -> Chunks:
     return Chunks(student, teacher, count)
 
 
-def draw(sizes: Sequence[int], device: str) -> tuple[Tensor, list[Case]]:
+def draw(sizes: Mapping[str, int], device: str) -> tuple[Tensor, list[Case]]:
     """Random logits of the student, of standard deviation 2; and every method on each of its kinds of targets."""
-    rows, columns, teacher_columns = sizes
+    rows, columns, teacher_columns = sizes["rows"], sizes["columns"], sizes["teacher_columns"]
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     chunks, projection = _chunks(rows, device), random_projection(columns, teacher_columns).to(device)
@@ -100,26 +100,20 @@ def draw(sizes: Sequence[int], device: str) -> tuple[Tensor, list[Case]]:
     return student, cases
 
 
-def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
-    """All cases on the same draw."""
+def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 5) -> dict[str, Any]:
+    """Measures all cases on the same draw.
+
+    Args:
+        repeats: timed runs of each case.
+    """
     student, cases = draw(sizes, device)
     measured = [measure(figures, step, [student], repeats) for figures, step in cases]
     base = next(line.milliseconds for line in measured if line.by == ONE_TOKENIZER)
-    return [with_ratio(line, base) for line in measured]
+    compared = [with_ratio(line, base) for line in measured]
+    return recorded(compared, device=device, sizes=sizes, repeats=repeats, top_k=TOP_K)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return harness.run_on_device(
-        "cross_tokenizer_cuda",
-        __doc__,
-        SIZES,
-        repeats=5,
-        compare=compare,
-        show=partial(show, base="one tokenizer"),
-        settings={"top_k": TOP_K},
-        argv=argv,
-    )
-
+main = harness.program("cross_tokenizer_cuda", compare, sizes=SIZES)
 
 if __name__ == "__main__":
     sys.exit(main())

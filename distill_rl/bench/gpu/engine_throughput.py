@@ -184,7 +184,8 @@ def _pair_lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = harness.device_parser(__doc__, {"cuda": asdict(Step()), "cpu": asdict(TINY)})
+    parser = harness.parser(__doc__)
+    harness.add_sizes(parser, {"cuda": asdict(Step()), "cpu": asdict(TINY)})
     parser.add_argument("--tiny", action="store_true", help="tiny models, as on a CPU, which takes no others")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for everything; %(default)s")

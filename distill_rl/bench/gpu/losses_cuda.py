@@ -16,15 +16,14 @@ import importlib.metadata
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from distill_rl.bench import harness
@@ -70,9 +69,9 @@ Side = tuple[Tensor, Tensor]
 """Hidden states [N, H] and output layer [V, H] of a model."""
 
 
-def draw(sizes: Sequence[int], device: str) -> tuple[Side, Side]:
-    """Student and teacher, random, of N, H and V, with logits of standard deviation 2."""
-    rows, hidden, columns = sizes
+def draw(sizes: Mapping[str, int], device: str) -> tuple[Side, Side]:
+    """Student and teacher, random, of `rows`, `hidden` and `columns`, with logits of standard deviation 2."""
+    rows, hidden, columns = sizes["rows"], sizes["hidden"], sizes["columns"]
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -192,42 +191,29 @@ def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repea
     return figures
 
 
-def compare(sizes: Sequence[int], device: str, repeats: int) -> list[Figures]:
-    """All cases on the same draw."""
+def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7) -> dict[str, Any]:
+    """Measures all cases on the same draw.
+
+    Args:
+        repeats: timed runs of each case.
+    """
     measured: list[Figures] = []
     for inputs, group in cases(*draw(sizes, device)):
         measured += (measure(figures, step, inputs, repeats) for figures, step in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
-    return [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
+    compared = [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
+    return recorded(compared, device=device, sizes=sizes, repeats=repeats, liger=_liger_version())
 
 
 def with_ratio(line: Figures, base: float | None) -> Figures:
     return replace(line, ratio=round(line.milliseconds / base, 3)) if line.milliseconds and base else line
 
 
-def show(figures: Sequence[Figures], title: str, base: str = "plain") -> None:
-    table = Table("from", "loss", "by", "target", "ms", f"over {base}", "peak MiB", "value", title=title)
-    for line in figures:
-        times = ((line.milliseconds, ".2f"), (line.ratio, ".2f"))
-        numbers = (*times, (line.peak_mib, ".1f"), (line.value, ".5f"))
-        cells = ["–" if number is None else format(number, digits) for number, digits in numbers]
-        if line.status != "ok":
-            cells[0] = line.status
-        table.add_row(line.inputs, line.divergence, line.by, line.target, *cells)
-    Console(width=140).print(table)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return harness.run_on_device(
-        "losses_cuda",
-        __doc__,
-        SIZES,
-        repeats=7,
-        compare=compare,
-        show=show,
-        settings={"liger": _liger_version()},
-        argv=argv,
-    )
+def recorded(figures: Sequence[Figures], *, sizes: Mapping[str, int], device: str, **settings: Any) -> dict[str, Any]:
+    """The figures with the settings that gave them."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    settings = {**sizes, "device": device, "dtype": dtype, **settings}
+    return {"settings": settings, "results": [asdict(line) for line in figures]}
 
 
 def _liger_version() -> str:
@@ -236,6 +222,8 @@ def _liger_version() -> str:
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
+
+main = harness.program("losses_cuda", compare, sizes=SIZES)
 
 if __name__ == "__main__":
     sys.exit(main())

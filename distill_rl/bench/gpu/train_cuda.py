@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,48 +161,39 @@ def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length:
     }
 
 
-def print_figures(measured: Mapping[str, Any]) -> None:
-    """Prints the figures of one run as a table of names and values."""
-    memory = "–" if measured["peak_gib"] is None else f"{measured['peak_gib']:.1f} GiB"
-    lines = {
-        "tokens per second": f"{measured['tokens_per_second']:,.0f}",
-        "seconds per step": f"{measured['step_seconds']:.3f}, of {measured['tokens_per_step']:,.0f} tokens",
-        "peak memory of the card": memory,
-        "waiting for the teacher": f"{measured['teacher_wait']:.1%} of a step",
-        "FLOP/s of the models": f"{measured['flops_per_second'] / 1e12:,.1f} T",
-        "FLOP/s of a matrix product": f"{measured['matmul_flops_per_second'] / 1e12:,.1f} T",
-        "the one over the other": f"{measured['utilization']:.1%}",
-    }
-    for name, value in lines.items():
-        print(f"{name:<28}{value}")
+def measure(
+    folder: Path,
+    *,
+    device: str,
+    sizes: Mapping[str, int],
+    micro_batch: int = 2,
+    depth: int = 1,
+    transport: str = "auto",
+    checkpointing: bool = False,
+    one_tokenizer: bool = False,
+) -> dict[str, Any]:
+    """Trains once.
 
-
-def main(argv: list[str] | None = None) -> int:
-    parser = harness.device_parser(__doc__, SIZES)
-    parser.add_argument("--micro-batch", type=int, default=2, help="rows per forward and backward; %(default)s")
-    parser.add_argument("--depth", type=int, default=1, help="prefetch.depth; %(default)s")
-    parser.add_argument("--transport", default="auto", help="%(default)s")
-    parser.add_argument("--checkpointing", action="store_true", help="student.activation_checkpointing")
-    parser.add_argument("--one-tokenizer", action="store_true", help="the teacher has the student's")
-    options = parser.parse_args(argv)
-    device = options.device
-    if harness.lacks_device("train_cuda", device):
-        return 2
-    sizes = harness.chosen_sizes(options, SIZES)
-    settings = sizes | {name: getattr(options, name) for name in ("micro_batch", "depth", "transport")}
-    settings["checkpointing"] = str(options.checkpointing).lower()
+    Args:
+        micro_batch: rows per forward and backward.
+        depth: prefetch.depth.
+        transport: the setting `transport`.
+        checkpointing: student.activation_checkpointing.
+        one_tokenizer: the teacher has the student's tokenizer.
+    """
+    settings: dict[str, Any] = {**sizes, "micro_batch": micro_batch, "depth": depth, "transport": transport}
+    settings["checkpointing"] = str(checkpointing).lower()
     rate = matmul_rate(torch.device(device))
-    with tempfile.TemporaryDirectory() as folder:
-        root, length = Path(folder), sizes["length"]
-        rows = 40 * sizes["batch"]
-        ratio = write_material(root, device, rows=rows, length=length, one_tokenizer=options.one_tokenizer)
-        steps, peak = train(root, device, settings)
-        measured = figures(steps, SHAPES[device], length, ratio)
-    measured |= {"peak_gib": peak, "matmul_flops_per_second": rate, "utilization": measured["flops_per_second"] / rate}
-    print_figures(measured)
-    settings |= {"one_tokenizer": options.one_tokenizer, "goal": GOAL, "published": PUBLISHED}
-    return harness.finish("train_cuda", {"settings": settings, "results": measured}, options.out, device=device)
+    rows, length = 40 * sizes["batch"], sizes["length"]
+    ratio = write_material(folder, device, rows=rows, length=length, one_tokenizer=one_tokenizer)
+    steps, peak = train(folder, device, settings)
+    results = figures(steps, SHAPES[device], length, ratio)
+    results |= {"peak_gib": peak, "matmul_flops_per_second": rate, "utilization": results["flops_per_second"] / rate}
+    settings |= {"one_tokenizer": one_tokenizer, "goal": GOAL, "published": PUBLISHED}
+    return {"settings": settings, "results": results}
 
+
+main = harness.program("train_cuda", measure, sizes=SIZES)
 
 if __name__ == "__main__":
     sys.exit(main())

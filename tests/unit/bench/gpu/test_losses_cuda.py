@@ -37,7 +37,7 @@ def test_top_k_from_hidden_states_and_from_logits_agree_and_differ_from_dense(tm
 
 
 def test_gradients_agree_too():
-    for inputs, group in losses_cuda.cases(*losses_cuda.draw((8, 12, TOP_K), "cpu")):
+    for inputs, group in losses_cuda.cases(*losses_cuda.draw({"rows": 8, "hidden": 12, "columns": TOP_K}, "cpu")):
         found: dict[str, list[torch.Tensor]] = {}
         for figures, step in group:
             if figures.by.startswith(LIGER):
