@@ -12,21 +12,7 @@ from distill_rl.parallel.mesh import open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import clip_gradients
 from distill_rl.teacher.engine import TeacherEngine
-from tests.helpers import ranks
-from tests.helpers.engines import (
-    engine_config,
-    engine_targets,
-    fixed_targets,
-    plain_logits,
-    plain_losses,
-    plain_model,
-    plain_topk,
-    random_documents,
-    rank_batch,
-    relative_l2,
-    token_rows,
-    whole_gradients,
-)
+from tests.helpers import engines, ranks
 from tests.helpers.models import write_tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -57,7 +43,7 @@ MICRO_BATCHES = {
 
 def batch_rows():
     """Eight rows with two, one or no document, so that ranks differ in their number of labels."""
-    documents = random_documents(12, seed=11)
+    documents = engines.random_documents(12, seed=11)
     packs = [
         documents[:2],
         documents[2:4],
@@ -68,7 +54,7 @@ def batch_rows():
         documents[8:10],
         documents[10:],
     ]
-    return token_rows([_fitting(pack) for pack in packs], WIDTH)
+    return engines.token_rows([_fitting(pack) for pack in packs], WIDTH)
 
 
 def _fitting(pack):
@@ -83,15 +69,17 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     The batch comes in two calls, like a batch whose targets do not fit into a ring, with an evaluation after each.
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
-    batch = rank_batch(batch_rows(), world.dp_rank, dp)
+    batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
     half = batch.rows.shape[0] // 2
     first, second = (
         replace(batch, rows=batch.rows[:half]),
         replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
     )
-    config = engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
-    targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
-    source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
+    config = engines.engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
+    targets = engines.engine_targets(
+        TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch
+    )
+    source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     # A single shard reduces once per step under either setting: test_student_collectives.py.
     syncs = ("step",) if dp == replicas else ("step", "micro_batch")
     results = {}
@@ -106,7 +94,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
                 # A forward pass without gradients must change neither parameters nor accumulated gradients.
                 engine.evaluate(batch, source)
                 engine.forward_backward(second, source, last=True)
-                whole = whole_gradients(engine.model)
+                whole = engines.whole_gradients(engine.model)
                 engine.evaluate(batch, source)
                 norm = clip_gradients(engine.parameters, 0.0).item()
                 engine.optimizer.zero_grad()
@@ -128,13 +116,13 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
     """fp64 gradients of the plain models, one document at a time, with targets from plain log_softmax and top-k."""
     students, teacher = folders
     rows = batch_rows()
-    target = plain_topk(plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
+    target = engines.plain_topk(engines.plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
     wanted = {}
     for name, path in students.items():
-        model = plain_model(path)
-        kd, ce = plain_losses(plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
-        ((kd + CE_WEIGHT * ce) / rank_batch(rows).num_labels).backward()
-        wanted[name] = whole_gradients(model)
+        model = engines.plain_model(path)
+        kd, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
+        ((kd + CE_WEIGHT * ce) / engines.rank_batch(rows).num_labels).backward()
+        wanted[name] = engines.whole_gradients(model)
     return wanted
 
 
@@ -146,7 +134,7 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
     results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, teacher, timeout=240)
     assert {name for name, _, _ in results[0]} == students.keys()
     for (name, size, sync), (gradient, norm) in results[0].items():
-        error = relative_l2(gradient, references[name])
+        error = engines.relative_l2(gradient, references[name])
         assert error < 1e-5, f"{name}, micro-batch {size}, {sync}: {error:.1e}"
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
         assert all(other[name, size, sync][1] == norm for other in results), "every rank must scale by the same factor"
@@ -156,19 +144,21 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
 def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Runs on a rank of a 2 × 2 mesh. Whole gradients with activation checkpointing and with bf16."""
     world = open_world(rank=ranks.rank(), dp=2, tp=2)
-    batch = rank_batch(batch_rows(), world.dp_rank, 2)
+    batch = engines.rank_batch(batch_rows(), world.dp_rank, 2)
     results = {}
     for name, settings in {
         "checkpointed": {"student__activation_checkpointing": True},
         "bf16": {"student__dtype": "bf16"},
     }.items():
         common = {"loss__temperature": TEMPERATURE, "loss__ce_weight": CE_WEIGHT, "train__micro_batch_size": 2}
-        config = engine_config(student, [teacher], **common, **settings)
-        targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
+        config = engines.engine_config(student, [teacher], **common, **settings)
+        targets = engines.engine_targets(
+            TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch
+        )
         engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
-        source = fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
+        source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
         engine.forward_backward(batch, source)
-        results[name] = whole_gradients(engine.model)
+        results[name] = engines.whole_gradients(engine.model)
         engine.optim_step()
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
     return results
@@ -177,7 +167,7 @@ def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]
 def test_checkpointing_and_bf16_match_the_reference_on_a_mesh(folders, references):
     students, teacher = folders
     results = ranks.run_ranks(4, variants, students["qwen3"], teacher)[0]
-    assert relative_l2(results["checkpointed"], references["qwen3"]) < 1e-5
+    assert engines.relative_l2(results["checkpointed"], references["qwen3"]) < 1e-5
     assert {tensor.dtype for tensor in results["bf16"].values()} == {torch.float32}
     # bf16 keeps 8 bits; a missing or doubled term would be off by a third at least.
-    assert 1e-4 < relative_l2(results["bf16"], references["qwen3"]) < 0.05
+    assert 1e-4 < engines.relative_l2(results["bf16"], references["qwen3"]) < 0.05

@@ -58,7 +58,7 @@ def test_bf16_logits_give_a_gradient_within_three_thousandths(divergence: str, k
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
-def test_a_student_with_a_tiny_rest_is_right_where_one_minus_the_sum_is_not(dtype: torch.dtype, bound: float) -> None:
+def test_a_students_tiny_rest_is_right_where_one_minus_the_sum_is_not(dtype: torch.dtype, bound: float) -> None:
     """Rest mass 1e-9 is below fp32's resolution of 1; log(1 − Σ) would be off by any amount."""
     vocabulary, k = 1000, 8
     student = randn(0, 4, vocabulary).to(dtype) - 28

@@ -145,7 +145,7 @@ def test_the_teachers_logits_live_until_backward_and_no_longer() -> None:
     assert gone() is None, "the output keeps the teacher's logits alive"
 
 
-def test_the_teachers_logits_can_be_moved_away_between_forward_and_backward() -> None:
+def test_the_teachers_logits_can_be_moved_between_forward_and_backward() -> None:
     student, logits, _ = random_rows()
     _, wanted = with_gradient(kd_loss, student, DenseLogits(logits))
     seen: list[torch.Size] = []

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from distill_rl.align.dp import problem as dp
 from distill_rl.align.dp.canonical import NONE
-from distill_rl.align.dp.problem import (
-    COLUMN_GAP,
-    COLUMNS,
-    EQUAL,
-    EQUAL_SCORE,
-    GAP_SCORE,
-    JOIN_SCORE,
-    MAX_JOIN,
-    NEVER,
-    ROW_GAP,
-    ROWS,
-    UNEQUAL,
-    UNEQUAL_SCORE,
-    Problem,
-    trace_back,
-)
+from distill_rl.align.dp.problem import Problem, trace_back
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
@@ -43,38 +29,41 @@ def _fill(problem: Problem) -> np.ndarray:
     n, m = len(problem.row_ids), len(problem.column_ids)
     # One entry in front, so that index j is the column token that cell (i, j) adds.
     column_ids = np.concatenate(([NONE], problem.column_ids))
-    column_joins = np.concatenate((np.zeros((1, MAX_JOIN), np.uint64), problem.column_joins)).T.copy()
-    slope = GAP_SCORE * np.arange(m + 1)
+    column_joins = np.concatenate((np.zeros((1, dp.MAX_JOIN), np.uint64), problem.column_joins)).T.copy()
+    slope = dp.GAP_SCORE * np.arange(m + 1)
     moves = np.empty(offsets[-1], np.uint8)
     # The last five rows of scores, with MAX_JOIN columns in front. NEVER outside a row's strip.
-    scores = np.full((MAX_JOIN + 1, MAX_JOIN + m + 1), NEVER, np.int64)
-    scores[0, MAX_JOIN : MAX_JOIN + high[0] + 1] = slope[: high[0] + 1]
-    moves[: offsets[1]] = COLUMN_GAP
+    scores = np.full((dp.MAX_JOIN + 1, dp.MAX_JOIN + m + 1), dp.NEVER, np.int64)
+    scores[0, dp.MAX_JOIN : dp.MAX_JOIN + high[0] + 1] = slope[: high[0] + 1]
+    moves[: offsets[1]] = dp.COLUMN_GAP
     for i in range(1, n + 1):
         first, last = low[i], high[i] + 1
 
         def before(rows: int, columns: int, i: int = i, first: int = first, last: int = last) -> np.ndarray:
             """S[i − rows, j − columns] for all j of this row."""
-            return scores[(i - rows) % (MAX_JOIN + 1), MAX_JOIN + first - columns : MAX_JOIN + last - columns]
+            return scores[
+                (i - rows) % (dp.MAX_JOIN + 1),
+                dp.MAX_JOIN + first - columns : dp.MAX_JOIN + last - columns,
+            ]
 
         row_id, joins = problem.row_ids[i - 1], problem.row_joins[i - 1]
         equal = (column_ids[first:last] == row_id) & (row_id != NONE)
-        best = np.where(equal, before(1, 1) + EQUAL_SCORE, NEVER)
-        move = np.full(last - first, EQUAL, np.uint8)
-        for size in range(2, MAX_JOIN + 1):
+        best = np.where(equal, before(1, 1) + dp.EQUAL_SCORE, dp.NEVER)
+        move = np.full(last - first, dp.EQUAL, np.uint8)
+        for size in range(2, dp.MAX_JOIN + 1):
             if joins[size - 1] != 0:
                 same = column_joins[0, first:last] == joins[size - 1]
-                _better(best, move, same, before(size, 1) + JOIN_SCORE * size, ROWS + size - 2)
-        for size in range(2, MAX_JOIN + 1):
+                _better(best, move, same, before(size, 1) + dp.JOIN_SCORE * size, dp.ROWS + size - 2)
+        for size in range(2, dp.MAX_JOIN + 1):
             same = (column_joins[size - 1, first:last] == joins[0]) & (joins[0] != 0)
-            _better(best, move, same, before(1, size) + JOIN_SCORE * size, COLUMNS + size - 2)
-        _better(best, move, ~equal, before(1, 1) + UNEQUAL_SCORE, UNEQUAL)
-        _better(best, move, True, before(1, 0) + GAP_SCORE, ROW_GAP)
+            _better(best, move, same, before(1, size) + dp.JOIN_SCORE * size, dp.COLUMNS + size - 2)
+        _better(best, move, ~equal, before(1, 1) + dp.UNEQUAL_SCORE, dp.UNEQUAL)
+        _better(best, move, True, before(1, 0) + dp.GAP_SCORE, dp.ROW_GAP)
         reached = np.maximum.accumulate(best - slope[first:last]) + slope[first:last]
-        move[reached > best] = COLUMN_GAP
-        row = scores[i % (MAX_JOIN + 1)]
-        row[:] = NEVER
-        row[MAX_JOIN + first : MAX_JOIN + last] = reached
+        move[reached > best] = dp.COLUMN_GAP
+        row = scores[i % (dp.MAX_JOIN + 1)]
+        row[:] = dp.NEVER
+        row[dp.MAX_JOIN + first : dp.MAX_JOIN + last] = reached
         moves[offsets[i] : offsets[i + 1]] = move
     return moves
 

@@ -41,7 +41,7 @@ def test_every_document_fills_its_row_and_both_models_read_the_same_ids(material
     assert all(len(student(text)["input_ids"]) > 32 for text in texts)
 
 
-def test_a_teacher_takes_the_place_of_the_one_before_with_as_many_layers_as_asked(material: Path) -> None:
+def test_a_new_teacher_replaces_the_one_before_with_the_layers_asked_for(material: Path) -> None:
     layers = [
         json.loads((material / name / "config.json").read_text())["num_hidden_layers"]
         for name in ("student", "teacher")
@@ -111,7 +111,7 @@ def test_with_one_core_there_is_nothing_to_measure(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "pipeline: error: needs two cores, one for each model\n"
 
 
-def test_the_published_record_is_as_promised_and_says_where_it_was_measured() -> None:
+def test_the_published_record_keeps_its_promise_and_names_its_machine() -> None:
     record = json.loads(RECORD.read_text())
     assert pipeline.verdict(record) == []
     assert record["environment"]["commit"]

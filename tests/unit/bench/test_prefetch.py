@@ -27,7 +27,7 @@ def figures(at_0: float, at_1: float, same: bool = True) -> dict[str, Any]:
     return {"depths": {depth: {"wait_aligner_share_median": shares[depth]} for depth in shares}, "same_losses": same}
 
 
-def test_documents_are_several_times_longer_than_what_is_learnt_of_them_on_both_sides(material: Path) -> None:
+def test_documents_are_several_times_longer_than_a_row_on_both_sides(material: Path) -> None:
     from transformers import AutoTokenizer
 
     texts = [json.loads(line)["text"] for line in (material / "text.jsonl").read_text().splitlines()]

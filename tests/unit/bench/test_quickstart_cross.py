@@ -10,7 +10,7 @@ from distill_rl.bench.quickstart_cross import COLUMNS, SEEDS
 RECORD = json.loads((Path(__file__).parents[3] / "docs/benchmarks/quickstart_cross.json").read_text())
 
 
-def test_all_chunks_beat_no_teacher_on_every_seed_and_one_to_one_chunks_alone_do_not() -> None:
+def test_all_chunks_beat_no_teacher_and_one_to_one_chunks_alone_do_not() -> None:
     assert [one["seed"] for one in RECORD["seeds"]] == list(SEEDS)
     assert RECORD["environment"]["commit"]
     for one in RECORD["seeds"]:

@@ -28,7 +28,7 @@ def test_all_compute_the_same_loss_when_top_k_is_everything(tmp_path, divergence
     assert all(line["milliseconds"] > 0 and line["ratio"] > 0 and line["peak_mib"] is None for line in lines)
 
 
-def test_top_k_from_hidden_states_and_from_logits_agree_and_differ_from_dense(tmp_path):
+def test_top_k_of_hidden_states_and_logits_agree_and_differ_from_dense(tmp_path):
     lines = [line for line in results(tmp_path, 5 * TOP_K) if line["by"] == OURS and line["divergence"] == "jsd"]
     value = {(line["inputs"], line["target"]): line["value"] for line in lines}
     top = f"top {TOP_K}"
