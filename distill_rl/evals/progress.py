@@ -18,7 +18,7 @@ class SuiteProgress:
     """Progress of one suite on one model; this one shows nothing."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Counts graded rows."""
+        """Counts newly graded rows, each of which must be passed once."""
 
 
 class Progress:

@@ -36,6 +36,7 @@ class TableSink:
     """
 
     def __init__(self, every: int):
+        """Starts without steps; `every` is the number of steps per table."""
         self._every = every
         self._steps: list[int] = []
         self._records: list[Mapping[str, float]] = []

@@ -29,6 +29,7 @@ class StepTimer:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        """Starts without measurements; `clock` returns monotonic seconds from any origin, and tests pass their own."""
         self._clock = clock
         self._seconds: dict[str, float] = {}
         self._inside: list[float] = []

@@ -35,6 +35,11 @@ class Encoder:
     """
 
     def __init__(self, folder: Path):
+        """Reads tokenizer, configuration and stop tokens from a model folder, which must be local; loads no weights.
+
+        Raises:
+            ConfigError: one of them is missing or unreadable, or there is no end-of-text token.
+        """
         self.tokenizer: Any = read_tokenizer(folder)
         self.positions = _positions(folder)
         """Maximum tokens of prompt and answer together; None: unknown."""
@@ -53,7 +58,7 @@ class Encoder:
         return ids
 
     def choices(self, item: Item) -> Choices:
-        """The ids of an item's choices.
+        """The ids of an item's choices: the context that they have in common, and what each adds to it.
 
         1. Tokenise the prompt alone and together with every choice, as in running text.
         2. The context is the longest common start of these sequences. It equals the prompt, unless the prompt's last

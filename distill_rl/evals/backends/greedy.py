@@ -64,6 +64,8 @@ class StopDetector:
     """
 
     def __init__(self, encoder: Encoder, stop: Sequence[str]):
+        """Prepares for completions by the encoder's model; `stop` are the texts that end one, beside the encoder's stop
+        tokens."""
         self._encoder, self._stop = encoder, tuple(stop)
         # A token with text has at least one byte of it, so this many tokens cover every stop text.
         self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS

@@ -141,11 +141,16 @@ def _sums(rows: Sequence[Row], logprobs: Tensor) -> list[dict[int, float]]:
 
 @contextmanager
 def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Restricts the output layer to the hidden states at (row, column); yields a function that takes the model's logits
-    and returns those at the positions, [N, V].
+    """Restricts the model's output layer, while the block runs, to the hidden states at these positions; yields a
+    function that takes the logits of a forward pass in the block and returns those at the positions, [N, V], in their
+    order.
 
     Logits of all positions would take R·S·V numbers. Whatever a model does to its logits after the output layer, it
-    does to each position separately, so the restriction does not change them.
+    does to each position separately, so the restriction does not change them. A model without a separate output layer
+    computes all of them.
+
+    Args:
+        positions: (row, column) in the batch; at least one.
     """
     rows, columns = (torch.tensor(indices, device=model.device) for indices in zip(*positions))
     head = model.get_output_embeddings()

@@ -35,14 +35,14 @@ def free_memory(gpus: int) -> list[tuple[int, int]]:
 
 
 def require_room(share: float, memory: Sequence[tuple[int, int]]) -> None:
-    """Makes the check that vLLM will make: `share` of each GPU's total memory must be free.
+    """Checks, as vLLM will at its start, that `share` of each GPU's total memory is free.
 
     Args:
-        share: vLLM's `gpu_memory_utilization`.
+        share: vLLM's `gpu_memory_utilization`, a fraction.
         memory: (free, total) bytes of each GPU.
 
     Raises:
-        GpuMemoryError: a GPU has less free memory.
+        GpuMemoryError: a GPU has less free memory; the first one is named.
     """
     for index, (free, total) in enumerate(memory):
         if free < share * total:

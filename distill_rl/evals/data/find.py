@@ -234,7 +234,8 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _snapshot(folder: Path) -> Path:
-    """In a folder of the hub's cache, the revision that `main` names, or the only one; otherwise the folder itself."""
+    """The current snapshot of a data set in the hub's cache: the revision that `main` names, or the only one. Any other
+    folder is returned as it is, and so is one without a clear revision."""
     revisions = _folders(folder / "snapshots") if (folder / "snapshots").is_dir() else []
     main = folder / "refs" / "main"
     if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()) in revisions:

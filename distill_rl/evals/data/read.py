@@ -29,8 +29,8 @@ class Row:
     """One row of a file."""
 
     file: Path
-    number: int
-    """Position of the row from 1; in JSON lines and CSV files, of its line or record in the file."""
+    position: int
+    """From 1; in JSON lines and CSV files, of its line or record in the file."""
     values: Mapping[str, Any]
     """Values by column; column names are in lower case."""
     problem: str = ""
@@ -51,11 +51,11 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
     """
     rows = []
     try:
-        for number, content in _contents(path, header):
+        for position, content in _contents(path, header):
             if isinstance(content, Mapping):
-                rows.append(Row(path, number, {str(name).strip().lower(): value for name, value in content.items()}))
+                rows.append(Row(path, position, {str(name).strip().lower(): value for name, value in content.items()}))
             else:
-                rows.append(Row(path, number, {}, problem=content))
+                rows.append(Row(path, position, {}, problem=content))
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror or str(error)) from error
     if not rows:
@@ -80,7 +80,7 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
                 raise ValueError(row.problem)
             converted.append(function(row))
         except ValueError as error:
-            problems.append(str(DataError(f"{row.file}, row {row.number}", str(error))))
+            problems.append(str(DataError(f"{row.file}, row {row.position}", str(error))))
             if len(problems) == MAX_PROBLEMS:
                 problems.append(f"{row.file}: stopped after {MAX_PROBLEMS} bad rows")
                 break
@@ -241,7 +241,7 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
     names: Sequence[str] = ()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, cells in enumerate(csv.reader(file), start=1):
+            for position, cells in enumerate(csv.reader(file), start=1):
                 if not cells:
                     continue
                 if not names:
@@ -251,9 +251,9 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
                         continue
                     names = header
                 if len(cells) == len(names):
-                    yield number, dict(zip(names, cells))
+                    yield position, dict(zip(names, cells))
                 else:
-                    yield number, f"must have {len(names)} cells ({', '.join(names)}), has {len(cells)}"
+                    yield position, f"must have {len(names)} cells ({', '.join(names)}), has {len(cells)}"
     except (csv.Error, UnicodeDecodeError) as error:
         raise _damaged(path, error) from error
 
@@ -271,16 +271,16 @@ def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
         yield 1, whole
         return
     if isinstance(whole, list):
-        for number, row in enumerate(whole, start=1):
-            yield number, row if isinstance(row, Mapping) else "must be an object with the columns as its keys"
+        for position, row in enumerate(whole, start=1):
+            yield position, row if isinstance(row, Mapping) else "must be an object with the columns as its keys"
         return
     if whole and content.lstrip().startswith(b"["):
         raise DataError(str(path), "must be valid JSON", "a list that is not", "it may be cut off; copy it again")
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for position, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             row = _parse(line)
             problem = row if isinstance(row, str) else "must be one JSON object per line"
-            yield number, row if isinstance(row, Mapping) else problem
+            yield position, row if isinstance(row, Mapping) else problem
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:

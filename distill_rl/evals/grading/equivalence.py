@@ -117,5 +117,5 @@ def _value(text: str) -> Fraction | None:
     text = re.sub(r"\s", "", text)
     if not _NUMBER.fullmatch(text):
         return None
-    number, _, divisor = text.partition("/")
-    return Fraction(number) / Fraction(divisor or 1)
+    dividend, _, divisor = text.partition("/")
+    return Fraction(dividend) / Fraction(divisor or 1)

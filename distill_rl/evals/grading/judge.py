@@ -48,7 +48,7 @@ def main() -> None:
     start = _address_space()
     for line in requests:
         request = json.loads(line)
-        number, name = request["number"], request["suite"]
+        request_id, name = request["number"], request["suite"]
         if name not in suites:
             _limit_address_space(None)
             try:
@@ -57,12 +57,12 @@ def main() -> None:
                 _send(replies, {"broken": _described(error)})
                 continue
             start = _address_space()
-        _send(replies, {"begun": number})
+        _send(replies, {"begun": request_id})
         _limit_address_space(start + memory_bytes)
         reply = _judge(suites[name], _item(request["item"]), request["completion"], deadline_s)
         # Exit before memory that earlier items leaked can affect a later one.
         last = reply.pop("last", False) or _address_space() > start + memory_bytes // 4
-        _send(replies, {"done": number, **reply, "last": last})
+        _send(replies, {"done": request_id, **reply, "last": last})
         if last:
             break
     replies.flush()

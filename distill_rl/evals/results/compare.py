@@ -39,10 +39,14 @@ Items = Mapping[str, ItemScore]
 
 
 def find(paths: Sequence[Path]) -> Evaluation:
-    """Reads the results in folders, without computing differences.
+    """Reads the results in folders, without computing differences; a model is named by the part of its path that is
+    unique.
+
+    Damaged files are listed in `problems`, evaluations that have not finished in `notes`.
 
     Args:
-        paths: each is the folder of a model's results, a folder that holds such folders, or a run directory.
+        paths: each is the folder of a model's results, a folder that holds such folders, or a run directory; a model
+            that occurs twice is read once.
 
     Raises:
         ConfigError: paths without a result; all of them are listed.
@@ -134,13 +138,13 @@ def read_items(file: Path) -> Items:
     problems: list[str] = []
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 try:
                     item_id, item = _parse_item(line)
                     if item_id in items:
                         raise ValueError(f"`id` must be unique; got {item_id[:80]} again")
                 except ValueError as error:
-                    problems.append(str(DataError(f"{path}, line {number}", str(error), remedy="evaluate again")))
+                    problems.append(str(DataError(f"{path}, line {line_number}", str(error), remedy="evaluate again")))
                     if len(problems) == MAX_PROBLEMS:
                         problems.append(f"{path}: stopped after {MAX_PROBLEMS} bad lines")
                         break

@@ -39,6 +39,7 @@ def paired_bootstrap(differences: Sequence[float], *, resamples: int = RESAMPLES
 
     Args:
         differences: per item, the score of one model minus the score of the other; at least one item.
+        resamples: how many sets of items are drawn.
         seed: the same seed gives the same interval.
 
     Returns:

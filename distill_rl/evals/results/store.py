@@ -150,7 +150,8 @@ class Store:
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Rewrites the partial file, which drops a half-written last line, and opens it for appending."""
+        """Rewrites the partial file from key, device and rows, which drops a half-written last line, and opens it for
+        appending."""
         header = self.key | {"device": self.device}
         write_atomic(self._partial, b"".join(map(_line, (header, *self.rows.values()))))
         return self._partial.open("ab")

@@ -58,7 +58,7 @@ def _item(row: Row) -> Item:
     answer, task = required_text(row, ["answer"]), row.values.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError("`task` must be a text")
-    return Item(f"{row.file.name}:{row.number}", _prompt(row), answer, task or "")
+    return Item(f"{row.file.name}:{row.position}", _prompt(row), answer, task or "")
 
 
 def _prompt(row: Row) -> Prompt:

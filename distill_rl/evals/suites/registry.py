@@ -50,6 +50,7 @@ def _is_message(value: object) -> bool:
 
 
 def _is_prompt(value: object) -> bool:
+    """Whether a value is a text, or a non-empty tuple of messages {role, content} whose values are texts."""
     if isinstance(value, str):
         return True
     return isinstance(value, tuple) and len(value) > 0 and all(map(_is_message, value))
@@ -158,7 +159,10 @@ def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
 
 
 def source_sha256(name: str) -> str | None:
-    """Hash of a user's own suite file, without its imports; None for a built-in suite.
+    """SHA-256 of the file of a user's own suite, without what it imports; None for a built-in suite.
+
+    Args:
+        name: as given to `find`; a path ending in .py marks a user's own suite.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -94,7 +94,7 @@ def _code(text: object) -> str:
 
 
 def _cell(text: object) -> str:
-    """`text` as a code span in a table, where a vertical bar would end the cell even inside code."""
+    """The text as a code span for a table, with vertical bars escaped: one would end the cell even inside code."""
     return _code(text).replace("|", "\\|")
 
 
