@@ -35,11 +35,17 @@ class Executor(Protocol):
     """The device of the loaded model."""
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
-        """Loads a model in place of the current one."""
+        """Loads the model of `folder` in place of the current one and sets `device`; returns once it is ready to run.
+
+        `run` may only be called afterwards. Implementations may keep a running engine when only the folder differs.
+        """
         ...
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
-        """Yields (index of the item, its output) for every item, in any order, a few at a time as they finish."""
+        """Runs items on the loaded model, lazily, while the caller iterates.
+
+        Yields lists of (index into `items`, output), as they finish: every item exactly once, in any order.
+        """
         ...
 
 
@@ -57,6 +63,15 @@ class LocalExecutor:
 
     @gpu_phase("evaluation")
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
+        """Loads the model of `folder` into this process and sets `device`.
+
+        If `backend` and `settings` are those of the previous call, the open backend only exchanges its model; otherwise
+        it is closed and a new one is opened. After an error no model is loaded.
+
+        Raises:
+            ConfigError: an unknown backend, or a folder that it cannot load.
+            GpuMemoryError: the GPU has too little memory.
+        """
         if self._backend is None or self._loaded != (backend, settings):
             self.close()
             self._backend = open_backend(folder, backend, settings)
@@ -70,13 +85,19 @@ class LocalExecutor:
         self.device = str(self._backend.device)
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+        """Runs items on the loaded model, in the chunks of `chunks`, while the caller iterates; yields per chunk the
+        list of (index into `items`, output). Needs an earlier `load`."""
         assert self._loaded is not None
         name, settings = self._loaded
         for chunk in chunks(items, task, name, settings.batch_size):
             yield [(chunk[i], output) for i, output in self.outputs(task, [items[index] for index in chunk])]
 
     def outputs(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """The outputs of one chunk."""
+        """Yields (index into `items`, output) for the items of one chunk, in any order.
+
+        The output holds the log-likelihoods of the choices if `task.choose`, and a greedy completion otherwise. Needs
+        an earlier `load`. Raises GpuMemoryError if the chunk does not fit into the GPU's memory.
+        """
         assert self._backend is not None
         with gpu_phase("evaluation"):
             if task.choose:
@@ -85,17 +106,19 @@ class LocalExecutor:
                 yield from self._backend.generate(items, max_new_tokens=task.max_new_tokens, stop=task.stop)
 
     def close(self) -> None:
-        """Frees the model's memory."""
+        """Closes the backend, which frees its model's memory; does nothing if none is open. `load` may be called
+        again."""
         if self._backend is not None:
             self._backend.close()
         self._backend = self._loaded = None
 
 
 def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend:
-    """Loads a model.
+    """Opens the backend of that name with the model of `folder` loaded; its library is imported only then.
 
     Raises:
-        ConfigError: an unknown backend, or a folder that it cannot load.
+        ConfigError: an unknown backend, one that is not installed, or a folder that it cannot load.
+        GpuMemoryError: vllm finds too little free memory.
     """
     if name == "hf":
         from distill_rl.evals.backends.hf import HfBackend
@@ -109,12 +132,15 @@ def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend
 
 
 def chunks(items: Sequence[Item], task: Task, backend: BackendName, batch_size: int) -> list[list[int]]:
-    """Indices of the items, cut into the chunks that a backend gets in one call.
+    """Divides the items into the chunks that a backend gets in one call; returns one list of indices into `items` per
+    chunk.
 
     1. Group the items by prefix, so that a backend computes each prefix once.
     2. Sort each group by length, longest first: similar lengths share a batch, which keeps padding low, and the largest
        batch comes first, which shows at once whether it fits into memory.
-    3. Cut each group into chunks. vllm finds shared prefixes itself, so for it the groups are joined before cutting.
+    3. Cut each group into chunks of `batch_size` prompts, or of BATCHES_PER_CHUNK batches where choices are compared.
+       vllm finds shared prefixes itself, so for it the groups are joined and cut into chunks of VLLM_CHUNK;
+       `batch_size` is ignored.
     """
     if backend == "vllm":
         size = VLLM_CHUNK
@@ -132,6 +158,7 @@ def chunks(items: Sequence[Item], task: Task, backend: BackendName, batch_size: 
 
 
 def _num_characters(item: Item) -> int:
+    """Characters of an item's prompt, over all messages of a chat; the prefix is not counted."""
     if isinstance(item.prompt, str):
         return len(item.prompt)
     return sum(len(message["content"]) for message in item.prompt)

@@ -59,7 +59,10 @@ class LoadedSuite:
 
     @cached_property
     def prompts_sha256(self) -> str:
-        """Hash of everything that the model is given, and of the answers."""
+        """SHA-256 of everything that the model is given, and of the answers: the stop texts, and per item its id,
+        prefix, prompt, choices and answer, in the order of the items. Evaluations of the same suite with equal hashes
+        asked the same questions.
+        """
         digest = hashlib.sha256(json.dumps(self.suite.stop).encode())
         for item in self.items:
             content = (item.id, item.prefix, item.prompt, item.choices, item.answer)
@@ -68,11 +71,17 @@ class LoadedSuite:
 
 
 def load_questions(names: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
-    """Loads the items of every suite.
+    """Loads every named suite's questions from `data`, in the order of the names, sampled down to `options.limit`
+    items.
+
+    Args:
+        names: as `registry.find` takes them: built-in suites, or paths of .py files; a repeated name counts once.
+        data: a folder with the data of all suites, or the file or folder of a single one.
 
     Raises:
-        ConfigError: a size below 1; no suite, or unknown ones (all of them are listed).
-        DataError: the bad rows of all suites; with `strict`, also the warnings.
+        ConfigError: a size in `options` below its minimum; no suite, or unknown ones (all of them are listed).
+        DataError: the problems of all suites in one error: missing data, bad rows, no items, repeated ids, a suite file
+            whose `load` fails; with `options.strict`, also the warnings.
     """
     _require_valid_sizes(options)
     loaded: list[LoadedSuite] = []
@@ -95,18 +104,29 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[L
 
 
 def chat_suites(loaded: Sequence[LoadedSuite]) -> list[str]:
-    """Names of the suites whose prompts are chat messages."""
+    """Names of those suites that have at least one prompt of chat messages."""
     return [entry.suite.name for entry in loaded if any(not isinstance(item.prompt, str) for item in entry.items)]
 
 
 def chat_problem(chats: Sequence[str], what: str) -> str:
-    """The error line for a model without a chat template."""
+    """Returns the error line for a model that has no chat template although suites need one.
+
+    Args:
+        chats: names of those suites, as `chat_suites` returns them.
+        what: name of the model, with which the line begins.
+    """
     rule = f"the chat prompts of {', '.join(chats)} need a tokenizer with a chat template"
     remedy = "choose suites of plain text (mmlu, minerva_math, gsm8k), or add chat_template.jinja to the folder"
     return str(ConfigError(what, rule, "none", remedy))
 
 
 def _require_valid_sizes(options: Options) -> None:
+    """Checks the numbers in the options: `limit`, `batch_size`, `max_new_tokens` and `tensor_parallel` must be 1 or
+    more, `num_fewshot` 0 or more; None passes.
+
+    Raises:
+        ConfigError: one line for each number that is too small.
+    """
     sizes = {
         "limit": options.limit,
         "batch_size": options.settings.batch_size,
@@ -125,7 +145,10 @@ def _require_valid_sizes(options: Options) -> None:
 
 
 def _id_problems(suite: Suite, questions: Questions) -> list[str]:
-    """Items need unique ids: rows are matched by id when an evaluation continues and when models are compared."""
+    """Returns an error line if a suite has no items or repeated ids (up to five are named); otherwise an empty list.
+
+    Ids must be unique because rows are matched by them when an evaluation continues and when models are compared.
+    """
     if not questions.items:
         return [str(DataError(f"suite {suite.name}", "must have at least one item", "none"))]
     counts = Counter(item.id for item in questions.items)
@@ -136,7 +159,11 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
 
 
 def _sample(items: Sequence[Item], limit: int | None, seed: int) -> tuple[Item, ...]:
-    """Samples from the sorted ids, so that the order in which the data are stored does not matter."""
+    """Returns `limit` items drawn at random with `seed`, in their original order; all items if `limit` is None or not
+    smaller than their number.
+
+    The draw depends only on the set of ids, which must be unique, and not on the order in which the data are stored.
+    """
     if limit is None or limit >= len(items):
         return tuple(items)
     sampled = set(random.Random(seed).sample(sorted(item.id for item in items), limit))

@@ -19,18 +19,25 @@ class SuiteProgress:
     """Progress of one suite on one model; this one shows nothing."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Counts graded rows."""
+        """Counts newly graded rows, each of which must be passed once."""
 
 
 class Progress:
     """Receives the progress of an evaluation; this one shows nothing but warnings, which go to the log."""
 
     def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
-        """Starts a suite of `total` items; `rows` are those that an earlier run left."""
+        """Returns a context manager around the evaluation of one suite on one model; it yields the object whose `add`
+        is to be called with every batch of newly graded rows.
+
+        Args:
+            model, suite: names to show.
+            total: items of the suite.
+            rows: graded rows that an earlier, interrupted run left; they count as done from the start.
+        """
         return nullcontext(SuiteProgress())
 
     def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        """Reports a suite that an earlier run finished."""
+        """Reports a suite that an earlier run finished, so that nothing is run; `result` is its stored result."""
 
     def warn(self, text: str) -> None:
         get("evals").warning(text)
@@ -59,6 +66,14 @@ class ConsoleProgress(Progress):
 
     @contextmanager
     def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        """Shows one suite's progress while the block runs: a bar on a terminal, otherwise a line from time to time and
+        a last one at the end. Yields the object whose `add` takes newly graded rows.
+
+        Args:
+            model, suite: names to show.
+            total: items of the suite.
+            rows: graded rows that an earlier, interrupted run left; they count as done, and their number is printed.
+        """
         name, done = f"{suite}  {model}", list(rows)
         if done:
             self._print(f"{name}: {len(done)} of {total} items are already done")
@@ -85,6 +100,8 @@ class _ConsoleSuite(SuiteProgress):
         self._score_sum = sum(row["score"] for row in done)
 
     def add(self, rows: Iterable[Row]) -> None:
+        """Counts newly graded rows with their scores and tokens and shows the change: redraws the bar, or, without a
+        terminal, prints a line if the interval has passed and items remain."""
         rows = list(rows)
         self._num_items += len(rows)
         self._num_tokens += processed_tokens(rows)

@@ -53,23 +53,27 @@ def evaluate_models(
     """Scores models one after another, each on all suites: model name → suite → result.
 
     A result folder (`Model.out`) gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; the
-    report looks for them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there.
+    report looks for them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there. The
+    folders are locked against other processes meanwhile.
 
     Args:
+        models: with distinct names, the keys of the returned dictionary.
         suites: loaded with the same options.
-        executor: runs the models; loads a model only if some of its items are not done yet.
-        progress: None: nothing is shown.
-        interrupted: called during every wait outside the executor; may raise.
+        executor: runs the models; loads a model only if some of its items are not done yet. It is not closed.
+        progress: None: nothing but warnings is shown.
+        interrupted: called during every wait outside the executor; may raise, which ends the evaluation.
 
     Returns:
         Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes`
         (counts for each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the
-        same by task), `macro` (mean over tasks), hashes of data and model, `seconds`, `tokens_per_second` and all
-        settings.
+        same by task), `macro` (mean over tasks; None without tasks), hashes of data and model, `seconds`,
+        `tokens_per_second` and all settings.
 
     Raises:
-        ConfigError: a folder without a model, a chat suite for a model without a chat template, or results of other
-            settings in a result folder. Raised before any model is loaded.
+        ConfigError: a folder without a model, a chat suite for a model without a chat template, or, in a result folder,
+            results of other settings or another evaluation at work, all before any model is loaded; later, a model that
+            the executor cannot load, or rows to be continued that come from another kind of device (dtype auto).
+        WorkerError: the grading processes do not start or do not answer.
     """
     progress = progress or Progress()
     check_models(models, suites)
@@ -86,9 +90,11 @@ def evaluate_models(
 
 
 def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None:
-    """
+    """Checks, without loading weights, that every model's folder holds a model and that the model has a chat template
+    if a suite needs one.
+
     Raises:
-        ConfigError: folders without a model, or models that the suites cannot prompt; all problems at once.
+        ConfigError: all problems of all models at once.
     """
     from distill_rl.evals.backends.encode import model_folder
     from distill_rl.models.hub import read_tokenizer
@@ -118,13 +124,19 @@ class _ModelRun:
         self._stores = [(entry, Store(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
 
     def results(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
+        """Evaluates the model on all suites, one after another; returns suite name → result. See `evaluate_models`."""
         return {
             entry.suite.name: self._evaluate_suite(entry, store, executor, grader, progress)
             for entry, store in self._stores
         }
 
     def _key(self, entry: LoadedSuite) -> dict[str, Any]:
-        """Everything that determines the rows. The batch size does not, so a continued evaluation may change it."""
+        """Everything that determines a suite's rows, by name: suite, model and data hashes, limits, seed, backend,
+        dtype, version.
+
+        Stored rows are only continued if their key is equal. The batch size does not belong to it, so a continued
+        evaluation may change it; the seed is None if there is no limit, because nothing is drawn then.
+        """
         return {
             "suite": entry.suite.name,
             "model_sha256": self._hash,
@@ -143,9 +155,11 @@ class _ModelRun:
     def _evaluate_suite(
         self, entry: LoadedSuite, store: Store, executor: Executor, grader: Grader, progress: Progress
     ) -> dict[str, Any]:
-        """The result of one suite. One that is finished comes straight from the store.
+        """The result of one suite. One that is finished comes straight from the store, without a model.
 
-        Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, and writes the result.
+        Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, appends each row to the
+        store as soon as it is graded, and writes the result, whose `seconds` and `tokens_per_second` count this run
+        only.
         """
         if store.result is not None:
             progress.already_finished(self.model.name, entry.suite.name, store.result)
@@ -176,7 +190,18 @@ class _ModelRun:
     def _rows(
         self, entry: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
     ) -> Iterator[list[Row]]:
-        """Yields rows as they are graded; the model generates meanwhile."""
+        """Runs items on the executor and yields lists of rows (maybe empty) as they are graded; the model generates
+        meanwhile.
+
+        Every item gets one row, in any order. Yields nothing, and does not use the executor, if there are no items.
+
+        Args:
+            items: those still to be done; the executor must have loaded the model.
+            max_new_tokens: None for suites with choices.
+
+        Raises:
+            WorkerError: the grading processes do not start, cannot load the suite, or do not answer.
+        """
         if not items:
             return
         pending = _PendingGrades(entry.name, grader, self._interrupted)
@@ -195,6 +220,11 @@ class _ModelRun:
         yield from pending.rest()
 
     def _max_new_tokens(self, entry: LoadedSuite) -> int | None:
+        """The token limit of a suite's completions; None for a suite with choices.
+
+        It is that of the options, else that of the suite, else ANSWER_MARGIN tokens more than the suite's longest
+        answer.
+        """
         if entry.choose:
             return None
         limit = self.options.max_new_tokens or entry.suite.max_new_tokens
@@ -210,6 +240,8 @@ class _ModelRun:
         return read_tokenizer(self.model.folder)
 
     def _facts(self, entry: LoadedSuite) -> dict[str, Any]:
+        """Facts that a result shows beside its key: title, model folder, data files (at most 20), warnings, batch size
+        and the first item's prompt as an example."""
         item = entry.items[0]
         prompt = item.prefix + item.prompt if isinstance(item.prompt, str) else [dict(turn) for turn in item.prompt]
         return {
@@ -232,17 +264,24 @@ class _PendingGrades:
     futures: dict[Future[Graded], tuple[Item, Output]] = field(default_factory=dict)
 
     def submit(self, item: Item, output: Output) -> None:
+        """Queues an item's completion for grading; its row is returned later by `done` or `rest`."""
         self.futures[self.grader.submit(self.suite, item, output.text)] = (item, output)
 
     def done(self) -> list[Row]:
-        """The rows that are ready, without waiting."""
+        """Removes and returns the rows whose grades are ready, without waiting; empty if there are none.
+
+        Raises:
+            WorkerError: the grading processes did not start or cannot load the suite.
+        """
         return [self._pop(future) for future in list(self.futures) if future.done()]
 
     def rest(self) -> Iterator[list[Row]]:
-        """Waits for all remaining grades.
+        """Waits for all remaining grades and yields their rows in lists as they arrive; calls `interrupted` while it
+        waits.
 
         Raises:
-            WorkerError: no grade arrived for `grader.longest_s` seconds, by which the grader ends every item.
+            WorkerError: as `done`; or no grade arrived for `grader.longest_s` seconds, by which the grader ends every
+                item.
         """
         deadline = time.monotonic() + self.grader.longest_s
         while self.futures:
@@ -259,7 +298,12 @@ class _PendingGrades:
 
 
 def hash_model(folder: Path, interrupted: Callable[[], None] = lambda: None) -> str:
-    """SHA-256 over weights, config, tokenizer and chat template, including the file names."""
+    """SHA-256 over the names and contents of a model folder's weights, config, tokenizer and chat template
+    (_HASHED_FILES).
+
+    Args:
+        interrupted: called before each file; may raise.
+    """
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _HASHED_FILES for path in folder.glob(pattern)):
         interrupted()

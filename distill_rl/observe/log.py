@@ -25,7 +25,8 @@ def get(name: str = "") -> logging.Logger:
 
 
 def setup_console() -> None:
-    """Send messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error; warning by default).
+    """Sends the package's log messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error;
+    warning by default).
 
     Calling it again changes the level and adds no second handler.
 
@@ -46,14 +47,15 @@ def setup_console() -> None:
 
 
 def say(text: str) -> None:
-    """Print one line for the user on stdout, and log it."""
+    """Prints one line for the user on stdout, made safe by `printable`, and logs it."""
     print(printable(text), flush=True)
     get("run").info(text)
 
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """Show a line on the terminal while the block runs, and then erase it. Nothing is written if stderr is a file."""
+    """Shows a line on the terminal while the block runs, and then erases it. Nothing is written if stderr is no
+    terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -66,9 +68,10 @@ def status(text: str) -> Iterator[None]:
 
 @contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Append every message of level info and above to `path` while the block runs.
+    """Appends the package's log messages of level info and above to a file while the block runs; creates its folder.
 
-    If the console shows debug messages, the file gets them too.
+    If the console shows debug messages, the file gets them too. The package logger's level is lowered meanwhile if
+    necessary. Yields the path.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +103,7 @@ def printable(text: object) -> str:
 
 
 def _escape(char: str) -> str:
+    """The character itself if it is printable or a blank, otherwise its escape sequence."""
     if char.isprintable() or unicodedata.category(char) == "Zs":
         return char
     return char.encode("unicode_escape").decode("ascii")

@@ -34,7 +34,9 @@ FAULTS = {
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of several ranks or steps, name by name, in the given order.
+    """Merges the metrics of several ranks or steps, name by name, in the given order, each with its own reduction.
+
+    A name need not occur in every part; the result has all of them.
 
     Raises:
         ValueError: a name has two different reductions.
@@ -52,6 +54,15 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def _join(name: str, a: Metric, b: Metric) -> Metric:
+    """Merges two metrics of the same name by their reduction; weights add up. For `last` the value of `b` counts; a
+    mean without any weight is 0.
+
+    Args:
+        name: for the error.
+
+    Raises:
+        ValueError: the two have different reductions.
+    """
     if a.reduction != b.reduction:
         raise ValueError(f"{name}: reduced as {a.reduction} and as {b.reduction}")
     weight = a.weight + b.weight

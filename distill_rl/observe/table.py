@@ -41,7 +41,8 @@ class TableSink:
         self._records: list[Mapping[str, float]] = []
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Take one step's record; ignore records without a step time, such as those of a validation pass."""
+        """Takes one step's record and logs a table if the step is a multiple of `every`; ignores records without a step
+        time, such as those of a validation pass."""
         if STEP not in record:
             return
         self._steps.append(step)
@@ -50,9 +51,11 @@ class TableSink:
             self._flush()
 
     def close(self) -> None:
+        """Logs a table of the steps since the last one, if there are any."""
         self._flush()
 
     def _flush(self) -> None:
+        """Logs a table of the collected steps and forgets them; does nothing if there are none."""
         if self._steps:
             first, last, records = self._steps[0], self._steps[-1], self._records
             self._steps, self._records = [], []
@@ -61,7 +64,12 @@ class TableSink:
 
 
 def step_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Median and mean over steps, as aligned lines of text; every record holds `timing/step`."""
+    """Median, mean and share over steps of what took the driver's and the workers' time, and median and mean of what
+    moved from teachers to student, as aligned lines of text.
+
+    Args:
+        records: at least one; every one holds `timing/step`, in seconds. A metric that is missing from one counts as 0.
+    """
     blocks = {
         "": list(_driver(records)),
         _WORKERS: list(_workers(records)),
@@ -83,7 +91,8 @@ def step_table(records: Sequence[Mapping[str, float]]) -> str:
 
 
 def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    """The driver's parts, longest first; then `other`, then the whole step."""
+    """Yields a line for each of the driver's parts, longest first; then `other`, then the whole step. Shares are those
+    of the sum of all parts."""
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") == 1}
     means = {name: fmean(_series(records, name)) for name in names}
     total = sum(mean for name, mean in means.items() if name != STEP)
@@ -92,6 +101,8 @@ def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
+    """Yields a line for each of the workers' times (`timing/<worker>/<part>`), by name, with its share of the mean
+    step."""
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") > 1}
     step = fmean(_series(records, STEP))
     for name in sorted(names):
@@ -99,6 +110,8 @@ def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
+    """Yields a line with median and mean, in the unit of its label and without a share, for each of the metrics in
+    `_MOVED` that occurs, and for each teacher that it occurs for."""
     names = sorted({name for record in records for name in record if name.startswith("transport/")})
     for base, (label, form, factor) in _MOVED.items():
         for name in names:
@@ -110,7 +123,8 @@ def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _time(records: Sequence[Mapping[str, float]], name: str, whole: float) -> Line:
-    """A line with seconds shown as milliseconds, and the mean's share of `whole`."""
+    """The line of a timing metric: median and mean in milliseconds, and the mean's share of `whole`, in seconds; the
+    share is empty if `whole` is 0."""
     series = _series(records, name)
     share = f"{fmean(series) / whole:.1%}" if whole > 0 else ""
     times = (f"{1000 * seconds:,.1f} ms" for seconds in (median(series), fmean(series)))
@@ -118,4 +132,5 @@ def _time(records: Sequence[Mapping[str, float]], name: str, whole: float) -> Li
 
 
 def _series(records: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """The values of a metric in all records; 0 where it is missing."""
     return [record.get(name, 0.0) for record in records]

@@ -36,7 +36,8 @@ class StepTimer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Time one optimizer step; `step` is only used in the error message.
+        """Times one optimizer step while the block runs; `step` is only used in the error message. A step that raises
+        is not counted.
 
         Raises:
             RuntimeError: a step or a part is still open.
@@ -51,23 +52,30 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time one part; the times of a part entered several times before a flush are added."""
+        """Times one part while the block runs, without the parts inside it; the times of a part entered several times
+        before a flush are added.
+
+        Args:
+            name: the metric will be `timing/<name>`.
+        """
         with self._block() as measured:
             yield
         total, covered = measured
         self._add(name, total - covered)
 
     def flush(self) -> dict[str, Metric]:
-        """The times since the last flush as `timing/<part>` and `timing/step`, which merge as means."""
+        """Returns the seconds since the last flush as `timing/<part>` and `timing/step`, which merge as means, and
+        starts anew. Empty if nothing was timed."""
         metrics = {f"timing/{name}": Metric(seconds) for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics
 
     @contextmanager
     def _block(self) -> Iterator[list[float]]:
-        """Yield a list that, after the block, holds its seconds and those of the blocks inside it.
+        """Measures the block; yields a list that afterwards holds its seconds and those of the blocks inside it.
 
-        A block that raises reports nothing but is closed, so that a caller who recovers can go on measuring.
+        The seconds also count as covered for the block around it. A block that raises is closed as well, so that a
+        caller who recovers can go on measuring.
         """
         measured: list[float] = []
         self._inside.append(0.0)
@@ -82,4 +90,5 @@ class StepTimer:
             measured += [total, covered]
 
     def _add(self, name: str, seconds: float) -> None:
+        """Adds seconds to the metric `timing/<name>` of the next flush."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

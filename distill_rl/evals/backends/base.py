@@ -61,7 +61,13 @@ class Backend(Protocol):
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
-        """Greedy completions: (index of the item, its output) for every item, in any order, as they finish.
+        """Yields greedy completions, lazily: (index into `items`, output) for every item, in any order, as they finish.
+
+        An item whose prompt leaves no room for an answer gets an output with `too_long`. A completion is limited to
+        `max_new_tokens` and to the model's positions.
+
+        Args:
+            stop: texts that end a completion and are not part of it.
 
         Raises:
             DataError: a chat that the tokenizer's template rejects, or an empty prompt.
@@ -69,7 +75,10 @@ class Backend(Protocol):
         ...
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
-        """Log-likelihoods of every item's `choices`: (index of the item, its output) for every item, as they finish.
+        """Yields the log-likelihoods of every item's `choices`, lazily: (index into `items`, output) for every item, in
+        any order, as they finish.
+
+        An item whose prompt and longest choice exceed the model's positions gets an output with `too_long`.
 
         Raises:
             DataError: as `generate`, or a choice that adds no token to its prompt.

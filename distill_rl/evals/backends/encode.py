@@ -41,7 +41,8 @@ class Encoder:
         self.stop_ids = _stop_ids(folder, self.tokenizer)
 
     def encode(self, item: Item) -> list[int]:
-        """The ids of an item's prompt, without the end-of-text token that some tokenizers append.
+        """The ids of an item's prompt with its prefix, as for continuation: without the end-of-text token that some
+        tokenizers append. A chat is rendered with the start of the assistant's turn.
 
         Raises:
             DataError: an empty prompt, or a chat that has no chat template or is rejected by it.
@@ -52,7 +53,7 @@ class Encoder:
         return ids
 
     def choices(self, item: Item) -> Choices:
-        """The ids of an item's choices.
+        """The ids of an item's choices: the context that they have in common, and what each adds to it.
 
         1. Tokenise the prompt alone and together with every choice, as in running text.
         2. The context is the longest common start of these sequences. It equals the prompt, unless the prompt's last
@@ -77,7 +78,11 @@ class Encoder:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _tokenize(self, item: Item, endings: list[str]) -> list[list[int]]:
-        """The ids of the prompt followed by each of the endings."""
+        """The ids of prefix and prompt followed by each of the endings: one list per ending.
+
+        A chat is rendered by its template, which writes the special tokens; otherwise the tokenizer adds them, and
+        end-of-text tokens at the end are removed. Raises DataError as `_chat`.
+        """
         chat = not isinstance(item.prompt, str)
         text = item.prefix + (self._chat(item) if chat else item.prompt)  # type: ignore[operator]
         # A chat template writes its special tokens itself.
@@ -85,11 +90,18 @@ class Encoder:
         return [list(ids) if chat else self._without_end(list(ids)) for ids in rows]
 
     def _without_end(self, ids: list[int]) -> list[int]:
+        """Removes the end-of-text tokens at the end of `ids`, in place, and returns it."""
         while ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return ids
 
     def _chat(self, item: Item) -> str:
+        """The text of an item's chat messages, rendered by the tokenizer's template up to the start of the assistant's
+        turn.
+
+        Raises:
+            DataError: there is no chat template, or it rejects the messages.
+        """
         if not self.tokenizer.chat_template:
             rule = "chat messages need a tokenizer with a chat template"
             raise DataError(item.id, rule, "none", "give `prompt` instead")
@@ -100,7 +112,8 @@ class Encoder:
 
 
 def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
-    """Checks that a folder can be loaded as a causal LM, from safetensors, without running code that it contains.
+    """Returns the folder of a model (with `~` expanded), after checking that it can be loaded as a causal LM, from
+    safetensors, without running code that it contains.
 
     Args:
         what: name of the model in messages; None: its folder.
@@ -118,11 +131,16 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
 
 
 def common_start(rows: Sequence[Sequence[int]]) -> Any:
-    """The tokens that all rows begin with."""
+    """The tokens that all rows begin with, as a part of one of them; empty if there are none."""
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
 
 
 def _positions(folder: Path) -> int | None:
+    """The model's maximum number of tokens, from its config.json; None if that names none.
+
+    Raises:
+        ConfigError: transformers cannot read config.json, or does not know the model.
+    """
     from transformers import AutoConfig
 
     try:
@@ -134,7 +152,12 @@ def _positions(folder: Path) -> int | None:
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Stop tokens of the generation config and the tokenizer, and the token that the chat template writes after a turn."""
+    """The ids that end a completion: those of the generation config, the tokenizer's end-of-text token, and the token
+    that the chat template writes after a turn; without repetition, at least one.
+
+    Raises:
+        ConfigError: there is none.
+    """
     candidates = [*configured_stops(folder), tokenizer.eos_token_id, _end_of_turn(tokenizer)]
     stop_ids = tuple(dict.fromkeys(token for token in candidates if token is not None))
     if not stop_ids:
@@ -145,7 +168,8 @@ def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the chat template writes right after an assistant's text, if any."""
+    """The id of the special token that the chat template writes right after an assistant's text; None without a
+    template, or if it writes none or rejects a plain exchange."""
     if not tokenizer.chat_template:
         return None
     answer = "Yes"

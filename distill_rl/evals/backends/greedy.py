@@ -34,10 +34,15 @@ class Row:
 def prompt_rows(
     encoder: Encoder, items: Sequence[Item], max_new_tokens: int, positions: int | None
 ) -> tuple[list[Row], list[tuple[int, Output]]]:
-    """The rows of the prompts that fit, and (index of the item, its output) for those that are too long.
+    """Encodes prompts; returns the rows of those that fit, and (index into `items`, output) for those that are too
+    long.
 
     Args:
+        max_new_tokens: limit of every completion.
         positions: maximum tokens of prompt and completion together, which also limits a completion; None: no limit.
+
+    Raises:
+        DataError: an empty prompt, or a chat that the tokenizer's template rejects.
     """
     rows, too_long = [], []
     for index, item in enumerate(items):
@@ -64,10 +69,14 @@ class StopDetector:
         self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS
 
     def output(self, row: Row, written: Sequence[int]) -> Output | None:
-        """The output of a completed row; None while it continues. Call it after every token.
+        """The output of a row that has ended with its last token, by a stop token, the token limit or a stop text; None
+        while it continues. Call it after every token.
 
-        Decoding the last tokens only finds a possible stop text; decoding the whole completion confirms it, because
-        text at the start of a decoded tail can differ.
+        The text ends before the first stop text. Decoding the last tokens only finds a possible stop text; decoding the
+        whole completion confirms it, because text at the start of a decoded tail can differ.
+
+        Args:
+            written: all generated ids of the row so far; at least one.
         """
         ended = written[-1] in self._encoder.stop_ids
         full = len(written) >= row.max_new_tokens
@@ -82,7 +91,11 @@ class StopDetector:
         return Output(text, len(written), len(row.ids), truncated=not ended and not starts)
 
     def first(self, row: Row, written: Sequence[int]) -> Output | None:
-        """The output at the first end in a complete sequence of tokens."""
+        """The output at the first end in a complete sequence of generated ids, as if `output` had been called after
+        every token; None if it does not end. For engines that may run past a stop text.
+
+        Without stop texts only the last token is examined, so it must be the first end.
+        """
         counts = range(1, len(written) + 1) if self._stop else [len(written)]
         outputs = (self.output(row, written[:count]) for count in counts)
         return next((output for output in outputs if output is not None), None)
@@ -92,7 +105,7 @@ class StopDetector:
 def generate(
     model: Any, rows: Sequence[Row], prefix: SharedPrefix, stops: StopDetector
 ) -> Iterator[tuple[int, Output]]:
-    """Yields completions as they end.
+    """Yields (`Row.item_index`, output) for greedy completions of one batch, as they end.
 
     1. Pad the rows on the left, so that all of them continue in the same column, and mask the padding.
     2. Run the model on the new columns and append the likeliest token to each row.
@@ -102,6 +115,9 @@ def generate(
 
     Args:
         model: a model with a `plain` cache (`prefix_sharing.CacheSupport`).
+        rows: at least one; all begin with the tokens of `prefix` and are longer.
+        prefix: what the rows share; it is not changed. Its length may be 0.
+        stops: decides when a row has ended.
     """
     live, written = list(rows), [[] for _ in rows]  # type: list[Row], list[list[int]]
     ids, mask = _pad([row.ids[prefix.length :] for row in rows], prefix.length, model.device)
@@ -139,8 +155,10 @@ def generate(
 
 @torch.inference_mode()
 def generate_with_transformers(model: Any, rows: Sequence[Row], stops: StopDetector) -> Iterator[tuple[int, Output]]:
-    """Like `generate`, by transformers' own `generate`, for models whose cache is not plain. All rows run until the last
-    one has ended."""
+    """Yields (`Row.item_index`, output) for the completions of one batch, like `generate` but by transformers' own
+    `generate`, for models whose cache is not plain. All rows run until the last one has ended; only then is the first
+    one yielded.
+    """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     ids, mask = _pad([row.ids for row in rows], 0, model.device)
@@ -166,9 +184,11 @@ def generate_with_transformers(model: Any, rows: Sequence[Row], stops: StopDetec
 
 
 def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Ids [R, S], padded on the left, and the mask [R, num_prefix + S] of real tokens.
+    """Ids [R, S], padded with 0 on the left, and the mask [R, num_prefix + S] of real tokens, both int64.
 
-    The padding is masked, so its id does not matter.
+    Args:
+        rows: ids of each row after the prefix.
+        num_prefix: tokens of the shared prefix, which the mask counts as real.
     """
     longest = max(len(row) for row in rows)
     ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)

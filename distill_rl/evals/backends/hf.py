@@ -46,11 +46,18 @@ class HfBackend:
         self._load(folder)
 
     def reload(self, folder: Path) -> None:
+        """Replaces the model by that of another folder, with its tokenizer and stop tokens; the old one is freed first.
+
+        Raises:
+            ConfigError: as the constructor. If the folder itself is refused, the old model stays; otherwise only
+                `close` may follow.
+        """
         folder = model_folder(folder)
         self.close()  # two models at once may not fit into memory
         self._load(folder)
 
     def close(self) -> None:
+        """Drops the model and returns its GPU memory; only `reload` or another `close` may follow."""
         self.model: Any = None
         gc.collect()
         if self.device.type == "cuda":
@@ -59,6 +66,15 @@ class HfBackend:
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
+        """Yields greedy completions, batch by batch: (index into `items`, output) for every item, those that are too
+        long to run first.
+
+        A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
+        `max_new_tokens` or of the model's positions.
+
+        Raises:
+            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
+        """
         rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, self.encoder.positions)
         yield from too_long
         stops = greedy.StopDetector(self.encoder, stop)
@@ -70,6 +86,12 @@ class HfBackend:
                 yield from greedy.generate_with_transformers(self.model, batch, stops)
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
+        """Yields the log-likelihoods of every item's `choices`, batch by batch: (index into `items`, output) for every
+        item, those that are too long to run first.
+
+        Raises:
+            DataError: as `generate`, or a choice that adds no token to its prompt.
+        """
         collector = likelihood.ChoiceCollector()
         rows, too_long = collector.prepare(self.encoder, items, self.encoder.positions)
         yield from too_long
@@ -83,7 +105,18 @@ class HfBackend:
     def _batches(
         self, rows: Sequence[Any], max_shared: Sequence[int], items: Sequence[Item], *, share: bool
     ) -> Iterator[tuple[list[Any], SharedPrefix]]:
-        """Batches of rows, each with the prefix that its rows share."""
+        """Yields batches of at most `settings.batch_size` rows, each with the prefix that its rows share; that of
+        length 0 if none.
+
+        Rows of similar length share a batch, longest first within each group. Computes a group's prefix before its
+        first batch.
+
+        Args:
+            rows: objects with `ids` and `item_index`; every one occurs once.
+            max_shared: per row, how many of its first tokens may be shared.
+            items: those that `item_index` refers to.
+            share: False: nothing is shared.
+        """
         ids, prefixes = [row.ids for row in rows], [items[row.item_index].prefix for row in rows]
         for group in group_by_prefix(ids, max_shared, prefixes, share=share):
             prefix = SharedPrefix(self.model, ids[group.rows[0]][: group.shared])
@@ -91,6 +124,13 @@ class HfBackend:
                 yield [rows[row] for row in batch], prefix
 
     def _load(self, folder: Path) -> None:
+        """Loads tokenizer and model of a checked folder onto the device, ready for inference, and sets `folder`,
+        `encoder`, `model` and `cache_support`. The generation config of the folder is replaced by plain greedy
+        decoding.
+
+        Raises:
+            ConfigError: the folder cannot be loaded.
+        """
         from transformers import GenerationConfig
 
         self.folder, self.encoder = folder, Encoder(folder)
@@ -103,6 +143,14 @@ class HfBackend:
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
+    """Loads a causal LM from the safetensors of a folder onto the CPU, offline and without a progress bar.
+
+    Args:
+        dtype: of the weights; "auto": as stored.
+
+    Raises:
+        ConfigError: transformers cannot load it, or the files lack weights.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

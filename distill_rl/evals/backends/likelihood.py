@@ -37,7 +37,7 @@ class Row:
 
 
 def choice_rows(item_index: int, choices: Choices) -> list[Row]:
-    """The fewest rows that score every choice."""
+    """The fewest rows that score every choice of an item; each choice belongs to exactly one of them."""
     bodies: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
     for i, ids in enumerate(choices.continuations):
         bodies.setdefault(tuple(ids[:-1]), []).append((i, ids))
@@ -61,10 +61,14 @@ class ChoiceCollector:
     def prepare(
         self, encoder: Encoder, items: Sequence[Item], positions: int | None
     ) -> tuple[list[Row], list[tuple[int, Output]]]:
-        """The rows of the items that fit, and (index of the item, its output) for those that are too long.
+        """Encodes items and registers them for `add`; returns the rows of those that fit, and (index into `items`,
+        output) for those that are too long to run.
 
         Args:
             positions: maximum tokens of context and choice together; None: no limit.
+
+        Raises:
+            DataError: an empty prompt, a chat that the tokenizer's template rejects, or a choice that adds no token.
         """
         rows: list[Row] = []
         too_long = []
@@ -80,7 +84,12 @@ class ChoiceCollector:
         return rows, too_long
 
     def add(self, item_index: int, sums: Mapping[int, float]) -> Output | None:
-        """Adds the scores of a row; returns the item's output once all of its choices are scored."""
+        """Adds the scores of a row of an item that `prepare` has registered; returns the item's output, with a
+        log-likelihood per choice in their order, once all of them are scored, and None until then.
+
+        Args:
+            sums: index of a choice → sum of its tokens' log-probabilities.
+        """
         scores = self._items[item_index]
         scores.by_choice |= sums
         if len(scores.by_choice) < scores.num_choices:
@@ -90,13 +99,16 @@ class ChoiceCollector:
 
 @torch.inference_mode()
 def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[int, float]]:
-    """Per row, {index of a choice: sum of its tokens' log-probabilities}.
+    """Runs a batch; returns, per row, {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
 
     1. Pad the rows on the right. A causal model never attends to the right, so no mask is needed and the rows directly
        follow the shared prefix.
     2. List the N positions that predict tokens of choices: in each row from the last token of the context on.
-    3. Run the model, with its head at these positions only, and take the log-softmax there.
+    3. Run the model, with its head at these positions only, and take the log-softmax there in fp32.
     4. Sum the log-probabilities of each choice's tokens.
+
+    Args:
+        rows: at least one; all begin with the tokens of `prefix`, which is shorter than every context.
     """
     suffixes = [row.ids[prefix.length :] for row in rows]
     longest = max(len(ids) for ids in suffixes)
@@ -111,10 +123,10 @@ def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[in
 
 
 def _sums(rows: Sequence[Row], logprobs: Tensor) -> list[dict[int, float]]:
-    """Sums the log-probabilities of every choice, row by row.
+    """Sums the log-probabilities of every choice in fp64; returns {index of a choice: sum} per row.
 
     Args:
-        logprobs: [N, V], for each row the positions from the last token of its context to its end.
+        logprobs: [N, V], for each row in turn the positions from the last token of its context to its end.
     """
     sums, first = [], 0
     for row in rows:
@@ -129,11 +141,16 @@ def _sums(rows: Sequence[Row], logprobs: Tensor) -> list[dict[int, float]]:
 
 @contextmanager
 def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Restricts the output layer to the hidden states at (row, column); yields a function that takes the model's logits
-    and returns those at the positions, [N, V].
+    """Restricts the model's output layer, while the block runs, to the hidden states at these positions; yields a
+    function that takes the logits of a forward pass in the block and returns those at the positions, [N, V], in their
+    order.
 
     Logits of all positions would take R·S·V numbers. Whatever a model does to its logits after the output layer, it
-    does to each position separately, so the restriction does not change them.
+    does to each position separately, so the restriction does not change them. A model without a separate output layer
+    computes all of them.
+
+    Args:
+        positions: (row, column) in the batch; at least one.
     """
     rows, columns = (torch.tensor(indices, device=model.device) for indices in zip(*positions))
     head = model.get_output_embeddings()

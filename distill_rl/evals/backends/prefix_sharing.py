@@ -29,6 +29,7 @@ class PrefixGroup:
     """Row indices, the longest row first."""
 
     def batches(self, size: int) -> Iterator[list[int]]:
+        """Yields the row indices in batches of `size`, the longest rows first; the last batch may be smaller."""
         for start in range(0, len(self.rows), size):
             yield self.rows[start : start + size]
 
@@ -36,16 +37,18 @@ class PrefixGroup:
 def group_by_prefix(
     rows: Sequence[Sequence[int]], max_shared: Sequence[int], prefixes: Sequence[str], *, share: bool
 ) -> list[PrefixGroup]:
-    """Groups rows with the same prefix text; the group with the longest row comes first.
+    """Groups rows with the same prefix text; the group with the longest row comes first. Every row is in exactly one
+    group.
 
     A group shares the tokens that all of its rows have in common at the start, up to the smallest `max_shared` of its
-    rows. Rows whose group would share fewer than MIN_SHARED_TOKENS, or has one row only, form one group without sharing.
+    rows. Rows whose group would share fewer than MIN_SHARED_TOKENS, or has one row only, form one group without
+    sharing.
 
     Args:
         rows: ids.
         max_shared: per row, how many of its first tokens may be shared.
         prefixes: per row, the prefix text that other rows may have too; empty: none.
-        share: False puts all rows into one group.
+        share: False puts all rows into one group without sharing.
     """
     by_prefix: dict[str, list[int]] = {}
     for row, prefix in enumerate(prefixes):
@@ -80,6 +83,8 @@ class CacheSupport:
 
 
 def cache_support(model: Any) -> CacheSupport:
+    """Determines from a loaded model's config, class and cache layers how its rows may share a prefix and be removed
+    from a batch."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -112,7 +117,8 @@ class SharedPrefix:
             self._cache = model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
 
     def cache(self, rows: int) -> Any:
-        """A cache for `rows` rows that start with the prefix. A forward pass extends it without changing the shared one."""
+        """A cache for `rows` rows that start with the prefix; None if nothing is shared. A forward pass extends it
+        without changing the shared one."""
         if self._cache is None:
             return None
         cache = copy.copy(self._cache)
@@ -121,6 +127,8 @@ class SharedPrefix:
 
 
 def _repeat(layer: Any, rows: int) -> Any:
+    """A cache layer of one row, repeated for `rows` rows without copying keys and values; the original is not
+    changed."""
     # Views suffice, because extending a cache allocates new tensors.
     layer = copy.copy(layer)
     layer.keys = layer.keys.expand(rows, *layer.keys.shape[1:])

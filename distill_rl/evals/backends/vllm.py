@@ -71,6 +71,16 @@ class VllmBackend:
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
+        """Yields greedy completions as the engine finishes them: (index into `items`, output) for every item, those
+        that are too long to run first.
+
+        A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
+        `max_new_tokens` or of the positions. All prompts are queued at once. A caller that stops iterating aborts the
+        remaining ones.
+
+        Raises:
+            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
+        """
         from vllm import SamplingParams
 
         from distill_rl.evals.backends import greedy
@@ -90,6 +100,13 @@ class VllmBackend:
             yield row.item_index, output
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
+        """Yields the log-likelihoods of every item's `choices` as the engine finishes them: (index into `items`,
+        output) for every item, those that are too long to run first. A caller that stops iterating aborts the remaining
+        ones.
+
+        Raises:
+            DataError: as `generate`, or a choice that adds no token to its prompt.
+        """
         from distill_rl.evals.backends.likelihood import ChoiceCollector
 
         collector = ChoiceCollector()
@@ -101,6 +118,15 @@ class VllmBackend:
                 yield rows[i].item_index, output
 
     def reload(self, folder: Path) -> None:
+        """Replaces the model by that of another folder, with its tokenizer and stop tokens. The previous folder need
+        not exist any more.
+
+        The engine keeps running and takes the new weights if config, weights' shapes and tokenizer are equal;
+        otherwise, or if that fails, it is closed and a new one is started.
+
+        Raises:
+            ConfigError, GpuMemoryError: as the constructor; only `close` may follow.
+        """
         # Compare with what was read earlier, since the previous folder may be deleted by now.
         shape, tokenizer = self._shape, self.encoder.tokenizer
         self.folder = model_folder(folder)
@@ -113,6 +139,7 @@ class VllmBackend:
         self._positions = self._max_positions()
 
     def close(self) -> None:
+        """Shuts the engine down, with its processes and its GPU memory; does nothing if none is running."""
         if self._engine is None:
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -122,6 +149,15 @@ class VllmBackend:
         cleanup_dist_env_and_memory()
 
     def _start(self) -> None:
+        """Starts an engine for `folder` and sets `device`; no engine may be running.
+
+        Sets environment variables of this process (_ENVIRONMENT, unless the user has, and OMP_NUM_THREADS). On GPUs,
+        waits for other engines of this user that are starting, and checks the free memory.
+
+        Raises:
+            ConfigError: vllm is not installed, is a build for another device, or cannot load the model.
+            GpuMemoryError: a GPU has too little free memory.
+        """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self.settings.threads:
@@ -150,12 +186,18 @@ class VllmBackend:
             self._require_head_size()
 
     def _max_positions(self) -> int:
-        """Maximum tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together: what the engine's model and cache hold, or less if config.json
+        says so."""
         longest = self._engine.llm_engine.model_config.max_model_len
         return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
 
     def _reload_weights(self) -> bool:
-        """Loads the folder's weights into the running engine. False if that fails; a new engine is needed then."""
+        """Loads the weights of `folder` into the running engine, and forgets cached prefixes.
+
+        Returns:
+            False if that fails or cannot be relied on (tied embeddings); the engine may then be in an invalid state and
+            must be replaced.
+        """
         # With tied embeddings vllm (0.32, on CPUs) silently updates the input embedding only.
         if self._has_tied_embeddings():
             return False
@@ -167,7 +209,8 @@ class VllmBackend:
         return True
 
     def _require_head_size(self) -> None:
-        """Checks the head size, since vLLM on CPUs would fail only at the first prompt.
+        """Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine
+        before it raises.
 
         Raises:
             ConfigError: an unsupported head size.
@@ -182,12 +225,21 @@ class VllmBackend:
             raise ConfigError(f"model {self.folder}", rule, size, "take the backend hf")
 
     def _has_tied_embeddings(self) -> bool:
+        """Whether input and output embeddings of the engine's model are the same weights, according to its config."""
         model_config = self._engine.llm_engine.model_config
         configs = (model_config.hf_config, model_config.hf_text_config)
         return any(getattr(config, "tie_word_embeddings", False) for config in configs)
 
     def _run(self, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Yields (index of the prompt, vllm's result) as they finish."""
+        """Queues all prompts in the engine and yields (index of the prompt, vllm's complete result) as they finish, in
+        any order.
+
+        A caller that stops iterating aborts the remaining ones.
+
+        Args:
+            prompts: ids.
+            sampling: vllm's sampling parameters of each prompt; their `output_kind` is changed.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         engine, waiting = self._engine.llm_engine, set()
@@ -207,7 +259,12 @@ class VllmBackend:
 
 
 def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str, Any]:
-    """Arguments for a model's engine (vllm's `EngineArgs`)."""
+    """Arguments for a model's engine (vllm's `EngineArgs`): from safetensors, without code or sampling settings of the
+    folder, with prefix caching.
+
+    Args:
+        cpu: for vllm's CPU build: fp32 by default, and no compiled graphs.
+    """
     return {
         "model": str(folder),
         "trust_remote_code": False,
@@ -229,7 +286,8 @@ def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str
 
 @contextmanager
 def startup_lock() -> Iterator[None]:
-    """A lock on starting engines, per user and set of visible GPUs."""
+    """Holds a lock on starting engines, per user and set of visible GPUs, while the block runs; waits for it without a
+    limit."""
     gpus = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     path = Path(tempfile.gettempdir()) / f"distill_rl-{os.getuid()}-vllm-{gpus}.lock"
     # The lock is released when the process ends for whatever reason. The file stays, because waiting processes have it
@@ -246,7 +304,7 @@ def startup_lock() -> Iterator[None]:
 
 
 def _scoring(row: Any) -> Any:
-    """Sampling parameters that return the log-probabilities of a row's choices.
+    """Sampling parameters that make vllm return the log-probabilities of a row's choices (a `likelihood.Row`).
 
     The last token of every choice is the token after the row. The tokens before it lie in the row after the context;
     their log-probabilities make vllm compute the whole row without its cache, so they are requested only if needed.
@@ -259,13 +317,20 @@ def _scoring(row: Any) -> Any:
 
 
 def _sums(row: Any, result: Any) -> dict[int, float]:
-    """{index of a choice: sum of its tokens' log-probabilities}."""
+    """{index of a choice: sum of its tokens' log-probabilities} from vllm's result for a row that was run with
+    `_scoring`."""
     body = sum(result.prompt_logprobs[column][row.ids[column]].logprob for column in range(row.start, len(row.ids)))
     last = result.outputs[0].logprobs[0]
     return {i: body + last[ids[-1]].logprob for i, ids in row.choices}
 
 
 def _require_device(device: str, cpu: bool) -> None:
+    """Checks the setting `device` against the installed build of vllm: empty or cpu for CPUs; empty, cuda or cuda:0 for
+    GPUs.
+
+    Raises:
+        ConfigError: any other device; the message says how to choose GPUs.
+    """
     supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
     if device in supported:
         return
@@ -276,13 +341,15 @@ def _require_device(device: str, cpu: bool) -> None:
 
 
 def _stored_dtype(folder: Path) -> str:
-    """The dtype of the files; by default vllm would load 32-bit weights as 16-bit ones."""
+    """The dtype that config.json names, as vllm's option; "auto" if it names none. By default vllm would load 32-bit
+    weights as 16-bit ones."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
 def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
-    """config.json, and names and shapes of all weights: equal for models that the same engine can hold."""
+    """The content of config.json, and names and shapes of all weights: equal for models that the same engine can
+    hold."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="numpy") as tensors:
@@ -291,7 +358,8 @@ def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
 
 
 def _decode_alike(tokenizer: Any, other: Any) -> bool:
-    """Whether two tokenizers decode ids to the same text."""
+    """Whether two fast tokenizers have the same definition, apart from truncation and padding, so that they decode ids
+    alike."""
     definitions = [json.loads(entry.backend_tokenizer.to_str()) for entry in (tokenizer, other)]
     for definition in definitions:
         del definition["truncation"], definition["padding"]  # state of the last call

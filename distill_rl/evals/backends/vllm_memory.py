@@ -15,13 +15,13 @@ _QUERY_TIMEOUT_S = 120.0
 
 
 def free_memory(gpus: int) -> list[tuple[int, int]]:
-    """(free, total) bytes of the first GPUs that this process sees.
+    """(free, total) bytes of the first `gpus` GPUs that this process sees.
 
     A child process queries CUDA, because a query creates a CUDA context, which takes some hundred MB on each GPU, and
-    because this process must not use CUDA before vLLM's processes do.
+    because this process must not use CUDA before vLLM's processes do. Takes seconds.
 
     Raises:
-        ConfigError: CUDA does not answer.
+        ConfigError: CUDA fails, has fewer GPUs, or does not answer within two minutes.
     """
     command = [sys.executable, "-c", _QUERY, str(gpus)]
     try:
@@ -35,14 +35,14 @@ def free_memory(gpus: int) -> list[tuple[int, int]]:
 
 
 def require_room(share: float, memory: Sequence[tuple[int, int]]) -> None:
-    """Makes the check that vLLM will make: `share` of each GPU's total memory must be free.
+    """Checks, as vLLM will at its start, that `share` of each GPU's total memory is free.
 
     Args:
-        share: vLLM's `gpu_memory_utilization`.
+        share: vLLM's `gpu_memory_utilization`, a fraction.
         memory: (free, total) bytes of each GPU.
 
     Raises:
-        GpuMemoryError: a GPU has less free memory.
+        GpuMemoryError: a GPU has less free memory; the first one is named.
     """
     for index, (free, total) in enumerate(memory):
         if free < share * total:

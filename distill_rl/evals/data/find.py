@@ -52,9 +52,10 @@ def read_split(
     foreign: Columns | None = None,
     header: Sequence[str] = (),
 ) -> tuple[list[Row], list[Path]]:
-    """The rows of a split, and its files.
+    """Finds a split of a data set, reads all of its rows in order, and returns them with the files that they come from.
 
     Args:
+        data, names, split: as `find` takes them.
         columns, foreign: the columns that the files must have and must not have, as `require_columns` takes them.
         header: the columns of CSV files that do not name them.
 
@@ -68,11 +69,13 @@ def read_split(
 
 
 def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
-    """The files of a split, in order, or the folder of a data set that `datasets` saved.
+    """The files of a split, in order; for a data set that `datasets` saved, its folder instead. Never empty.
 
     Args:
         data: a folder with the folders (or files) of several data sets, the folder of this data set, or its file with
             the test questions; other splits are then searched beside that file.
+        names: the names under which the data set's folders and files are searched.
+        split: its name in lower case, such as `test`.
 
     Raises:
         DataError: no such split; the message lists the searched folders.
@@ -105,7 +108,11 @@ def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
 
 
 def _roots(data: Path, names: DataSetNames) -> Iterator[Path]:
-    """Folders that may hold the data set, the likeliest first."""
+    """Yields the folders that may hold the data set, the likeliest first: those named after it, up to two levels below
+    `data`, then `data` itself, unless that is named after another data set.
+
+    Folders of the hub's cache are replaced by their current snapshot.
+    """
     children = _folders(data)
     named = [child for child in children if _canonical(child.name) in names.aliases]
     named += [inner for child in children for inner in _folders(child) if _canonical(inner.name) in names.aliases]
@@ -116,7 +123,9 @@ def _roots(data: Path, names: DataSetNames) -> Iterator[Path]:
 
 
 def _in_root(root: Path, names: DataSetNames, split: str, may_hold_others: bool) -> list[Path]:
-    """The files of a split in a folder, in its usual subfolders, or in one folder per subject.
+    """The files of a split in a folder, in its usual subfolders, or in one folder per subject; empty if there are none.
+
+    The first of these places that has files is taken; only those of the subjects are joined.
 
     Args:
         may_hold_others: the folder was not found by its name, so its subfolders may be other data sets.
@@ -137,7 +146,8 @@ def _in_root(root: Path, names: DataSetNames, split: str, may_hold_others: bool)
 
 
 def _in_folder(folder: Path, names: DataSetNames, split: str, deep: bool = True) -> list[Path]:
-    """The files of a split in one folder, by their names.
+    """The files of a split in one folder, by their names; for a data set that `datasets` saved, its folder. Empty if
+    there are none.
 
     Args:
         deep: also take all files below a subfolder that is named after the split.
@@ -159,7 +169,11 @@ def _in_folder(folder: Path, names: DataSetNames, split: str, deep: bool = True)
 
 
 def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
-    """A file named after the data set, in the given folder or in a folder of `names.hosts`."""
+    """The file (or shards) named after the data set in the given folder or in a folder of `names.hosts`; empty if there
+    is none.
+
+    For the test split the name alone suffices; for others it must be followed by the split.
+    """
     wanted = {alias + split for alias in names.aliases}
     if split == "test":
         wanted |= set(names.aliases)
@@ -170,7 +184,10 @@ def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
 
 
 def _other_split(file: Path, split: str) -> list[Path]:
-    """The file of another split beside the file with the test questions."""
+    """The file of another split beside the file with the test questions; empty if there is none.
+
+    It has the same name with the split in place of "test", or else the split as its whole name.
+    """
     name = re.sub("test", split, file.name, flags=re.IGNORECASE)
     if name != file.name and file.with_name(name).is_file():
         return [file.with_name(name)]
@@ -178,14 +195,19 @@ def _other_split(file: Path, split: str) -> list[Path]:
 
 
 def _matching(folder: Path, wanted: set[str]) -> list[Path]:
-    """Data files with one of the wanted names; a single file is preferred to numbered shards."""
+    """Data files in a folder whose name, without suffix, shard number and punctuation, is among `wanted`; a single file
+    is preferred to numbered shards. All have the same suffix; empty if there are none."""
     files = [file for file in _entries(folder) if _canonical(_SHARD.sub("", file.stem)) in wanted]
     unsharded = [file for file in files if not _SHARD.search(file.stem)]
     return _one_form(unsharded)[:1] or _one_form(files)
 
 
 def _one_form(files: Iterator[Path] | Sequence[Path]) -> list[Path]:
-    """The data files with the first suffix that occurs, because the same rows may be stored in several formats."""
+    """The data files with the first of SUFFIXES that occurs, because the same rows may be stored in several formats.
+
+    They are sorted by folder and then by number or name. Metadata and hidden files are left out; empty if no data file
+    remains.
+    """
     data = [
         file for file in files if file.is_file() and file.name not in _METADATA_FILES and not file.name.startswith(".")
     ]
@@ -212,7 +234,8 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _snapshot(folder: Path) -> Path:
-    """In a folder of the hub's cache, the revision that `main` names, or the only one; otherwise the folder itself."""
+    """The current snapshot of a data set in the hub's cache: the revision that `main` names, or the only one. Any other
+    folder is returned as it is, and so is one without a clear revision."""
     revisions = _folders(folder / "snapshots") if (folder / "snapshots").is_dir() else []
     main = folder / "refs" / "main"
     if main.is_file() and (named := folder / "snapshots" / main.read_text().strip()) in revisions:

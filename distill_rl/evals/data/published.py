@@ -25,7 +25,8 @@ class PublishedSplit:
     """As computed by `read.content_sha256`."""
 
     def warnings(self, count: int, content_sha256: str) -> tuple[str, ...]:
-        """One line if the count or the content of the rows differs from the published split; otherwise none."""
+        """Compares rows as read with the published split; returns one line if their count or else their content
+        differs, otherwise an empty tuple. `content_sha256` is computed by `read.content_sha256`."""
         if count != self.count:
             return (f"{self.name}: {count} rows, the published data have {self.count}",)
         if content_sha256 != self.content_sha256:
@@ -41,11 +42,13 @@ def make_questions(
     files: Iterable[Path],
     published: PublishedSplit,
 ) -> Questions:
-    """The questions of a split, with ids and a hash of their content, and the differences from the published split.
+    """The questions of a split in the order of its rows, with ids and a hash of their content, and with the differences
+    from the published split as warnings.
 
     Args:
-        content_of: row → the texts that identify it.
+        content_of: row → the texts that identify it, from which ids and hash are made.
         make_item: (id, row) → item.
+        files: those that were read.
     """
     contents = [content_of(row) for row in rows]
     content, ids = content_sha256(contents), ContentIds()
@@ -62,10 +65,11 @@ class WorkedExample:
 
 
 def first_examples(name: str, count: int) -> list[WorkedExample]:
-    """The first `count` worked examples of a paper; the file in `fewshot/` cites it.
+    """The first `count` worked examples of a paper, from the JSON file `name` in the folder `fewshot`, which cites the
+    paper.
 
     Raises:
-        DataError: the paper has fewer.
+        DataError: the paper has fewer, or `count` is negative.
     """
     text = (Path(__file__).parent / "fewshot" / f"{name}.json").read_text(encoding="utf-8")
     examples = json.loads(text)["examples"]

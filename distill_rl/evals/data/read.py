@@ -29,8 +29,8 @@ class Row:
     """One row of a file."""
 
     file: Path
-    number: int
-    """Position of the row from 1; in JSON lines and CSV files, of its line or record in the file."""
+    position: int
+    """From 1; in JSON lines and CSV files, of its line or record in the file."""
     values: Mapping[str, Any]
     """Values by column; column names are in lower case."""
     problem: str = ""
@@ -38,9 +38,12 @@ class Row:
 
 
 def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
-    """Reads all rows of a file, or of a folder that `datasets` saved.
+    """Reads all rows of a file, or of a folder that `datasets` saved. Column names become lower case.
+
+    A row that cannot be read, such as an invalid line, is returned with the rule that it breaks (`Row.problem`).
 
     Args:
+        path: its suffix, one of SUFFIXES, gives the format.
         header: the columns of a CSV file whose first record does not name them.
 
     Raises:
@@ -48,11 +51,11 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
     """
     rows = []
     try:
-        for number, content in _contents(path, header):
+        for position, content in _contents(path, header):
             if isinstance(content, Mapping):
-                rows.append(Row(path, number, {str(name).strip().lower(): value for name, value in content.items()}))
+                rows.append(Row(path, position, {str(name).strip().lower(): value for name, value in content.items()}))
             else:
-                rows.append(Row(path, number, {}, problem=content))
+                rows.append(Row(path, position, {}, problem=content))
     except OSError as error:
         raise DataError(str(path), "cannot be read", error.strerror or str(error)) from error
     if not rows:
@@ -61,10 +64,14 @@ def read_rows(path: Path, header: Sequence[str] = ()) -> list[Row]:
 
 
 def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
-    """Applies `function` to every row; for a bad row it raises ValueError with the rule that the row breaks.
+    """Applies `function` to every row and returns the results in order.
+
+    Args:
+        function: raises ValueError with the rule that a bad row breaks.
 
     Raises:
-        DataError: the bad rows, one line each with file, number and rule, up to MAX_PROBLEMS of them.
+        DataError: the bad rows, including those with a `problem`, one line each with file, position and rule; reading
+            stops after MAX_PROBLEMS of them.
     """
     converted, problems = [], []
     for row in rows:
@@ -73,7 +80,7 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
                 raise ValueError(row.problem)
             converted.append(function(row))
         except ValueError as error:
-            problems.append(str(DataError(f"{row.file}, row {row.number}", str(error))))
+            problems.append(str(DataError(f"{row.file}, row {row.position}", str(error))))
             if len(problems) == MAX_PROBLEMS:
                 problems.append(f"{row.file}: stopped after {MAX_PROBLEMS} bad rows")
                 break
@@ -83,10 +90,10 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
 
 
 def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None = None) -> None:
-    """Checks that every file has the columns of its suite.
+    """Checks that every file has the columns of its suite. A file whose rows were all unreadable has none and passes.
 
     Args:
-        kinds: the columns that a file must have.
+        kinds: the columns that a file must have, at least one name of each kind.
         foreign: columns that occur only in the data of other suites.
 
     Raises:
@@ -122,10 +129,10 @@ def first_value(row: Row, names: Sequence[str]) -> Any:
 
 
 def required_text(row: Row, names: Sequence[str]) -> str:
-    """`first_value`, which must be non-empty text.
+    """The first value in the named columns, as `first_value`, which must be non-empty Unicode text; it is not stripped.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is missing, blank, not text, or holds lone surrogates.
     """
     value = first_value(row, names)
     if not isinstance(value, str) or not value.strip():
@@ -135,7 +142,7 @@ def required_text(row: Row, names: Sequence[str]) -> str:
 
 
 def require_unicode(text: str, name: str) -> str:
-    """Returns the text if it can be encoded.
+    """Returns the text unchanged if it can be encoded; `name` is its column, for the error.
 
     Raises:
         ValueError: it holds lone surrogates, which JSON escapes can spell.
@@ -148,7 +155,7 @@ def require_unicode(text: str, name: str) -> str:
 
 
 def content_sha256(contents: Iterable[Sequence[str]], *, exact: bool = False) -> str:
-    """SHA-256 of rows of texts, independent of the order of the rows.
+    """SHA-256 of rows of texts as hexadecimal digits, independent of the order of the rows.
 
     Args:
         exact: hash every character; otherwise runs of white space count as one blank, and white space at the ends is
@@ -165,7 +172,10 @@ class ContentIds:
         self._seen: Counter[str] = Counter()
 
     def __call__(self, *texts: str) -> str:
-        """12 hexadecimal digits; repeated rows get the suffixes -2, -3, …"""
+        """The id of the next row: 12 hexadecimal digits made from its texts; repeated rows get the suffixes -2, -3, …
+
+        White space counts as in `content_sha256` without `exact`.
+        """
         row_id = _digest(texts)[:12]
         self._seen[row_id] += 1
         return row_id if self._seen[row_id] == 1 else f"{row_id}-{self._seen[row_id]}"
@@ -177,7 +187,15 @@ def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
 
 
 def _contents(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """(number, the row or the rule that it breaks) for every row of a file."""
+    """Iterates over the rows of a file, or of a folder that `datasets` saved: (position, the row or the rule that it
+    breaks).
+
+    The position counts from 1; in JSON lines and CSV files it is that of the line or record. `header` is for CSV files
+    that do not name their columns.
+
+    Raises:
+        DataError: an unknown format, or a damaged file (for some formats only during iteration).
+    """
     suffix = path.suffix.lower()
     if path.is_dir() or suffix in (".parquet", ".arrow"):
         return enumerate(_table(path, suffix), start=1)
@@ -189,7 +207,14 @@ def _contents(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[
 
 
 def _table(path: Path, suffix: str) -> list[dict[str, Any]]:
-    """The rows of a Parquet file, an Arrow file, or a folder that `datasets` saved."""
+    """The rows of a Parquet file, an Arrow file, or a folder that `datasets` saved, as dictionaries by column.
+
+    Args:
+        suffix: of `path`, in lower case.
+
+    Raises:
+        DataError: the file is damaged, or the folder holds no saved data set.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -205,10 +230,18 @@ def _table(path: Path, suffix: str) -> list[dict[str, Any]]:
 
 
 def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Yields the rows of a CSV file: (number of the record, the cells by column, or the rule that the record breaks).
+
+    The first record names the columns if `header` is empty or if it holds a usual name of the question's column;
+    otherwise `header` does. Empty records are skipped; one with another number of cells than columns is bad.
+
+    Raises:
+        DataError: during iteration, the file is no UTF-8 or no CSV.
+    """
     names: Sequence[str] = ()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for number, cells in enumerate(csv.reader(file), start=1):
+            for position, cells in enumerate(csv.reader(file), start=1):
                 if not cells:
                     continue
                 if not names:
@@ -218,35 +251,41 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
                         continue
                     names = header
                 if len(cells) == len(names):
-                    yield number, dict(zip(names, cells))
+                    yield position, dict(zip(names, cells))
                 else:
-                    yield number, f"must have {len(names)} cells ({', '.join(names)}), has {len(cells)}"
+                    yield position, f"must have {len(names)} cells ({', '.join(names)}), has {len(cells)}"
     except (csv.Error, UnicodeDecodeError) as error:
         raise _damaged(path, error) from error
 
 
 def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """JSON lines; in a .json file also a list of objects or a single object."""
+    """Yields the rows of a file of JSON lines, or of a .json file with a list of objects or a single object: (position
+    from 1, the object or the rule that the row breaks). Blank lines are skipped but count.
+
+    Raises:
+        DataError: at the first step, a .json file that begins as a list and is not valid.
+    """
     content = path.read_bytes()
     whole = _parse(content) if path.suffix.lower() == ".json" else ""  # text is an error message
     if isinstance(whole, Mapping):
         yield 1, whole
         return
     if isinstance(whole, list):
-        for number, row in enumerate(whole, start=1):
-            yield number, row if isinstance(row, Mapping) else "must be an object with the columns as its keys"
+        for position, row in enumerate(whole, start=1):
+            yield position, row if isinstance(row, Mapping) else "must be an object with the columns as its keys"
         return
     if whole and content.lstrip().startswith(b"["):
         raise DataError(str(path), "must be valid JSON", "a list that is not", "it may be cut off; copy it again")
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for position, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             row = _parse(line)
             problem = row if isinstance(row, str) else "must be one JSON object per line"
-            yield number, row if isinstance(row, Mapping) else problem
+            yield position, row if isinstance(row, Mapping) else problem
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:
-    """An object or a list, or the rule that the content breaks."""
+    """Parses bytes as JSON: an object, a list, or, as text, the rule that the content breaks; any other JSON value
+    breaks it too."""
     try:
         parsed = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -257,6 +296,7 @@ def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
+    """The error about a file or folder that a reader rejected with `error`, of which the first line is shown."""
     kind = path.suffix[1:] or "folder"
     reason = first_line(error)[:200]
     return DataError(str(path), f"must be a readable, complete {kind}", reason, "it may be cut off; copy it again")

@@ -66,7 +66,16 @@ class Child:
         self._buffer = bytearray()
 
     def send(self, request: str, timeout_s: float) -> int:
-        """Sends a JSON object, with an id added as `number`; returns the id."""
+        """Sends a JSON object, with an id added as `number`; returns the id, which counts up from 1.
+
+        Args:
+            request: a JSON object with at least one entry, on one line.
+            timeout_s: until the process has taken all of it.
+
+        Raises:
+            ChildTimeout: it did not in time.
+            ChildEnded: it closed its stdin or has ended.
+        """
         self._request_id += 1
         unsent = memoryview(f'{{"number": {self._request_id}, {request[1:]}\n'.encode())
         deadline = time.monotonic() + timeout_s
@@ -81,7 +90,13 @@ class Child:
         return self._request_id
 
     def read(self, timeout_s: float) -> dict[str, Any]:
-        """The next reply; an empty one if it is invalid, too long, or belongs to another request."""
+        """Waits for the next line from the process and returns it as a JSON object; empty if it is invalid, too long
+        (MAX_REPLY_BYTES), or answers another request than the last one.
+
+        Raises:
+            ChildTimeout: no complete line within `timeout_s` seconds.
+            ChildEnded: the process closed its stdout or has ended.
+        """
         deadline = time.monotonic() + timeout_s
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
@@ -103,14 +118,16 @@ class Child:
         return reply
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process group. A child that is already exiting keeps its exit code."""
+        """Sends SIGKILL to the process group, without waiting. A child that is already exiting keeps its exit code;
+        nothing happens if it has been reaped."""
         if self._process.returncode is not None:  # the process is reaped, so its id may belong to another one
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> int | None:
-        """Waits for the killed process; returns its exit code, or None if it still exists after `REAP_S`."""
+        """Waits for the killed process and closes its streams; returns its exit code (negative: the signal), or None if
+        it still exists after `REAP_S` seconds."""
         try:
             code = self._process.wait(REAP_S)
         except subprocess.TimeoutExpired:
@@ -123,6 +140,14 @@ class Child:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
+    """Waits until a poll event occurs on a file descriptor, or it is closed or fails.
+
+    Args:
+        deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        ChildTimeout: nothing happened by then.
+    """
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -130,7 +155,9 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a child: no secrets, no GPU, no hub access, and a fixed hash seed for reproducible results."""
+    """The environment of a child: of this process only variables without secrets (_INHERITED_VARIABLES), with this
+    package on PYTHONPATH if it is not installed; no GPU, no hub access, and a fixed hash seed for reproducible results.
+    """
     inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     root = Path(__file__).resolve().parents[3]
     if root != Path(sysconfig.get_paths()["purelib"]).resolve():

@@ -25,11 +25,12 @@ _MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 def same_math(gold: str, answer: str) -> bool:
     r"""Whether a LaTeX answer (without `\boxed`) equals the gold answer. The first test that applies decides:
 
-    1. the same text, without delimiters and thousands separators;
-    2. the same text after `normalize`;
-    3. different if the answer is written in a base that the gold answer is not: math-verify drops the base of a number;
-    4. exact comparison if both are decimals: math-verify rounds to six decimals;
-    5. math-verify.
+    1. the same text, without delimiters and thousands separators; two empty texts are not equal;
+    2. different if the answer is longer than MAX_ANSWER_CHARACTERS;
+    3. the same text after `normalize`;
+    4. different if the answer is written in a base that the gold answer is not: math-verify drops the base of a number;
+    5. exact comparison if both are decimals: math-verify rounds to six decimals;
+    6. math-verify; what it cannot parse or compare is different.
 
     Hostile input may take hours or all memory, or crash the process, so call this only in a grading process.
 
@@ -74,8 +75,13 @@ def _base(answer: str) -> str | None:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
-    """math-verify's `parse` and `verify` without their time limits. These use an alarm, which works in the main thread
-    only and counts a timeout as a wrong answer; the grader's own deadline reports it as such."""
+    """math-verify's `parse` and `verify` without their time limits, imported at the first call; both raise what goes
+    wrong.
+
+    `parse` takes the content of a box and returns the expressions; `verify` takes those of the gold answer and of the
+    other. The limits use an alarm, which works in the main thread only and counts a timeout as a wrong answer; the
+    grader's own deadline reports it as such.
+    """
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from math_verify import LatexExtractionConfig, parse, verify
@@ -93,12 +99,15 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 
 def same_number(gold: str, answer: str) -> bool:
     """Whether two numbers, written as `extract.last_number` returns them, are exactly equal: 18 and 18.00, 1,000 and
-    1000, 1/2 and 0.5, 2 1/2 and 2.5. Text that is not a number equals nothing."""
+    1000, 1/2 and 0.5, 2 1/2 and 2.5. Text that is not a number, or longer than MAX_ANSWER_CHARACTERS, equals nothing.
+    """
     gold_value, value = _value(gold), _value(answer)
     return gold_value is not None and gold_value == value
 
 
 def _value(text: str) -> Fraction | None:
+    """The exact value of a number, a fraction or a mixed number; commas, dollar and percent signs are ignored. None if
+    the text is anything else or too long."""
     text = re.sub(r"[,$%]", "", text.translate(_MINUS)).strip()
     if len(text) > MAX_ANSWER_CHARACTERS:
         return None
@@ -108,5 +117,5 @@ def _value(text: str) -> Fraction | None:
     text = re.sub(r"\s", "", text)
     if not _NUMBER.fullmatch(text):
         return None
-    number, _, divisor = text.partition("/")
-    return Fraction(number) / Fraction(divisor or 1)
+    dividend, _, divisor = text.partition("/")
+    return Fraction(dividend) / Fraction(divisor or 1)

@@ -52,7 +52,8 @@ _LOOSE_BLANK = re.compile(r"(?<![0-9]) | (?![0-9])")
 
 
 def plain(text: str) -> str:
-    """The text without terminal escape sequences, control characters and invisible marks; tabs and newlines are kept."""
+    """The text without terminal escape sequences, control characters and invisible marks; tabs are kept, and every line
+    ends in a newline only."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
 
 
@@ -71,7 +72,8 @@ class _Box:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last non-empty `\boxed{…}` or `\fbox{…}`; for nested boxes, of the outermost one.
+    r"""The content of the last non-empty `\boxed{…}` or `\fbox{…}`; for nested boxes, of the outermost one. None: no
+    answer.
 
     1. Find all boxes and drop the empty ones. There is no answer if none is left, or if the last one is never closed,
        because the completion was cut off.
@@ -97,7 +99,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[_Box]:
-    """All boxes, in the order in which they begin, found in one pass with a stack of open braces."""
+    """All boxes in the text, in the order in which they begin, found in one pass with a stack of open braces. A box
+    that is never closed has no `end`."""
     boxes: list[_Box] = []
     open_braces: list[_Box | None] = []  # None: a brace that is not a box's
     open_boxes: list[_Box] = []
@@ -124,7 +127,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _without_trailing_text(content: str) -> str:
-    """The content of a box without braces, up to the first unmatched closing brace, and without final punctuation."""
+    r"""The content of a box without braces, given all that follows `\boxed` up to a space: cut at the first unmatched
+    closing brace, and without final punctuation."""
     depth = 0
     for at, character in enumerate(content):
         depth += (character == "{") - (character == "}")
@@ -135,7 +139,8 @@ def _without_trailing_text(content: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The text between the first "Final Answer: The final answer is" and ". I hope it is correct.".
+    """The text between the first "Final Answer: The final answer is" (in any case) and the next ". I hope it is
+    correct."; None if the first part is missing or nothing follows it.
 
     Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D. If the second part is missing, the rest of the line counts.
     """
@@ -149,9 +154,13 @@ def final_answer(text: str) -> str | None:
 
 
 def last_letter(text: str, letters: str = "ABCD") -> str | None:
-    r"""The X of the last `Answer: X`, in upper case: `**Answer:** (b)`, `answer: \boxed{B}` and the like are B.
+    r"""The X of the last `Answer: X`, in upper case: `**Answer:** (b)`, `answer: \boxed{B}` and the like are B. None if
+    there is none.
 
     A lower-case letter counts only at the end of its line: "answer: a cat" names no choice.
+
+    Args:
+        letters: those that X may be, in upper case.
     """
     upper = rf"([{re.escape(letters)}])(?!\w)"
     lower = rf"([{re.escape(letters.lower())}])(?=[)}}\].*_`$]{{0,8}}+[ \t]{{0,8}}+$)"
@@ -161,11 +170,11 @@ def last_letter(text: str, letters: str = "ABCD") -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    r"""The final number of a text, for `equivalence.same_number`: the last one after `####`, otherwise the last one after
-    "answer is" or "answer:", otherwise the last number in the text.
+    """The final number of a text, for `equivalence.same_number`: the last one after `####`, otherwise the last one
+    after "answer is" or "answer:", otherwise the last number in the text; None without any number.
 
-    It is returned without thousands separators, currency and percent signs, with `-` for any minus sign, a fraction as
-    `a/b`, and a mixed number as `n a/b`.
+    It is returned without thousands separators and currency signs, with `-` for any minus sign, a fraction as `a/b`,
+    and a mixed number as `n a/b`.
     """
     text = _THOUSANDS.sub(",", plain(text).translate(_MINUS))
     for pattern in (_HASHES, _ANSWER_IS, _ANY_NUMBER):
@@ -175,10 +184,13 @@ def last_number(text: str) -> str | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last match of a pattern in the text; None if there is none."""
     matches = deque(pattern.finditer(text), maxlen=1)
     return matches[0] if matches else None
 
 
 def _plain_number(text: str) -> str:
+    """The match of `_NUMBER` in the form that `last_number` returns: without separators and currency signs, a fraction
+    as `a/b`."""
     text = _FRACTION.sub(r" \1/\2", _NUMBER_MARKUP.sub("", text))
     return _LOOSE_BLANK.sub("", " ".join(text.split())).replace("--", "")

@@ -83,10 +83,14 @@ class Grader:
         self.close()
 
     def submit(self, suite: str, item: Item, completion: str) -> Future[Graded]:
-        """Queues a completion, to be judged by the suite that `registry.find` returns for this name or path.
+        """Queues a completion, to be judged by the suite that `registry.find` returns for this name or path; returns at
+        once.
 
-        The future raises `WorkerError` if children do not start or cannot load the suite, and `CancelledError` if the
-        pool was closed first.
+        The future's result has no verdict if judging failed or took too long. The future raises `WorkerError` if
+        children do not start or cannot load the suite, and `CancelledError` if the pool was closed first.
+
+        Raises:
+            RuntimeError: the pool is closed.
         """
         future: Future[Graded] = Future()
         with self._lock:
@@ -96,7 +100,8 @@ class Grader:
         return future
 
     def close(self) -> None:
-        """Kills the children at once and cancels the remaining items. A second call does nothing.
+        """Kills the children at once, cancels the remaining items and waits for the threads. A second call does
+        nothing.
 
         A child that cannot be killed is abandoned after `2 * REAP_S` seconds.
         """
@@ -115,9 +120,10 @@ class Grader:
             self._end(child)
 
     def _serve(self) -> None:
-        """The loop of one thread: takes tasks and grades them with one child.
+        """The loop of one thread: takes tasks and grades them with one child, until it takes None; then ends the child.
 
-        `close` unblocks it in both of its waits: for a task by queueing None, for the child by killing it.
+        Every task's future gets a result, an exception or a cancellation. `close` unblocks it in both of its waits: for
+        a task by queueing None, for the child by killing it.
         """
         child: Child | None = None
         while (task := self._tasks.get()) is not None:
@@ -136,7 +142,18 @@ class Grader:
         self._end(child)
 
     def _grade(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
-        """The outcome of an item, and the child if it can be used for the next one."""
+        """Has an item judged; returns its outcome, and the child if it can be used for the next one, otherwise None.
+
+        A child that exceeds its time or memory, crashes, or asks to be replaced is ended; failures after the item has
+        begun are its outcome.
+
+        Args:
+            child: one that is idle; None: a new one is started.
+
+        Raises:
+            WorkerError: the child cannot load the suite, or no child starts.
+            ChildEnded, ChildTimeout, CancelledError: the pool has been closed.
+        """
         child = self._child_with_item(task, child)
         try:
             reply = child.read(WALL_CLOCK_FACTOR * self.deadline_s)
@@ -156,10 +173,12 @@ class Grader:
         return _outcome(reply), child
 
     def _child_with_item(self, task: _Task, child: Child | None) -> Child:
-        """A child that has loaded the suite and begun with the item: the given one, or a new one if that fails.
+        """Sends the item to a child and returns that child once it has loaded the suite and begun with the item: the
+        given one, or a new one if there is none or it fails. Children that fail are ended.
 
         Raises:
-            WorkerError: the child cannot load the suite, or no child starts.
+            WorkerError: the child cannot load the suite, or none of MAX_STARTS was ready in time.
+            ChildEnded, ChildTimeout, CancelledError: the pool has been closed.
         """
         item = {name: getattr(task.item, name) for name in Item.__dataclass_fields__}
         request = json.dumps({"suite": task.suite, "item": item, "completion": task.completion}, default=dict)
@@ -189,6 +208,11 @@ class Grader:
         raise WorkerError("grader", rule, reason)
 
     def _start(self) -> Child:
+        """Starts a child and registers it, so that `close` kills it.
+
+        Raises:
+            CancelledError: the pool is closed.
+        """
         with self._lock:
             if self._closed:
                 raise CancelledError
@@ -197,7 +221,8 @@ class Grader:
             return child
 
     def _end(self, child: Child | None) -> int | None:
-        """Kills a child and its own children; returns its exit code, or None if it still exists."""
+        """Kills a child and its own children and waits for it; returns its exit code, None if it still exists, or 0 if
+        `child` is None."""
         if child is None:
             return 0
         with self._lock:
@@ -208,6 +233,8 @@ class Grader:
 
 
 def _outcome(reply: dict[str, Any]) -> Graded:
+    """What a child's last reply says about an item: a verdict, or "grader_failed" if the judge raised or the reply is
+    invalid."""
     if "error" in reply:
         return Graded("grader_failed", detail=" ".join(str(reply["error"]).split()))
     score, extracted = reply.get("score"), reply.get("extracted")
@@ -217,6 +244,11 @@ def _outcome(reply: dict[str, Any]) -> Graded:
 
 
 def _exit_reason(code: int | None) -> str:
+    """Says in words how a child has ended.
+
+    Args:
+        code: its exit code, negative for a signal; None: it does not end.
+    """
     if code is None:
         return "its process was killed and does not end"
     if code >= 0:

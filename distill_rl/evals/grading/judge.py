@@ -30,6 +30,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Judges requests from stdin until it is closed or a judgement makes this process unfit for another one, then exits
+    at once.
+
+    Takes the parent's process id, the deadline in seconds of processor time and the memory limit in bytes from the
+    command line.
+    """
     parent, deadline_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
     requests, replies = _take_over_streams()
@@ -42,7 +48,7 @@ def main() -> None:
     start = _address_space()
     for line in requests:
         request = json.loads(line)
-        number, name = request["number"], request["suite"]
+        request_id, name = request["number"], request["suite"]
         if name not in suites:
             _limit_address_space(None)
             try:
@@ -51,12 +57,12 @@ def main() -> None:
                 _send(replies, {"broken": _described(error)})
                 continue
             start = _address_space()
-        _send(replies, {"begun": number})
+        _send(replies, {"begun": request_id})
         _limit_address_space(start + memory_bytes)
         reply = _judge(suites[name], _item(request["item"]), request["completion"], deadline_s)
         # Exit before memory that earlier items leaked can affect a later one.
         last = reply.pop("last", False) or _address_space() > start + memory_bytes // 4
-        _send(replies, {"done": number, **reply, "last": last})
+        _send(replies, {"done": request_id, **reply, "last": last})
         if last:
             break
     replies.flush()
@@ -64,7 +70,11 @@ def main() -> None:
 
 
 def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict[str, Any]:
-    """The verdict, as the fields of a reply. SIGPROF kills this process if the processor time exceeds the deadline."""
+    """Judges a completion; returns the fields of the reply: score and extracted answer, or the error that was raised.
+    `last` among them asks for a new process, after errors such as MemoryError.
+
+    SIGPROF kills this process if the judgement takes more than `deadline_s` seconds of processor time.
+    """
     signal.setitimer(signal.ITIMER_PROF, deadline_s)
     try:
         verdict = suite.judge(item, completion)
@@ -81,11 +91,13 @@ def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict
 
 
 def _item(fields: Mapping[str, Any]) -> Item:
+    """The item of a request, whose prompt and choices JSON turned from tuples into lists."""
     prompt = fields["prompt"] if isinstance(fields["prompt"], str) else tuple(fields["prompt"])
     return Item(**{**fields, "prompt": prompt, "choices": tuple(fields["choices"])})
 
 
 def _described(error: BaseException) -> str:
+    """Type and message of an error in at most MAX_ERROR_CHARACTERS; the type alone if the message cannot be made."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
     except BaseException:
@@ -93,12 +105,14 @@ def _described(error: BaseException) -> str:
 
 
 def _send(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
+    """Writes a reply as one JSON line, at once."""
     replies.write(json.dumps(reply).encode() + b"\n")
     replies.flush()
 
 
 def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
-    """(requests, replies), moved away from stdin and stdout so that libraries cannot read from or print to them."""
+    """(requests, replies), moved away from stdin and stdout, which become /dev/null, so that libraries cannot read from
+    or print to them."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
@@ -108,7 +122,8 @@ def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere stdin closes)."""
+    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere stdin closes). Exits at
+    once if the process `parent` has ended already."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -124,7 +139,8 @@ def _address_space() -> int:
 
 
 def _limit_address_space(size: int | None) -> None:
-    """Limits the address space to `size` bytes; None: to the hard limit."""
+    """Limits the address space of this process to `size` bytes, or to the hard limit if that is lower; None: to the
+    hard limit. Does nothing where the system does not support it."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if size is None or (hard != resource.RLIM_INFINITY and size > hard):
         size = hard

@@ -34,7 +34,8 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def without_delimiters(text: str) -> str:
-    r"""The text without math delimiters such as `$…$` or `\(…\)` around the whole of it."""
+    r"""The text without white space at its ends and without math delimiters such as `$…$` or `\(…\)` around the whole
+    of it; one pair is removed."""
     text = text.strip()
     for left, right in _DELIMITERS:
         inner = text[len(left) : len(text) - len(right)]
@@ -44,12 +45,12 @@ def without_delimiters(text: str) -> str:
 
 
 def normalize(answer: str) -> str:
-    """The normal form of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D: without units, words, spaces and dollar
-    signs, and with short fractions and roots written out.
+    """The normal form of a LaTeX answer (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D): without units, words,
+    spaces and dollar signs, and with short fractions and roots written out. Maybe empty.
 
     Stricter than the paper where the paper makes different answers equal: the left side of an equation is removed only
-    if it is a single name (`x = 3`, but not `x^2 + y^2 = 4` or `x = 1, y = 2`), and commas only between thousands (`1,2`
-    is not 12).
+    if it is a single name (`x = 3`, but not `x^2 + y^2 = 4` or `x = 1, y = 2`), and commas only between thousands
+    (`1,2` is not 12).
     """
     answer = _ARTICLE.sub("", _ASSIGNED.sub("", without_delimiters(answer), count=1))
     for old, new in _REPLACED:
@@ -65,4 +66,6 @@ def normalize(answer: str) -> str:
 
 
 def _spelled_out(fraction: re.Match[str]) -> str:
+    """A short fraction such as `frac12` with braces: `frac{1}{2}`; if a brace follows its first digit, only that digit
+    gets them."""
     return f"frac{{{fraction[1]}}}" + (f"{{{fraction[2]}}}" if fraction[2] else "")

@@ -39,10 +39,14 @@ Items = Mapping[str, ItemScore]
 
 
 def find(paths: Sequence[Path]) -> Evaluation:
-    """Reads the results in folders, without computing differences.
+    """Reads the results in folders, without computing differences; a model is named by the part of its path that is
+    unique.
+
+    Damaged files are listed in `problems`, evaluations that have not finished in `notes`.
 
     Args:
-        paths: each is the folder of a model's results, a folder that holds such folders, or a run directory.
+        paths: each is the folder of a model's results, a folder that holds such folders, or a run directory; a model
+            that occurs twice is read once.
 
     Raises:
         ConfigError: paths without a result; all of them are listed.
@@ -63,7 +67,15 @@ def find(paths: Sequence[Path]) -> Evaluation:
 
 
 def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = None) -> Evaluation:
-    """Compares the evaluations of a run and of other runs, for `write_report`. Damaged files are listed in `problems`.
+    """Reads the evaluations of a run directory and of other runs and compares all models with a baseline, for
+    `write_report`.
+
+    Models of the other runs are prefixed with the run's name. Damaged files are listed in `problems`.
+
+    Args:
+        root: the run directory.
+        comparisons: further run directories.
+        baseline: name of a model; None: the first one.
 
     Raises:
         ConfigError: no model is called `baseline`.
@@ -73,7 +85,12 @@ def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = 
 
 
 def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
-    """Adds every model's difference to the baseline, over the items that both answered, with a 95 % interval.
+    """Returns the evaluation with every model's difference to the baseline: per suite and task, over the items that
+    both answered, with a 95 % interval.
+
+    Reads the items files. Where one is missing or damaged there is no difference, and `notes` or `problems` says so;
+    `notes` also lists settings in which the results differ. With fewer than two models the evaluation is returned
+    unchanged.
 
     Args:
         baseline: name of a model; None: the first one.
@@ -110,23 +127,24 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
 
 
 def read_items(file: Path) -> Items:
-    """Reads the items that belong to a result file.
+    """Reads the items that belong to a result file `<suite>.json`, from `<suite>.items.jsonl` beside it: id → score and
+    task.
 
     Raises:
-        DataError: no such file, or bad rows, one line each.
+        DataError: no such file, or bad rows, one line each, up to MAX_PROBLEMS; repeated ids count as bad.
     """
     path = file.with_name(file.stem + ITEMS)
     items: dict[str, ItemScore] = {}
     problems: list[str] = []
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for line_number, line in enumerate(lines, start=1):
                 try:
                     item_id, item = _parse_item(line)
                     if item_id in items:
                         raise ValueError(f"`id` must be unique; got {item_id[:80]} again")
                 except ValueError as error:
-                    problems.append(str(DataError(f"{path}, line {number}", str(error), remedy="evaluate again")))
+                    problems.append(str(DataError(f"{path}, line {line_number}", str(error), remedy="evaluate again")))
                     if len(problems) == MAX_PROBLEMS:
                         problems.append(f"{path}: stopped after {MAX_PROBLEMS} bad lines")
                         break
@@ -140,7 +158,11 @@ def read_items(file: Path) -> Items:
 
 
 def _parse_item(line: bytes) -> tuple[str, ItemScore]:
-    """(id, score and task)"""
+    """Parses a line of an items file into its id and its score with the task (empty if there is none; safe to print).
+
+    Raises:
+        ValueError: no JSON object, no `id`, a `task` that is not text, or a score that is not a number from 0 to 1.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -156,6 +178,8 @@ def _parse_item(line: bytes) -> tuple[str, ItemScore]:
 
 
 def _item_scores(score: Score, notes: list[str], problems: list[str]) -> Items | None:
+    """Reads the items of a result; None if they are missing, which appends a line to `notes`, or damaged, which appends
+    lines to `problems`."""
     if score.file is None or not score.file.with_name(score.file.stem + ITEMS).exists():
         notes.append(f"{score.suite}: {score.model} has no items file, so there is no difference to show")
         return None
@@ -167,7 +191,14 @@ def _item_scores(score: Score, notes: list[str], problems: list[str]) -> Items |
 
 
 def _with_difference(row: Score, items: Items, base: Items, reference: str, notes: list[str]) -> Score:
-    """`row` with its difference to the baseline, over all items and by task."""
+    """Returns `row` with its difference to the baseline, over all items and by task.
+
+    If the two do not have the same items, only those in common count, and a line is appended to `notes`.
+
+    Args:
+        items, base: the scores by item of the row's model and of the baseline.
+        reference: name of the baseline, for the note.
+    """
     common = [item_id for item_id in base if item_id in items]
     if len(common) < max(len(items), len(base)):
         counts = f"{len(items):,} items of {row.model} and {len(base):,} of {reference}"
@@ -184,6 +215,8 @@ def _with_difference(row: Score, items: Items, base: Items, reference: str, note
 
 
 def _difference(item_ids: Sequence[str], items: Items, base: Items) -> Difference | None:
+    """The mean of the model's scores less the baseline's over the given items, with its 95 % bootstrap interval and the
+    counts of better and worse items; None if there are no items. Both must have a score for every one of them."""
     if not item_ids:
         return None
     values = [items[item_id].score - base[item_id].score for item_id in item_ids]
@@ -192,7 +225,11 @@ def _difference(item_ids: Sequence[str], items: Items, base: Items) -> Differenc
 
 
 def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
-    """One line per setting in which the results differ. The seed matters only for results with a limit."""
+    """Yields one line, beginning with the suite, for each of SETTINGS in which the results in `rows` differ, with the
+    models of each value.
+
+    The seed matters only for results with a limit. A result without the setting is left out.
+    """
     sampled = [row for row in rows if row.facts.get("limit", "none") != "none"]
     for setting in SETTINGS:
         models_by_value: dict[str, list[str]] = {}
@@ -205,12 +242,18 @@ def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
 
 
 def _shortened(names: Sequence[str]) -> str:
+    """The names as one text, separated by commas; with five or more, the first three and the number of the others."""
     rest = len(names) - NAMES_SHOWN
     return ", ".join(names) if rest <= 1 else f"{', '.join(names[:NAMES_SHOWN])} and {rest} others"
 
 
 def _model_folders(path: Path) -> list[Path]:
-    """The folder itself and its subfolders, as far as they hold results; for a run directory, the same of its `evals`."""
+    """The folder itself and its direct subfolders, as far as they hold results; for a run directory, the same of its
+    `evals`.
+
+    Paths are absolute, the subfolders sorted by name, hidden ones left out. Empty if there are none or the path is
+    unreadable.
+    """
     root = path / "evals" if (path / "evals").is_dir() else path
     try:
         children = sorted(child for child in root.iterdir() if child.is_dir() and not child.name.startswith("."))
@@ -221,7 +264,7 @@ def _model_folders(path: Path) -> list[Path]:
 
 
 def _no_results(path: Path) -> str:
-    """The error line for a path without results."""
+    """The error line for a path without results, which says whether it is a folder, a file or does not exist."""
     if path.is_dir():
         got = "a folder that is neither"
     elif path.exists():
@@ -233,7 +276,8 @@ def _no_results(path: Path) -> str:
 
 
 def _looks_like_result(file: Path) -> bool:
-    """Whether a JSON file is a result: it has an items file beside it, or its content is a result or damaged."""
+    """Whether a JSON file is a result: it has an items file beside it, or its content is a result or damaged. Hidden
+    files without an items file are none."""
     if file.with_name(file.stem + ITEMS).is_file():
         return True
     try:
@@ -243,14 +287,16 @@ def _looks_like_result(file: Path) -> bool:
 
 
 def _unfinished(folder: Path, model: str) -> Iterator[str]:
+    """Yields a note for each suite in a model's folder whose evaluation has not finished, so that only a partial file
+    is there."""
     for file in sorted(folder.glob(f".*{PARTIAL}")):
         suite = file.name.removeprefix(".").removesuffix(PARTIAL)
         yield printable(f"{suite}: the evaluation of {model} has not finished; run it again to continue")
 
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """Labels every folder with the shortest path suffix that is unique among them; `evals`, part of every run, is
-    omitted."""
+    """Labels every folder with the shortest path suffix that is unique among them, or with the whole path if none is;
+    `evals`, part of every run, is omitted. The paths must be absolute."""
     parts = {folder: [part for part in folder.parts[1:] if part != "evals"] or ["/"] for folder in folders}
     labels = {}
     for folder in folders:

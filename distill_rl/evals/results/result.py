@@ -30,7 +30,11 @@ Row = dict[str, Any]
 
 
 def choice_row(item: Item, output: Output) -> Row:
-    """The row of an item with choices: the likeliest choice is the answer, the first one in a tie."""
+    """The row of an item with choices, for the items file: the likeliest choice is the answer, the first one in a tie.
+
+    Beside the fields of every row it has `choice_logprobs`, None where a value is not finite. An item that was too long
+    to run, or without any finite value ("unparsable"), scores 0.
+    """
     if output.too_long:
         return _row(item, output, "too_long", 0.0, None) | {"choice_logprobs": []}
     logprobs = [value if math.isfinite(value) else None for value in output.logprobs]
@@ -44,7 +48,8 @@ def choice_row(item: Item, output: Output) -> Row:
 
 
 def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
-    """The row of an item with a completion.
+    """The row of an item with a completion, for the items file: score, outcome, extracted answer, and the completion
+    itself.
 
     Args:
         graded: None if the prompt was too long and nothing was run.
@@ -57,6 +62,11 @@ def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
 
 
 def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | None]:
+    """(outcome, score, extracted answer) of a completion; the outcome is one of OUTCOMES.
+
+    A judged completion that was cut off is "truncated" unless its score is full; a grader's failure and an item that
+    was not run (`graded` is None) score 0.
+    """
     if graded is None:
         return "too_long", 0.0, None
     verdict = graded.verdict
@@ -70,6 +80,8 @@ def _outcome(output: Output, graded: Graded | None) -> tuple[str, float, str | N
 
 
 def _row(item: Item, output: Output, outcome: str, score: float, extracted: str | None) -> Row:
+    """The fields that every row has, whether the item has choices or a completion; `score` is 0 to 1, `extracted` None
+    without an answer."""
     prompt = item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
     return {
         "id": item.id,
@@ -91,7 +103,14 @@ def processed_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Score with its 95 % interval and outcomes, over all rows and by task; `macro` is the mean over tasks."""
+    """Score with its 95 % interval, outcomes and counts, over all rows and, in `per_task`, by task.
+
+    `macro` is the mean of the tasks' scores. Rows without a task belong to none; if all are, `per_task` is empty and
+    `macro` None.
+
+    Args:
+        rows: of one suite; at least one.
+    """
     tasks: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["task"]:
@@ -102,6 +121,12 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean score, its 95 % Wilson interval as [low, high], and how many rows there are, have each of OUTCOMES and were
+    cut off.
+
+    Args:
+        rows: at least one.
+    """
     score = math.fsum(row["score"] for row in rows) / len(rows)
     counted = Counter(row["outcome"] for row in rows)
     return {

@@ -15,7 +15,12 @@ _COUNT_COST = 8
 
 
 def wilson(score: float, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a proportion (Wilson 1927, JASA 22, eq. for p); (0, 1) without observations."""
+    """The 95 % score interval (low, high) of a proportion (Wilson 1927, JASA 22, eq. for p); (0, 1) without
+    observations.
+
+    Args:
+        score: mean of `count` observations, 0 to 1.
+    """
     if count == 0:
         return 0.0, 1.0
     z = 1.959963984540054
@@ -34,6 +39,7 @@ def paired_bootstrap(differences: Sequence[float], *, resamples: int = RESAMPLES
 
     Args:
         differences: per item, the score of one model minus the score of the other; at least one item.
+        resamples: how many sets of items are drawn.
         seed: the same seed gives the same interval.
 
     Returns:

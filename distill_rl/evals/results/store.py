@@ -59,11 +59,18 @@ class Store:
             self._delete()
 
     def _delete(self) -> None:
+        """Deletes the suite's result, items and partial file, as far as they exist."""
         for path in (self._json, self._items, self._partial):
             path.unlink(missing_ok=True)
 
     def _read_earlier_run(self) -> None:
-        """Takes over a complete result if there is one, otherwise the rows of the partial file."""
+        """Takes over a complete result if there is one, otherwise the rows of the partial file, if any.
+
+        A result whose items file lacks rows is ignored. Beside a complete result, a left-over partial file is deleted.
+
+        Raises:
+            ConfigError: what is there has another key.
+        """
         result = _read_json(self._json)
         if result is not None:
             self._require_same(result, self._json)
@@ -80,7 +87,7 @@ class Store:
             self.rows = _by_id(lines[1:])
 
     def set_device(self, device: str) -> None:
-        """Records the kind of device of the model, before the first row.
+        """Records the kind of device (cuda, cpu) that the model runs on; call it before the first row is appended.
 
         Raises:
             ConfigError: the existing rows come from another kind of device.
@@ -95,7 +102,8 @@ class Store:
         self.device = device
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds graded items; they are on disk when this returns."""
+        """Adds graded items; they are on disk when this returns, unless the store has no folder. Ids that are already
+        there are ignored."""
         new = {row["id"]: row for row in rows if row["id"] not in self.rows}
         if self._folder is not None and new:
             self._file = self._file or self._open()
@@ -105,7 +113,16 @@ class Store:
         self.rows |= new
 
     def finish(self, order: Iterable[str], result: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the rows in the given order of ids and then the result, which it returns."""
+        """Completes the suite: writes the rows in the given order of ids and then the result, and deletes the partial
+        file.
+
+        Args:
+            order: ids of rows that have been added or read.
+            result: the fields of the result beside the key.
+
+        Returns:
+            Key and result in one, as written; also kept in `result`.
+        """
         self.result = {**self.key, **result}
         if self._folder is not None:
             write_atomic(self._items, b"".join(_line(self.rows[item_id]) for item_id in order))
@@ -115,17 +132,28 @@ class Store:
         return self.result
 
     def close(self) -> None:
+        """Closes the partial file, which stays for the next run; does nothing if it is not open."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Rewrites the partial file, which drops a half-written last line, and opens it for appending."""
+        """Rewrites the partial file from key, device and rows, which drops a half-written last line, and opens it for
+        appending."""
         header = self.key | {"device": self.device}
         write_atomic(self._partial, b"".join(map(_line, (header, *self.rows.values()))))
         return self._partial.open("ab")
 
     def _require_same(self, existing: Mapping[str, Any], path: Path) -> None:
+        """Checks that stored results have this store's key; further fields in `existing` do not matter.
+
+        Args:
+            existing: fields of the stored result, or the first line of the partial file.
+            path: where it was read, for the message.
+
+        Raises:
+            ConfigError: fields of the key are missing or have other values; the message shows both.
+        """
         different = [name for name, value in self.key.items() if name not in existing or existing[name] != value]
         if different:
             was = ", ".join(f"{name} {existing.get(name)}" for name in different)
@@ -140,10 +168,10 @@ class Store:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a result folder against other processes for the duration of the block.
+    """Locks a result folder against other processes for the duration of the block; creates the folder if necessary.
 
     Raises:
-        ConfigError: another process holds the lock, or the folder cannot be created.
+        ConfigError: another process holds the lock (this does not wait for it), or the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +194,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
-    """Rows by id, the first one where an id repeats; lines that are not rows are skipped."""
+    """Rows by id, the first one where an id repeats; lines without an `id` and an `outcome` are skipped."""
     by_id: dict[str, Row] = {}
     for row in rows:
         if isinstance(row.get("id"), str) and isinstance(row.get("outcome"), str):
@@ -175,7 +203,10 @@ def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file, without a last line that a killed process left half-written."""
+    """Yields the JSON objects in the complete lines of a file; nothing if there is no file.
+
+    Invalid lines are skipped, and so is a last line that a killed process left half-written.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -189,6 +220,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if the file is missing, unreadable or holds anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

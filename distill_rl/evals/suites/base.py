@@ -75,16 +75,21 @@ class Suite(Protocol):
     def load(self, data: Path, num_fewshot: int) -> Questions:
         """Loads the questions from a suite's file, or from a folder that holds the data of several suites.
 
+        Args:
+            num_fewshot: worked examples in front of each question; ignored by a suite that takes none.
+
         Raises:
-            DataError: no data, missing columns, or bad rows, one line each; or more worked examples requested than
-                the data contain.
+            DataError: no data, missing columns, or bad rows, one line each; or more worked examples requested than the
+                data contain.
         """
         ...
 
     def judge(self, item: Item, completion: str) -> Verdict:
-        """Judges the text that the model generated after the prompt, without special tokens.
+        """Judges the text that the model generated after the prompt, without special tokens; called only for items
+        without choices.
 
-        Runs in a child process with a deadline, so it may call code that hangs on hostile text.
+        Runs in a child process with a deadline, so it may call code that hangs on hostile text. An exception costs this
+        item only.
         """
         ...
 
@@ -103,5 +108,6 @@ class SuiteSettings:
 
 
 def resolve_num_fewshot(suite: Suite, requested: int | None) -> int:
-    """Worked examples for a suite: the requested number, or the default if none is requested or the suite takes none."""
+    """Worked examples for a suite: the requested number, or the suite's default if none is requested (None) or it takes
+    none."""
     return suite.num_fewshot if requested is None or suite.max_fewshot == 0 else requested

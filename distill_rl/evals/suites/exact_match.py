@@ -24,6 +24,17 @@ class ExactMatch:
     stop: tuple[str, ...] = ()
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
+        """Reads the questions from a file of rows, or from `exact_match.jsonl` in a folder.
+
+        Each row has an `answer`, either a `prompt` (text) or `messages` (a chat that ends with a user turn), and maybe
+        a `task`. An item's id is `<file name>:<line>`. The content hash counts every character, white space included.
+
+        Args:
+            num_fewshot: ignored; the suite takes no worked examples.
+
+        Raises:
+            DataError: no such file, or bad rows, one line each.
+        """
         file = data / "exact_match.jsonl" if data.is_dir() else data
         if not file.is_file():
             remedy = "give a .jsonl file, or a folder that holds exact_match.jsonl"
@@ -34,18 +45,29 @@ class ExactMatch:
         return Questions(tuple(items), (file,), content)
 
     def judge(self, item: Item, completion: str) -> Verdict:
+        """Scores 1 if completion and answer are equal without white space at their ends, otherwise 0.
+
+        The completion without that white space counts as the extracted answer; None if nothing is left.
+        """
         answer = completion.strip()
         return Verdict(float(answer == item.answer.strip()), answer or None)
 
 
 def _item(row: Row) -> Item:
+    """The item of a row, with file name and line as its id. Raises ValueError with the rule that the row breaks."""
     answer, task = required_text(row, ["answer"]), row.values.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError("`task` must be a text")
-    return Item(f"{row.file.name}:{row.number}", _prompt(row), answer, task or "")
+    return Item(f"{row.file.name}:{row.position}", _prompt(row), answer, task or "")
 
 
 def _prompt(row: Row) -> Prompt:
+    """The prompt of a row: the text in `prompt`, or the messages in `messages`, reduced to `role` and `content`.
+
+    Raises:
+        ValueError: neither or both of them; a prompt that is empty or no text; messages that are not a list of {role,
+            content} with texts, or that do not end with a user turn.
+    """
     messages = row.values.get("messages")
     if (row.values.get("prompt") is None) == (messages is None):
         raise ValueError("needs either `prompt` or `messages`")

@@ -26,6 +26,14 @@ class Gsm8k(SuiteSettings):
     """
 
     def load(self, data: Path, num_fewshot: int) -> Questions:
+        """Loads the test split from a folder of data sets or a single file, each question after the paper's first
+        `num_fewshot` worked examples.
+
+        A chat variant shows no examples. Differences from the published split become warnings.
+
+        Raises:
+            DataError: no data, missing columns, bad rows, or more examples requested than the paper's eight.
+        """
         columns, foreign = {"question": _QUESTION, "answer": _ANSWER}, {"choices": ("choices", "options")}
         rows, files = read_split(data, GSM8K, "test", columns, foreign=foreign)
         pairs = convert_rows(rows, lambda row: (required_text(row, _QUESTION), _gold(row)))
@@ -34,6 +42,8 @@ class Gsm8k(SuiteSettings):
         return make_questions(pairs, tuple, lambda item_id, pair: self._item(item_id, *pair, prefix), files, TEST)
 
     def judge(self, item: Item, completion: str) -> Verdict:
+        """Scores 1 if the completion's final number (`extract.last_number`) equals the answer exactly as a number,
+        otherwise 0; the number is the extracted answer, None if there is none."""
         from distill_rl.evals.grading.equivalence import same_number
         from distill_rl.evals.grading.extract import last_number
 
@@ -41,13 +51,20 @@ class Gsm8k(SuiteSettings):
         return Verdict(0.0 if number is None else float(same_number(item.answer, number)), number)
 
     def _item(self, item_id: str, question: str, answer: str, prefix: str) -> Item:
+        """Makes the item of a question: `prefix` (the worked examples), "Q: …" and "A:"; for a chat variant one user
+        message with the question and the instruction, without the prefix."""
         if self.chat:
             return Item(item_id, ({"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"},), answer)
         return Item(item_id, f"Q: {question.strip()}\nA:", answer, prefix=prefix)
 
 
 def _gold(row: Row) -> str:
-    """The number after `####`, or the whole answer if it is a number; without thousands separators."""
+    """The right answer of a row: the number after `####`, or the whole answer if it is a number; without thousands
+    separators.
+
+    Raises:
+        ValueError: the answer is neither.
+    """
     answer = first_value(row, _ANSWER)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)

@@ -39,6 +39,15 @@ class BoxedMath(SuiteSettings):
     published: PublishedSplit = TEST
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
+        """Loads the test split from a folder of data sets or a single file; each prompt is a chat of one user message
+        with the problem and an instruction, and the problem's type is its task.
+
+        `num_fewshot` is ignored. Differences from the published split become warnings.
+
+        Raises:
+            DataError: no data, missing columns, or bad rows, one line each.
+        """
+
         def make_item(item_id: str, problem: _Problem) -> Item:
             content = f"{problem.text.strip()}\n\n{INSTRUCTION}"
             return Item(item_id, ({"role": "user", "content": content},), problem.answer, problem.type)
@@ -46,6 +55,8 @@ class BoxedMath(SuiteSettings):
         return _load(data, self.names, self.published, make_item)
 
     def judge(self, item: Item, completion: str) -> Verdict:
+        r"""Scores 1 if the content of the completion's last `\boxed{}` is equivalent to the answer
+        (`equivalence.same_math`), otherwise 0."""
         from distill_rl.evals.grading.extract import last_boxed
 
         return _judge(item, last_boxed(completion))
@@ -57,6 +68,14 @@ class MinervaMath(SuiteSettings):
     text between "Final Answer: The final answer is" and ". I hope it is correct."."""
 
     def load(self, data: Path, num_fewshot: int = 4) -> Questions:
+        """Loads the test split of MATH from a folder of data sets or a single file; each prompt is text, the problem
+        after the paper's first `num_fewshot` worked examples, and the problem's type is its task.
+
+        Differences from the published split become warnings.
+
+        Raises:
+            DataError: no data, missing columns, bad rows, or more examples requested than the paper's four.
+        """
         examples = first_examples(self.name, num_fewshot)
         prefix = "".join(f"Problem:\n{example.question}\n\nSolution: {example.answer}\n\n" for example in examples)
 
@@ -67,6 +86,8 @@ class MinervaMath(SuiteSettings):
         return _load(data, MATH, TEST, make_item)
 
     def judge(self, item: Item, completion: str) -> Verdict:
+        """Scores 1 if the text after the completion's first "Final Answer: The final answer is" is equivalent to the
+        answer (`equivalence.same_math`), otherwise 0."""
         from distill_rl.evals.grading.extract import final_answer
 
         return _judge(item, final_answer(completion))
@@ -75,6 +96,17 @@ class MinervaMath(SuiteSettings):
 def _load(
     data: Path, names: DataSetNames, published: PublishedSplit, make_item: Callable[[str, _Problem], Item]
 ) -> Questions:
+    """Reads the test split of a data set of problems with LaTeX answers, and makes an item of each problem.
+
+    Args:
+        data: a folder of data sets, or the file with the questions.
+        names: the names under which the data set is searched.
+        published: the split as published; differences from it become warnings.
+        make_item: (id, problem) → item.
+
+    Raises:
+        DataError: no data, missing columns, or bad rows, one line each.
+    """
     columns = {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}
     rows, files = read_split(data, names, "test", columns, foreign={"choices": ("choices", "options")})
     problems = convert_rows(rows, _problem)
@@ -82,12 +114,25 @@ def _load(
 
 
 def _judge(item: Item, extracted: str | None) -> Verdict:
+    """Scores 1 if the extracted answer is equivalent to the item's (`equivalence.same_math`), otherwise 0; None, no
+    answer, scores
+    0. Call it only in a grading process, since the comparison may hang.
+    """
     from distill_rl.evals.grading.equivalence import same_math
 
     return Verdict(0.0 if extracted is None else float(same_math(item.answer, extracted)), extracted)
 
 
 def _problem(row: Row) -> _Problem:
+    r"""The problem of a row: its text, the right answer as LaTeX, and the type in one spelling (empty if there is
+    none).
+
+    The answer comes from the answer column, else from the last `\boxed{}` of the worked solution.
+
+    Raises:
+        ValueError: the problem or its answer is missing, empty or no text, or the answer is in the form of GSM8K
+            (`####`).
+    """
     answer = first_value(row, _ANSWER)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)

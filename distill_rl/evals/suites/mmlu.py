@@ -57,6 +57,16 @@ class Mmlu(SuiteSettings):
     """
 
     def load(self, data: Path, num_fewshot: int) -> Questions:
+        """Loads the test split from a folder of data sets or a single file; the subject is each item's task.
+
+        As text, the prefix of an item names the subject and shows the first `num_fewshot` questions of that subject in
+        the dev split with their answers; these then belong to the content hash. A chat shows none. Differences from the
+        published splits become warnings.
+
+        Raises:
+            DataError: no test data, or no dev data although examples are requested; missing columns; bad rows, one line
+                each; a negative number of examples, or more than a subject has.
+        """
         if num_fewshot < 0:
             raise DataError(f"num_fewshot of {self.name}", "must be 0 or more", num_fewshot)
         rows, files = _read(data, "test")
@@ -82,12 +92,16 @@ class Mmlu(SuiteSettings):
         return replace(questions, content_sha256=content, warnings=questions.warnings + warnings)
 
     def judge(self, item: Item, completion: str) -> Verdict:
+        """Scores 1 if the X of the completion's last `Answer: X` is the right letter, otherwise 0; the letter, or None,
+        is the extracted answer. Used for chats only, since text prompts compare choices."""
         from distill_rl.evals.grading.extract import last_letter
 
         letter = last_letter(completion, LETTERS)
         return Verdict(float(letter == item.answer), letter)
 
     def _item(self, item_id: str, question: _Question, prefix: str) -> Item:
+        """Makes the item of a question: as text, `prefix`, question and "Answer:", with the four letters as choices; as
+        a chat, one user message with subject, question and instruction, without prefix and choices."""
         if self.chat:
             header = f"The following is a multiple choice question about {question.topic}."
             message = {"role": "user", "content": f"{header}\n\n{question.listed}\n\n{INSTRUCTION}"}
@@ -97,10 +111,16 @@ class Mmlu(SuiteSettings):
 
 
 def _header(question: _Question) -> str:
+    """The first line of a text prompt, which names the question's subject, and a blank line."""
     return f"The following are multiple choice questions (with answers) about {question.topic}.\n\n"
 
 
 def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
+    """Reads a split (`test` or `dev`) of MMLU: its questions, and the files that they come from.
+
+    Raises:
+        DataError: no such data, missing columns, or bad rows, one line each.
+    """
     columns = {"question": _QUESTION, "answer": _ANSWER, "choices": (*_CHOICES, *LETTERS.lower())}
     rows, files = read_split(data, MMLU, split, columns, header=_HEADER)
     return convert_rows(rows, lambda row: _question(row, split, alone=len(files) == 1)), files
@@ -109,10 +129,15 @@ def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
 def _first_examples(
     dev: Sequence[_Question], count: int, subjects: Mapping[str, str], name: str, files: Sequence[Path]
 ) -> dict[str, list[_Question]]:
-    """The first `count` dev questions of every subject.
+    """The first `count` questions of every subject in the dev split, by subject.
+
+    Args:
+        subjects: its keys are the subjects wanted; other questions are ignored.
+        name: of the suite, for the error.
+        files: those of the dev split; the error names the first.
 
     Raises:
-        DataError: a subject has too few.
+        DataError: a subject has fewer than `count`; the message names the one with the fewest.
     """
     examples: dict[str, list[_Question]] = {subject: [] for subject in subjects}
     for question in dev:
@@ -128,6 +153,17 @@ def _first_examples(
 
 
 def _question(row: Row, split: str, alone: bool) -> _Question:
+    """The question of a row, with its subject, its four choices in order and the letter of the right one.
+
+    The choices are one list, or the columns a to d; numbers among them become text.
+
+    Args:
+        split: `test` or `dev`, by which file names are read.
+        alone: the row's file is the only one of the split.
+
+    Raises:
+        ValueError: no question or subject, not exactly four choices of text, or an answer that names none of them.
+    """
     choices = first_value(row, _CHOICES)
     if choices is None:
         choices = [row.values.get(letter) for letter in LETTERS.lower()]
@@ -142,7 +178,11 @@ def _question(row: Row, split: str, alone: bool) -> _Question:
 
 
 def _letter(answer: object) -> str:
-    """The letter of an answer that is written as a letter or as the index of a choice, from 0."""
+    """The letter, A to D, of an answer that is written as a letter of either case or as the index of a choice, from 0.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if isinstance(answer, str):
         answer = answer.strip().upper()
         if answer.isdecimal():
@@ -155,11 +195,15 @@ def _letter(answer: object) -> str:
 
 
 def _subject(row: Row, split: str, alone: bool) -> str:
-    """The subject of a row: its column; else from the file name (abstract_algebra_test.csv); else, if there are several
-    files, the folder's name (abstract_algebra/test.parquet).
+    """The subject of a row, in lower case with underscores: its column; else from the file name
+    (abstract_algebra_test.csv); else, if there are several files, the folder's name (abstract_algebra/test.parquet).
 
     Args:
+        split: `test` or `dev`, as it ends such a file name.
         alone: the row's file is the only one.
+
+    Raises:
+        ValueError: neither column nor file name gives a subject, and the file is alone.
     """
     subject, stem = first_value(row, _SUBJECT), row.file.stem
     if not isinstance(subject, str) or not subject.strip():

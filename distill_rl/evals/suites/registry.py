@@ -50,6 +50,7 @@ def _is_message(value: object) -> bool:
 
 
 def _is_prompt(value: object) -> bool:
+    """Whether a value is a text, or a non-empty tuple of messages {role, content} whose values are texts."""
     if isinstance(value, str):
         return True
     return isinstance(value, tuple) and len(value) > 0 and all(map(_is_message, value))
@@ -133,6 +134,10 @@ def find_all(names: Sequence[str]) -> dict[str, Suite]:
 def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
     """Loads the questions of the suite that `find` returned for this name, and checks those of a user's own suite.
 
+    Args:
+        name: as given to `find`; a path ending in .py marks a user's own suite, whose errors name that file.
+        data, num_fewshot: as `Suite.load` takes them.
+
     Raises:
         DataError: as `Suite.load`.
         ConfigError: a user's `load` fails or returns invalid questions, one line per attribute; or only some of the
@@ -154,7 +159,10 @@ def load(name: str, suite: Suite, data: Path, num_fewshot: int) -> Questions:
 
 
 def source_sha256(name: str) -> str | None:
-    """Hash of a user's own suite file, without its imports; None for a built-in suite.
+    """SHA-256 of the file of a user's own suite, without what it imports; None for a built-in suite.
+
+    Args:
+        name: as given to `find`; a path ending in .py marks a user's own suite.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -169,6 +177,12 @@ def source_sha256(name: str) -> str | None:
 
 
 def _from_file(path: Path) -> Suite:
+    """The object `SUITE` of a Python file, which is executed unless this process did so before and it has not changed
+    since.
+
+    Raises:
+        ConfigError: the file cannot be read, fails, or defines no valid suite.
+    """
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
@@ -178,7 +192,17 @@ def _from_file(path: Path) -> Suite:
 
 @lru_cache(maxsize=64)
 def _run_file(path: Path, changed: int) -> Suite:
-    """Executes a suite file. `changed`, its modification time, is part of the cache's key."""
+    """Executes a suite file and returns its object `SUITE`, after checking its attributes.
+
+    The module stays in `sys.modules` under a name of its own. Results are cached.
+
+    Args:
+        changed: modification time of the file; part of the cache's key, so that a changed file is executed again.
+
+    Raises:
+        ConfigError: no Python file, an exception while it runs (the message names the line), no instance called
+            `SUITE`, or attributes that are missing or invalid, one line each.
+    """
     name = f"distill_rl_suite_{hashlib.sha256(f'{path} {changed}'.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -208,6 +232,14 @@ def _run_file(path: Path, changed: int) -> Suite:
 
 
 def _question_problems(what: str, questions: object) -> list[str]:
+    """Checks what a user's `load` returned; returns one error line per problem, an empty list if there is none.
+
+    It must be `Questions` whose attributes and items have the right types, and either all items have choices or none
+    has. Items are checked until MAX_PROBLEMS problems have been noted, which a last line then says.
+
+    Args:
+        what: begins each line, such as `suite mine.py`.
+    """
     if not isinstance(questions, Questions):
         return [str(ConfigError(what, "load() must return Questions", _shown(questions)))]
     problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
@@ -225,6 +257,10 @@ def _question_problems(what: str, questions: object) -> list[str]:
 
 
 def _problems(what: str, instance: object, rules: _Rules) -> list[str]:
+    """Returns an error line, which begins with `what`, for each attribute of `instance` that breaks its rule.
+
+    Every attribute that `rules` names must exist; an exception of a property is not caught.
+    """
     values = {name: getattr(instance, name) for name in rules}
     return [
         str(ConfigError(what, f"`{name}` must be {rule}", _shown(values[name])))
@@ -234,11 +270,13 @@ def _problems(what: str, instance: object, rules: _Rules) -> list[str]:
 
 
 def _shown(value: object) -> str:
+    """A value as shown in an error: shortened `repr`, and its type."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
-    """An error that names the line of the user's file where it was raised."""
+    """Returns an error about a user's suite file that broke `rule` by raising `error`; its remedy names the last line
+    of that file in the traceback, if there is one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     remedy = f"see line {frames[-1].lineno} of the file" if frames else ""
     return ConfigError(f"suite {path}", rule, f"{type(error).__name__}: {error}", remedy)

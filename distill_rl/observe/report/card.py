@@ -24,14 +24,15 @@ def model_card(
     data_fingerprint: str,
     scores: Mapping[str, float] | None = None,
 ) -> str:
-    """The card as Markdown with the YAML header that model hubs read.
+    """Returns the model card (README.md) of an exported model: Markdown with the YAML header that model hubs read.
 
-    Names and paths are escaped, so markup in them has no effect.
+    Secrets are removed, and names and paths are escaped, so markup in them has no effect.
 
     Args:
+        config: of the run that trained the model; the card also shows it as YAML.
         step: optimizer steps that these weights were trained for.
         data_fingerprint: SHA-256 of the training data.
-        scores: measure → value, such as `validation/kl_loss` or `eval/exact_match`.
+        scores: measure → value, such as `validation/kl_loss` or `eval/exact_match`; None: the card shows none.
     """
     jinja = environment(keep_trailing_newline=True)
     jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
@@ -62,7 +63,11 @@ def model_card(
 
 
 def _header(config: Config) -> str:
-    """The YAML header. JSON is valid YAML, so values are written as JSON, which also quotes them safely."""
+    """The lines of the card's YAML header; the student is its `base_model` if it is a name on the hub and no local
+    folder.
+
+    JSON is valid YAML, so values are written as JSON, which also quotes them safely.
+    """
     entries: dict[str, object] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -80,7 +85,8 @@ def _text(text: object) -> str:
 
 
 def _code(text: object) -> str:
-    """`text` as a code span on one line."""
+    """The text as a Markdown code span on one line, fenced so that backticks in it have no effect; empty for empty
+    text."""
     line = printable(text)
     fence = _fence(line, 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""
@@ -88,7 +94,7 @@ def _code(text: object) -> str:
 
 
 def _cell(text: object) -> str:
-    """`text` as a code span in a table, where a vertical bar would end the cell even inside code."""
+    """The text as a code span for a table, with vertical bars escaped: one would end the cell even inside code."""
     return _code(text).replace("|", "\\|")
 
 

@@ -76,7 +76,11 @@ class Chart:
 
 
 def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) -> Chart | None:
-    """A chart of the series that have finite values; None if there are none. `linear` rules out a log axis."""
+    """A chart with one curve per series that has finite values; None if there is none.
+
+    Positive values that span more than LOG_RATIO get a logarithmic axis, unless `linear`. Long series are thinned, and
+    noisy ones get a moving average. Values that are not finite make gaps and are counted in a note.
+    """
     series = [curve for curve in series if any(math.isfinite(y) for _, y in curve.points)]
     if not series:
         return None
@@ -102,7 +106,15 @@ def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) ->
 
 
 def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | None:
-    """Areas stacked in the given order. All series have the same steps; the legend shows each one's share."""
+    """A chart of areas stacked in the given order, whose legend shows each one's share of the total; None without
+    series or if their sum is not above 0.
+
+    A peak far above the median is cut off, which a note says.
+
+    Args:
+        series: all with the same steps and with finite values.
+        unit: of the values, for the note.
+    """
     steps = [step for step, _ in series[0].points] if series else []
     totals = [sum(curve.points[i][1] for curve in series) for i in range(len(steps))]
     if not totals or not sum(totals) > 0:
@@ -128,7 +140,8 @@ def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | No
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points, each the mean of a run of neighbours. A run without finite values stays a gap."""
+    """At most `limit` points: all of them if they are few enough, otherwise the means (of steps and of values) of runs
+    of neighbours. A run without finite values stays a gap."""
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / limit)
@@ -137,7 +150,8 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Four significant digits with thousands separators; with an exponent if it is very small or large."""
+    """A value as short text: four significant digits, from 1000 on a whole number with thousands separators, three
+    digits and an exponent if it is very small or large, and a dash if it is not finite."""
     if not math.isfinite(value):
         return "—"
     if value == 0 or 1e-3 <= abs(value) < 1e7:
@@ -147,12 +161,14 @@ def number(value: float) -> str:
 
 
 def _mean(values: Iterable[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else math.nan
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving average over about a twentieth of the points."""
+    """Centred moving average over about a twentieth of the points, with the same steps; values that are not finite stay
+    as they are and count in no average."""
     half = max(1, len(points) // 40)
     return [
         (step, _mean(y for _, y in points[max(0, i - half) : i + half + 1]) if math.isfinite(value) else value)
@@ -161,6 +177,12 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
+    """The SVG path, as text, of lines through the points, with a gap where a value is not finite; empty without finite
+    values.
+
+    Args:
+        x, y: turn a step and a value into coordinates.
+    """
     parts, pen = [], "M"
     for step, value in points:
         if not math.isfinite(value):
@@ -172,10 +194,13 @@ def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[flo
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """The linear function that maps `low` to `start` and `high` to `end`; the two must differ."""
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
 def _step_axis(steps: Sequence[float]) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
+    """The horizontal axis for these steps, at least one: the function step → x coordinate, and its ticks (x, label) at
+    whole steps."""
     low, high = min(steps), max(steps)
     if low == high:
         low, high = low - 1, high + 1
@@ -185,6 +210,13 @@ def _step_axis(steps: Sequence[float]) -> tuple[Callable[[float], float], list[t
 
 
 def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
+    """The vertical axis for values from `low` to `high`: the function value → y coordinate, and its ticks (y, label).
+
+    A linear axis begins at 0 if the values are positive and `low` is less than half of `high`.
+
+    Args:
+        logarithmic: needs `low` above 0; values of 0 or less are then drawn at the bottom.
+    """
     if logarithmic:
         scale = _scale(math.log10(low) - 0.05, math.log10(high) + 0.05, BOTTOM, TOP)
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -211,7 +243,8 @@ def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[f
 
 
 def _nice(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from low to high; their distance is 1, 2 or 5 times a power of ten."""
+    """About `count` round numbers from `low` to `high`, which must be greater; their distance is 1, 2 or 5 times a
+    power of ten."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -220,7 +253,14 @@ def _nice(low: float, high: float, count: int) -> list[float]:
 
 
 def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[float], float] | None) -> list[Probe]:
-    """One strip per step, or per few steps. Series without a value in a strip are left out of its text."""
+    """The texts and dots that a chart shows under the pointer: one strip per step, or per few steps, with the means of
+    each series there.
+
+    The strips cover the plot from LEFT to RIGHT. A series without a finite value in a strip is left out of it.
+
+    Args:
+        x, y: turn a step and a value into coordinates; `y` None: no dots.
+    """
     steps = sorted({step for curve in series for step, _ in curve.points})
     size = math.ceil(len(steps) / MAX_PROBES)
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
@@ -243,7 +283,8 @@ def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[
 
 
 def _wrapped(texts: Sequence[str]) -> tuple[str, ...]:
-    """Join texts into at most two lines that fit the chart's width; the rest is left out."""
+    """Joins texts, at least one, into at most two lines that fit the chart's width; what does not fit is replaced by
+    "…"."""
     lines = [texts[0]]
     for text in texts[1:]:
         if len(lines[-1]) + len(text) < 84:

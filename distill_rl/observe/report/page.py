@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 
 
 def environment(**options: Any) -> Environment:
-    """A Jinja environment for the templates of this folder."""
+    """A Jinja environment for the templates of this folder, in which an undefined name is an error.
+
+    Args:
+        options: further ones of `jinja2.Environment`. HTML needs `autoescape=True`, since nothing is escaped by
+            default.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     return Environment(
@@ -27,13 +32,21 @@ def environment(**options: Any) -> Environment:
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Render an HTML template and write it. Raises OSError if the page cannot be written."""
+    """Renders an HTML template of this folder with the given values, which are escaped, and writes the page atomically.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
     page = environment(autoescape=True).get_template(template).render(**values)
     write_atomic(path, page.encode("utf-8", errors="replace"))
 
 
 def write_comparison(evaluation: Evaluation, path: Path) -> None:
-    """Write a page that compares evaluated models. Raises OSError if it cannot be written."""
+    """Writes an HTML page that compares evaluated models, with the facts that their results have.
+
+    Raises:
+        OSError: the page cannot be written.
+    """
     models, suites = evaluation.models, evaluation.by_suite()
     facts = {"models": f"{len(models)}", "suites": f"{len(suites)}"}
     if evaluation.baseline is not None:

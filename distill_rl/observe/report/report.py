@@ -39,7 +39,8 @@ class Run:
     config: str
 
     def points(self, metric: str, default: float | None = None) -> list[charts.Point]:
-        """(step, value) of the records with the metric, or of all records if there is a `default`."""
+        """(step, value) of the records with the metric, or of all records if there is a `default`; a value that is no
+        number, such as null, becomes NaN."""
         points = []
         for record in self.records:
             if metric in record or default is not None:
@@ -48,6 +49,7 @@ class Run:
         return points
 
     def last(self, metric: str) -> float | None:
+        """The metric's last finite value; None if it has none."""
         finite = [value for _, value in self.points(metric) if math.isfinite(value)]
         return finite[-1] if finite else None
 
@@ -59,14 +61,14 @@ def write_report(
     comparisons: Sequence[str | os.PathLike[str]] = (),
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write `<run_dir>/report.html`.
+    """Writes the HTML page about a run, by default `<run_dir>/report.html`, and returns its path.
 
     Args:
         run_dir: holds metrics.jsonl, and optionally config.yaml.
         evaluation: scores of this run and of `comparisons`, possibly with differences between models
             (`evals.results.compare.of_run`).
-        comparisons: other run directories, whose losses are shown for comparison.
-        out: path of the page, if not `<run_dir>/report.html`.
+        comparisons: other run directories, whose losses and scores during training are shown for comparison.
+        out: path of the page; None: `<run_dir>/report.html`.
 
     Raises:
         DataError: a directory without metrics.jsonl.
@@ -95,7 +97,11 @@ def write_report(
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read a run directory. Raises DataError if it has no metrics.jsonl."""
+    """Reads a run directory: its records, merged by step, and the text of its config.yaml (empty if there is none).
+
+    Raises:
+        DataError: its metrics.jsonl is missing or unreadable.
+    """
     paths = RunPaths(Path(folder))
     try:
         records = read_records(paths.metrics)
@@ -111,6 +117,12 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def _header(run: Run, config: Path) -> dict[str, str]:
+    """The facts under the report's title, by name: times of the first and last record, fingerprint of the configuration
+    and version of this package. What is not known is left out.
+
+    Args:
+        config: path of the run's config.yaml; one that this version cannot load is shown as written by another version.
+    """
     facts = {}
     times = [record["time"] for record in run.records if isinstance(record.get("time"), int | float)]
     if times:
@@ -124,11 +136,13 @@ def _header(run: Run, config: Path) -> dict[str, str]:
 
 
 def _date(seconds: float) -> str:
+    """Seconds since the epoch as date and time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
-    """(label, figure) of the most important numbers."""
+    """(label, figure as text) of a run's most important numbers, such as steps, last losses, tokens and faults; those
+    without a finite value are left out."""
     tiles: list[tuple[str, str]] = []
 
     def add(label: str, value: float | None, text: Callable[[float], str] = charts.number) -> None:
@@ -161,7 +175,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def _faults(run: Run) -> dict[str, list[charts.Point]]:
-    """Label → cumulative count by step, for faults that occurred. Counts restart at 0 when a run is resumed."""
+    """Label → cumulative count, (step, count) for every record, for kinds of faults that occurred; empty without
+    faults. Counts restart at 0 when a run is resumed, and are added up across that."""
     curves = {}
     for name, label in FAULTS.items():
         total, previous_count, points = 0.0, 0.0, []
@@ -176,6 +191,12 @@ def _faults(run: Run) -> dict[str, list[charts.Point]]:
 
 
 def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
+    """The report's charts as two groups (title, charts): the main ones, without a title, and one chart for every other
+    metric.
+
+    Charts without data are left out, so a group may be empty; scores are not among them. The losses of `others` are
+    drawn for comparison.
+    """
     main = [
         _loss_chart("Distillation loss (KD)", "kl_loss", run, others),
         _loss_chart("Cross-entropy with the data (CE)", "nll_loss", run, others),
@@ -202,7 +223,8 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
 
 
 def _score_chart(run: Run, others: Sequence[Run]) -> Chart | None:
-    """The scores of evaluations during training; None unless some curve has at least two points."""
+    """The scores of evaluations during training, with those of the other runs dashed; None unless some curve has at
+    least two points."""
     names = sorted({name for record in run.records for name in record if _is_score(name)})
     series = []
     for i, name in enumerate(names):
@@ -215,10 +237,17 @@ def _score_chart(run: Run, others: Sequence[Run]) -> Chart | None:
 
 
 def _is_score(metric: str) -> bool:
+    """Whether a metric is a suite's score, `eval/<suite>`, rather than a part of it."""
     return metric.startswith("eval/") and metric.count("/") == 1
 
 
 def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Chart | None:
+    """A chart of a loss of this run in training and validation and, dashed, of other runs in validation, or in training
+    if they have none; None without any values.
+
+    Args:
+        metric: without its prefix, such as `kl_loss`.
+    """
     series = [
         Series("train", run.points(f"train/{metric}"), 0, noisy=True),
         Series("validation", run.points(f"validation/{metric}"), 1),
@@ -232,20 +261,24 @@ def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Cha
 
 
 def _alignment_shares(run: Run) -> list[Series]:
-    """The fraction of the student's tokens that is compared across tokenizers, and of chunks that are one to one."""
+    """The curves of the fractions of the student's tokens that are compared across tokenizers, and of chunks that are
+    one to one, one per metric (teacher); empty without such metrics."""
     prefixes = ("align/coverage", "align/one_to_one")
     names = sorted({name for record in run.records for name in record if name.startswith(prefixes)})
     return [Series(name.removeprefix("align/"), run.points(name), i, noisy=True) for i, name in enumerate(names)]
 
 
 def _timing_parts(run: Run) -> list[str]:
-    """The parts that add up to the driver's time. Names of workers' times have one more slash."""
+    """The names of the metrics that add up to the driver's time (`timing/<part>`), the longest part first,
+    `timing/other` last. Names of workers' times have one more slash and are not among them."""
     names = {name for record in run.records for name in record if name.startswith("timing/") and name.count("/") == 1}
     totals = {name: sum(y for _, y in run.points(name) if math.isfinite(y)) for name in names - {SECONDS}}
     return sorted(totals, key=lambda name: (name == "timing/other", -totals[name], name))
 
 
 def _time_chart(run: Run) -> Chart | None:
+    """A stacked chart of the seconds per step that the driver spent in each part, where a missing value counts as 0;
+    None without timing metrics."""
     series = []
     for i, name in enumerate(_timing_parts(run)):
         points = [(step, value if math.isfinite(value) else 0.0) for step, value in run.points(name, default=0.0)]

@@ -95,22 +95,30 @@ class Evaluation:
 
     @property
     def models(self) -> list[str]:
+        """The names of the models, each once, in the order of the scores."""
         return list(dict.fromkeys(score.model for score in self.scores))
 
     def by_suite(self) -> dict[str, list[Score]]:
+        """The scores by suite, both in the order in which they first occur."""
         suites: dict[str, list[Score]] = {}
         for score in self.scores:
             suites.setdefault(score.suite, []).append(score)
         return suites
 
     def outcomes(self) -> dict[str, str]:
-        """Every outcome but `right` that occurred, with its heading."""
+        """Every outcome but `right` that occurred in any score, with its heading; known ones first, unknown ones under
+        their own name."""
         occurred = {name for score in self.scores for name, count in score.whole.outcomes.items() if count}
         known = {name: heading for name, heading in OUTCOMES.items() if name in occurred}
         return known | {name: name for name in sorted(occurred - OUTCOMES.keys())}
 
     def tasks(self, suite: str) -> dict[str, int | None]:
-        """Every task of a suite, with its number of items."""
+        """Every task that the results of a suite have, with its number of items in the first of them (None: unknown
+        there).
+
+        Raises:
+            KeyError: no score of that suite.
+        """
         num_items: dict[str, int | None] = {}
         for score in self.by_suite()[suite]:
             for task, part in score.tasks.items():
@@ -118,12 +126,20 @@ class Evaluation:
         return num_items
 
     def only(self, condition: Callable[[Score], bool]) -> Evaluation:
-        """The scores that meet a condition, without notes."""
+        """Returns a new evaluation of the scores that meet a condition, with the same baseline, but without notes and
+        problems."""
         return Evaluation(tuple(filter(condition, self.scores)), self.baseline)
 
 
 def read_runs(roots: Sequence[Path], names: Sequence[str]) -> Evaluation:
-    """The results in `evals/` of run directories. From the second run on, models are prefixed with the run's name."""
+    """Reads the results in `evals/` of run directories; a run without any gets those of its summary.json, if it has
+    one.
+
+    Damaged files are listed in `problems`.
+
+    Args:
+        names: of the runs, one each. From the second run on, models are prefixed with them.
+    """
     scores: list[Score] = []
     problems: list[str] = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
@@ -136,7 +152,8 @@ def read_runs(roots: Sequence[Path], names: Sequence[str]) -> Evaluation:
 
 
 def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
-    """The results in folders of one model each: the models of FIRST, then others by time, then training steps.
+    """Reads the results in folders of one model each: the models of FIRST come first, then others by time, then
+    training steps.
 
     Args:
         names: folder → name of its model.
@@ -163,7 +180,13 @@ def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
 
 
 def _sort_key(folder: Path, first: Score) -> tuple[int, int, float, str]:
-    """Group (FIRST, others, steps), position in the group, time and path."""
+    """The place of a model among others, to sort by: group (FIRST, others, steps), position in the group, time and path
+    of its first result.
+
+    Args:
+        folder: its name decides on the group.
+        first: the model's first result, which must have a file.
+    """
     assert first.file is not None
     when = _time(first.file)
     if first.step is not None:
@@ -174,7 +197,9 @@ def _sort_key(folder: Path, first: Score) -> tuple[int, int, float, str]:
 
 
 def read_score(file: Path, model: str) -> Score | None:
-    """Read one result; None if the JSON is something else.
+    """Reads one result file `<suite>.json` of the model called `model`; None if the JSON is something else.
+
+    What is missing or invalid beside the score is left empty, and names are made safe to print.
 
     Raises:
         DataError: the file is unreadable or not JSON, or its score is not a number from 0 to 1.
@@ -206,7 +231,8 @@ def read_score(file: Path, model: str) -> Score | None:
 
 
 def _part(result: Any) -> Part | None:
-    """None if there is no valid score; other missing or invalid fields are left empty."""
+    """The score and the counts in a result or in one of its tasks, as read from JSON. None if there is no valid score;
+    other missing or invalid fields are left empty."""
     score = _fraction(result.get("score")) if isinstance(result, dict) else None
     if score is None:
         return None
@@ -225,16 +251,20 @@ def _part(result: Any) -> Part | None:
 
 
 def _fraction(value: Any) -> float | None:
+    """The value as a float if it is a number from 0 to 1, otherwise None."""
     # A comparison accepts integers of any size, unlike math.isfinite, and is false for NaN.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value <= 1 else None
 
 
 def _count(value: Any) -> int | None:
+    """The value if it is a whole number from 0 up to, but not including, 2**53; otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
 
 
 def _text(value: Any) -> str:
+    """A fact as text for the page: a float rounded to four significant digits, or to a whole number from 10,000 on;
+    None as "none"; anything else made safe to print and cut to 200 characters."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -243,6 +273,7 @@ def _text(value: Any) -> str:
 
 
 def _time(path: Path) -> tuple[float, str]:
+    """Modification time and path, to sort files by; the time is 0 if the file is gone."""
     try:
         return path.stat().st_mtime, str(path)
     except OSError:
@@ -250,6 +281,8 @@ def _time(path: Path) -> tuple[float, str]:
 
 
 def _summary(root: Path) -> Iterable[Score]:
+    """The scores in the summary.json of a run directory, one per model of FIRST, on the suite "exact match"; empty if
+    there is no such file or it is invalid."""
     try:
         summary = json.loads((root / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):

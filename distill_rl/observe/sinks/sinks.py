@@ -49,11 +49,12 @@ class Observer:
         self._pending: dict[str, Metric] = {}
 
     def log(self, step: int, *parts: Metrics) -> None:
-        """Add metrics of `step`. A name that occurs in several parts (of several ranks) is reduced too.
+        """Adds the metrics of a step and writes what is due: every step to the live sinks, a record to the others if
+        the step is a multiple of `every`. A name that occurs in several parts (of several ranks) is reduced too.
 
-        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`, and `transport/teacher_wait`, the
-        share of the step spent waiting for teachers. Both are means weighted by seconds, so they stay exact when
-        steps are merged.
+        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`, and `transport/teacher_wait`, the share
+        of the step spent waiting for teachers. Both are means weighted by seconds, so they stay exact when steps are
+        merged.
 
         Raises:
             ValueError: a name has two different reductions.
@@ -68,19 +69,20 @@ class Observer:
             self.flush()
 
     def flush(self) -> None:
-        """Write pending metrics as a record of the last step logged. Call it before a checkpoint."""
+        """Writes pending metrics as a record of the last step logged, if there are any. Call it before a checkpoint."""
         if self._pending:
             record, self._pending = values(self._pending), {}
             for sink in self._sinks:
                 sink.write(self._step, record)
 
     def record(self, step: int, record: Mapping[str, float]) -> None:
-        """Write a separate record for any step, such as an evaluation of that step's weights that ended later."""
+        """Writes a separate record for any step, such as an evaluation of that step's weights that ended later. It is
+        not merged with pending metrics, and live sinks do not get it."""
         for sink in self._sinks:
             sink.write(step, record)
 
     def close(self) -> None:
-        """Flush, then close every sink even if one of them fails."""
+        """Writes pending metrics, then closes every sink even if one of them fails; the error is raised afterwards."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks + self._live):
                 stack.callback(sink.close)
@@ -88,7 +90,8 @@ class Observer:
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
-    """The derived metrics of `_PER_SECOND` whose sources are present."""
+    """The derived metrics of `_PER_SECOND` whose sources are present, as means weighted by the seconds of the step;
+    empty without a step time above 0."""
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
@@ -117,6 +120,8 @@ class JsonlSink:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Appends a record with the current time as one line, which is in the file when this returns; NaN and infinity
+        become null."""
         numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3)} | numbers, allow_nan=False) + "\n")
         self._file.flush()
@@ -135,6 +140,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None if the line is no JSON object with an integer `step`."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -144,6 +150,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _truncate(path: Path, resume_step: int | None) -> None:
+    """Rewrites a metrics.jsonl with only its complete records, of steps up to `resume_step` (None: of all steps).
+
+    Does nothing if there is no file, and does not touch one that is in order.
+    """
     if not path.exists():
         return
     content = path.read_bytes()
@@ -177,6 +187,8 @@ class TensorBoardSink:
             self._writer.flush()
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Queues a record's scalars with the current time; they are on disk within about ten seconds, or after
+        `close`."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in record.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
@@ -197,13 +209,23 @@ class ProgressSink:
         self._bar = ProgressBar("step", total_steps, done=start_step, **options)
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Shows a step's figures: updates the bar, or prints a line if the interval has passed or the step is the first
+        or last one. Ignores records without a `train/` metric, such as those of a validation pass."""
         if any(name.startswith("train/") for name in record):
             self._bar.update(step, self._figures(record))
 
     def close(self) -> None:
+        """Stops the bar and leaves its last state on the screen; does nothing if there is none."""
         self._bar.close()
 
     def _figures(self, record: Mapping[str, float]) -> Iterator[str]:
+        """The text beside a step: losses (only the first if the terminal is narrow), tokens per second, time left and,
+        if any, the number of faults; what the record lacks is left out.
+
+        Args:
+            now: time of the step, by the sink's clock.
+            first: the first step of this attempt and its time, from which the time left is extrapolated.
+        """
         for label, name in _LOSSES if self._bar.is_wide else _LOSSES[:1]:
             if name in record:
                 yield f"{label} {record[name]:.4f}"
@@ -222,12 +244,14 @@ def open_observer(
     resume_step: int | None = None,
     others: Sequence[Sink] = (),
 ) -> Observer:
-    """The observer of a run, with the sinks that `observe.*` enables.
+    """Opens the observer of a run: metrics.jsonl and the sinks that `observe.*` enables, in the run directory, and the
+    progress on stdout. Trackers start child processes; `close` ends them.
 
     Args:
         total_steps: steps of the whole run, for the progress bar.
-        resume_step: step of the checkpoint the run resumes from; None for a new run.
-        others: further sinks.
+        resume_step: step of the checkpoint that the run resumes from, after which earlier records are dropped; None for
+            a new run.
+        others: further sinks, which get the same records and are closed too.
     """
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
     if config.observe.tensorboard:

@@ -35,7 +35,7 @@ Reply = Callable[[str], None]
 
 class Tracker(Protocol):
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """Send one record; `at` is its time in seconds since the epoch."""
+        """Sends one record; `at` is its time in seconds since the epoch. Whatever it raises costs only this record."""
 
     def close(self) -> None: ...
 
@@ -97,6 +97,7 @@ class Mlflow:
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
 
     def _log_settings(self, config: Mapping[str, Any]) -> None:
+        """Sends the settings as parameters, nested names joined by dots, values cut off after 6000 characters."""
         from mlflow.entities import Param
 
         settings = [Param(name, str(value)[:6000]) for name, value in flat(config)]
@@ -104,6 +105,8 @@ class Mlflow:
             self._client.log_batch(self._id, params=settings[first : first + 100])
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        """Sends one record, with all slashes but the first in a metric's name as dots; `at` is its time in seconds
+        since the epoch."""
         from mlflow.entities import Metric
 
         numbers = [Metric(metric_name(name), value, int(at * 1000), step) for name, value in metrics.items()]
@@ -125,21 +128,32 @@ class RunId:
 
     @property
     def stored(self) -> str | None:
+        """The stored id; None if there is none yet."""
         return self._file.read_text("utf-8").strip() if self._file.exists() else None
 
     def store(self, run_id: str) -> str:
+        """Writes the id to the file, replacing an earlier one, and returns it."""
         self._file.write_text(run_id + "\n", "utf-8")
         return run_id
 
 
 def metric_name(name: str) -> str:
-    """The name with one slash at most: MLflow's files cannot hold both `timing/student` and `timing/student/step`."""
+    """The name with one slash at most, further ones as dots: MLflow's files cannot hold both `timing/student` and
+    `timing/student/step`."""
     first, slash, rest = name.partition("/")
     return first + slash + rest.replace("/", ".")
 
 
 def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Reply) -> None:
-    """Send every record to the tracker. Retry until it can be reached; report records that fail and go on."""
+    """Sends every record to the tracker until `lines` ends, then closes the tracker. Tries without end until the
+    tracker can be reached; reports records that fail and goes on.
+
+    Args:
+        make: opens the tracker with the first line's object.
+        lines: JSON objects, one per line: the start, then records with `step`, `time` and `metrics`.
+        reply: called with `ready`, then `took N` after each record that was sent (N in all), or with the text of a
+            warning.
+    """
     start = json.loads(lines.readline())
     tracker = _connect(make, start, reply)
     reply("ready")
@@ -157,6 +171,8 @@ def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Rep
 
 
 def _connect(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, Any], reply: Reply) -> Tracker:
+    """Opens the tracker; after each failure reports it by `reply` and tries again RETRY_S seconds later, without
+    end."""
     while True:
         try:
             return make(start)
@@ -166,7 +182,12 @@ def _connect(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, A
 
 
 def _end_after(stdin: int) -> None:
-    """Kill this process CLOSE_S seconds after its stdin was closed, even if it is stuck."""
+    """Thread: waits until stdin is closed, then ends this process with code 1 after CLOSE_S seconds, even if it is
+    stuck.
+
+    Args:
+        stdin: its file descriptor, a pipe.
+    """
     poll = select.poll()
     poll.register(stdin, 0)  # POLLHUP is always reported
     poll.poll()
@@ -175,10 +196,15 @@ def _end_after(stdin: int) -> None:
 
 
 def _one_line(error: Exception) -> str:
+    """Type and message of an error on one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def main() -> None:
+    """Sends the records from stdin to the tracker named on the command line, and ends when stdin is closed.
+
+    Ignores the signals that schedulers send to the whole job. What libraries print goes to stderr.
+    """
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         # Schedulers signal the whole job. This process ends when its stdin does.
         signal.signal(signal_number, signal.SIG_IGN)

@@ -36,7 +36,11 @@ log = logging.getLogger(__name__)
 
 
 def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
-    """Start the trackers that `observe` enables. A resumed run continues in the same run of the tracker."""
+    """Starts a child process for each tracker that `observe` enables and returns their sinks; empty if none is enabled.
+    Does not wait until they are reached.
+
+    The settings are sent without secrets. A resumed run continues in the same run of the tracker.
+    """
     start = {
         "name": config.run.name,
         "folder": str(paths.root / "logs"),
@@ -101,7 +105,7 @@ class TrackerSink:
 
     @property
     def missing(self) -> int:
-        """Records that the child has not confirmed as sent."""
+        """Records given to `write` that the child has not confirmed as sent, including dropped ones."""
         return self._num_offered - self._num_taken
 
     @property
@@ -109,6 +113,8 @@ class TrackerSink:
         return self._child.pid
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Queues a record with the current time for the child and returns at once. If too many are waiting, the record
+        is dropped; the first time, with a warning."""
         self._num_offered += 1
         try:
             self._waiting.put_nowait(_line({"step": step, "time": time.time(), "metrics": dict(record)}))
@@ -118,7 +124,11 @@ class TrackerSink:
                 self._warn(f"is too slow: {self._waiting.maxsize} records are waiting, and new ones are dropped")
 
     def close(self) -> None:
-        """Wait for the child to send the rest, up to the deadline, then kill it with everything it started."""
+        """Waits for the child to send the rest, up to the deadline, then kills it with everything it started.
+
+        The deadline is `close_s` seconds, but at most UNREACHED_S if the tracker was never reached. Logs a warning if
+        records are missing in the tracker.
+        """
         self._closing.set()
         deadline = time.monotonic() + (self._close_s if self._ready.is_set() else min(self._close_s, UNREACHED_S))
         if self._child.poll() is None:
@@ -137,7 +147,8 @@ class TrackerSink:
             )
 
     def _end(self, deadline: float) -> None:
-        """Wait for the child until `deadline` (`time.monotonic()`), then kill what is left of it."""
+        """Closes the child's stdin, waits for its end until `deadline` (`time.monotonic()`), then kills what is left of
+        it and of the processes it started."""
         tree = _process_tree(self._child.pid)
         try:
             self._waiting.put(None, timeout=max(0.0, deadline - time.monotonic()))
@@ -150,7 +161,8 @@ class TrackerSink:
             self._child.wait()
 
     def _feed(self) -> None:
-        """Thread: the only writer to the child. Blocks if the child does, until the child is killed."""
+        """Thread: the only writer to the child; passes on queued lines until None, then closes the child's stdin.
+        Blocks if the child does, until the child is killed."""
         stdin = self._child.stdin
         assert stdin is not None
         with suppress(OSError), stdin:
@@ -159,6 +171,7 @@ class TrackerSink:
                 stdin.flush()
 
     def _listen(self) -> None:
+        """Thread: takes in the child's lines until it closes its stdout; warns if that happens before `close`."""
         stdout = self._child.stdout
         assert stdout is not None
         with stdout:
@@ -168,6 +181,8 @@ class TrackerSink:
             self._warn("its process has ended")
 
     def _read(self, text: str) -> None:
+        """Takes in one line from the child: `ready`, `took N`, or else a warning, which is logged; an empty line is
+        ignored."""
         word, _, count = text.partition(" ")
         if text == "ready":
             self._ready.set()
@@ -178,6 +193,7 @@ class TrackerSink:
             self._warn(text)
 
     def _warn(self, text: str) -> None:
+        """Logs a message about the tracker: the first one as a warning, later ones at level info."""
         with self._lock:
             level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
         log.log(level, "%s: %s; the run continues without it (see %s)", self._name, text, self._log_file)
@@ -188,7 +204,7 @@ def _line(message: Mapping[str, Any]) -> str:
 
 
 def _process_tree(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants."""
+    """A process and all its descendants; empty if there is no such process."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -196,6 +212,7 @@ def _process_tree(pid: int) -> list[psutil.Process]:
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Kills processes, as far as they still exist, and waits up to two seconds for their end."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
