@@ -31,7 +31,7 @@ PROMPT_TOKENS = 1024
 
 
 def target_bytes_per_token(export: str, entries: int, item_size: int) -> int:
-    """Bytes of the targets that a teacher sends per token, with the label's log-prob (fp32).
+    """Bytes of the targets that a teacher sends per token, the fp32 log-prob of the label included.
 
     Top-k targets also have an int32 id per entry, and the mass outside the top k (fp32).
 
@@ -89,7 +89,9 @@ class WorkerMemory:
 
 
 def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
-    """Estimates for the student, every running teacher and the evaluator, as far as the facts of their models are known.
+    """Estimates for the student, the running teachers and, with suites, the evaluator, in this order.
+
+    A worker whose model's facts are not known is left out.
 
     Args:
         slots: bytes of one slot, per running teacher.

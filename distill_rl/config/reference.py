@@ -66,7 +66,8 @@ def reference() -> str:
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field in schema.py."""
+    """(class, field) → the string under the field in schema.py, on one line; fields without such a string are left out.
+    """
     texts = {}
     for node in ast.parse(getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
@@ -79,7 +80,11 @@ def field_documentation() -> dict[tuple[str, str], str]:
 
 
 def _section(title: str, section: str, documentation: dict[tuple[str, str], str]) -> str:
-    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included."""
+    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included.
+
+    Args:
+        documentation: (class, field) → meaning; must contain every setting.
+    """
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     only = dict(NOT_AVAILABLE)
     for key, entry, kind in leaves(Config):
@@ -96,7 +101,7 @@ def _section(title: str, section: str, documentation: dict[tuple[str, str], str]
 
 
 def _owner(key: str) -> str:
-    """Name of the dataclass that defines the last part of a key."""
+    """Name of the dataclass of the schema that defines the last part of a dotted key, such as `teachers.0.model`."""
     kind: Any = Config
     for part in key.split(".")[:-1]:
         kind = item_kind(kind) if part.isdigit() else hints(kind)[part]
@@ -104,6 +109,8 @@ def _owner(key: str) -> str:
 
 
 def _type(kind: Any) -> str:
+    """The type of a setting in words, as Markdown: `whole number or `null``, the choices of a Literal, `list of texts`.
+    """
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))

@@ -25,9 +25,10 @@ RULES: dict[str, str] = {
 
 
 def problems(config: Config) -> list[str]:
-    """Every rule that a well-typed configuration breaks, one line each.
+    """Every rule that a well-typed configuration breaks, one line each; empty if it obeys all of them.
 
-    Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again: `load_config` does.
+    Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again:
+    `load_config` does.
     """
     return [
         *_single_values(config),
@@ -66,7 +67,7 @@ def notes(config: Config) -> list[str]:
 
 
 def values(config: Config, pattern: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a setting; one pair per teacher for `teachers[].x`."""
+    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
     if pattern.startswith("teachers[]."):
         key = pattern.removeprefix("teachers[].")
         for i, teacher in enumerate(config.teachers):
@@ -82,11 +83,16 @@ def _get(node: Any, path: str) -> Any:
 
 
 def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
+    """One problem as the line that a ConfigError of these parts prints."""
     return str(ConfigError(key, rule, value, remedy))
 
 
 def _single_values(config: Config) -> Iterator[str]:
-    """The rules that stand beside the fields of the schema."""
+    """Problems of single settings: the rules that stand beside the fields of the schema, and the validation share in
+    [0, 1).
+
+    Settings that are None break no rule.
+    """
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
             broken = None if value is None else _broken(rule, value)
@@ -99,7 +105,12 @@ def _single_values(config: Config) -> Iterator[str]:
 
 
 def _broken(rule: str, value: Any) -> str | None:
-    """What the value must be, if it breaks the rule."""
+    """What the value must be, in words, if it breaks the rule; None if it obeys.
+
+    Args:
+        rule: `not empty` (of a text), or a text with the word `positive`, `fraction` (in [0, 1]) or neither (0 or
+            more).
+    """
     if rule == "not empty":
         return None if value.strip() else "must not be empty"
     if "positive" in rule and value <= 0:
@@ -110,6 +121,9 @@ def _broken(rule: str, value: Any) -> str | None:
 
 
 def _names(config: Config) -> Iterator[str]:
+    """Problems of `run.name`, which must name one folder, and of the teachers' names, which must be unique and fit into
+    names of actors.
+    """
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
         yield _line("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
@@ -126,7 +140,12 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    """The global batch must divide evenly over the ranks and micro-batches of the student and of every teacher."""
+    """Problems of the global batch, which must divide evenly over the ranks and micro-batches of the student and of
+    every running teacher.
+
+    One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive:
+    `_single_values` reports that.
+    """
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
     for teacher in running_teachers(config):
@@ -145,7 +164,9 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    """Hybrid sharding: each copy of the student's parameters is sharded over dp / replicas ranks."""
+    """Problems of hybrid sharding: the student's replicas must divide its dp, since each copy of its parameters is
+    sharded over dp / replicas ranks; teachers must leave replicas at 1.
+    """
     dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
     if dp > 0 and replicas > 0 and dp % replicas:
         divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
@@ -158,7 +179,12 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def _rings(config: Config) -> Iterator[str]:
-    """The ring of every teacher must hold the rows that student and teachers work on at once."""
+    """Problems of `prefetch.slots`: the ring of every running teacher must hold the rows that student and teachers work
+    on at once.
+
+    That is `rows_unit`, or the whole batch where the loss needs it. Nothing without that setting, and nothing if other
+    rules about batch and sizes are broken.
+    """
     slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
     if slots is None or slots <= 0 or unit is None or batch % unit:
         return  # reported by _single_values and _batch
@@ -180,6 +206,7 @@ def _unit(config: Config) -> int | None:
 
 
 def _losses(config: Config) -> Iterator[str]:
+    """Problems of the weights: both losses off, distillation without a teacher, or teachers whose weights are all 0."""
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
         yield _line("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
@@ -192,6 +219,9 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
+    """Problems of the teachers together: different scores, or a learnable projection although no teacher can use the
+    loss xtoken.
+    """
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
         yield _line("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
@@ -202,11 +232,14 @@ def _teachers(config: Config) -> Iterator[str]:
 
 
 def _losses_named(config: Config) -> set[str]:
-    """The cross-tokenizer losses that a teacher may use, depending on its tokenizer."""
+    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer; `same` and an empty text may be
+    among them.
+    """
     return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
 
 
 def _aligner(config: Config) -> Iterator[str]:
+    """Problems of the aligners' share of a GPU, and of what the CUDA backend needs."""
     aligner = config.aligner
     if aligner.num_gpus >= 1:
         rule = "must be less than 1: the ranks need the rest of the GPU"
@@ -219,6 +252,7 @@ def _aligner(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
+    """Problems of the betas, and of a warm-up longer than the schedule or, without schedule.steps, than train.steps."""
     betas = config.optimizer.betas
     if len(betas) != 2:
         yield _line("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
@@ -234,6 +268,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
+    """Problems of keeping the best checkpoints, which needs validation losses, and of the form of `checkpoint.resume`.
+    """
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
         if config.evaluate.every <= 0:
@@ -249,7 +285,9 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
-    """Rules that belong to no group."""
+    """Problems that belong to no group: length of the run, liger with tensor parallelism, suites without data,
+    transport `local`.
+    """
     if config.train.steps is None and config.train.epochs is None:
         yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
     student = config.student
@@ -264,6 +302,7 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def _not_available(config: Config) -> Iterator[str]:
+    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE)."""
     for pattern, only in NOT_AVAILABLE:
         for key, value in values(config, pattern):
             if value != only:
