@@ -59,7 +59,7 @@ def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> Non
     """Sets one value at a dotted key of the raw mapping, in place, creating what is missing on the way.
 
     A list may grow by one entry; a section given as a value is merged into the one below it. A key that leads into a
-    single value, or a list index that does not fit, is reported in `findings` and nothing is set.
+    single value, or a list index that does not fit, is reported in `findings` and the value is not set.
     """
     parts = key.split(".")
     node: Any = raw
