@@ -17,8 +17,8 @@ from distill_rl.transport.choose import expected
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
-    """Prints the resolved configuration and, if its settings are valid, the derived sizes; changes and downloads
-    nothing.
+    """Prints the resolved configuration and, if its settings are valid, the derived sizes; starts nothing, downloads no
+    weights or data.
 
     Returns 0 if a run could start, even if a hub could not be reached to check a name; an existing run directory is no
     problem.

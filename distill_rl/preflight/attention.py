@@ -13,7 +13,10 @@ from distill_rl.preflight.opened import line, model_name
 
 
 def attention_problems(config: Config, models: Sequence[tuple[str, Any]], *, gpus: int) -> Iterator[str]:
-    """
+    """Why a model cannot use the attention `varlen` or `flash_attention_2` that its settings request, one line each.
+
+    Other choices of attention are not checked, since they work everywhere.
+
     Args:
         models: key and transformers configuration (None: not readable) of the student and of each running teacher.
         gpus: number visible on this machine. Those of a cluster are not known before it is joined.
@@ -40,10 +43,16 @@ def attention_problems(config: Config, models: Sequence[tuple[str, Any]], *, gpu
 
 
 def width_problems(config: Config, key: str, hf_config: Any, *, gpus: int) -> Iterator[str]:
-    """Checks that a model has enough positions for `data.max_length`, and for the padded width of such rows.
+    """Problems if a model has too few positions for `data.max_length`, or for the padded width of such rows; at most
+    one.
 
     The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
-    family that is not tested.
+    family that is not tested. A model that states no number of positions has no problem.
+
+    Args:
+        key: `student` or `teachers.N`.
+        hf_config: the model's transformers configuration.
+        gpus: number of GPUs; the padded width differs with and without.
     """
     positions = getattr(hf_config, "max_position_embeddings", None)
     if positions is None:
