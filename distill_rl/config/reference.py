@@ -66,8 +66,7 @@ def reference() -> str:
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field in schema.py, on one line; fields without such a string are left out.
-    """
+    """(class, field) → the string under the field in schema.py, on one line; fields without such a string are left out."""
     texts = {}
     for node in ast.parse(getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
@@ -109,8 +108,7 @@ def _owner(key: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    """The type of a setting in words, as Markdown: `whole number or `null``, the choices of a Literal, `list of texts`.
-    """
+    """The type of a setting in words, as Markdown: `whole number or `null``, the choices of a Literal, `list of texts`."""
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))

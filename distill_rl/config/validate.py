@@ -268,8 +268,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
-    """Problems of keeping the best checkpoints, which needs validation losses, and of the form of `checkpoint.resume`.
-    """
+    """Problems of keeping the best checkpoints, which needs validation losses, and of the form of `checkpoint.resume`."""
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
         if config.evaluate.every <= 0:

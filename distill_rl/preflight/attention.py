@@ -15,7 +15,7 @@ from distill_rl.preflight.opened import line, model_name
 def attention_problems(config: Config, models: Sequence[tuple[str, Any]], *, gpus: int) -> Iterator[str]:
     """Why a model cannot use the attention `varlen` or `flash_attention_2` that its settings request, one line each.
 
-    Other choices of attention are not checked, since they work everywhere.
+    Other values of the setting are not checked.
 
     Args:
         models: key and transformers configuration (None: not readable) of the student and of each running teacher.
