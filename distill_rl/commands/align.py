@@ -160,6 +160,7 @@ def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
 
 
 def _reasons(report: CoverageReport) -> str:
+    """The reasons why a side does not spell some text, as ` (side: reason; ...)`; empty if there are none."""
     reasons = "; ".join(f"{side}: {reason}" for side, reason in report.lossy.items())
     return f" ({reasons})" if reasons else ""
 
@@ -254,7 +255,9 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
 
 
 def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line about how the two tokenizations match, in the order in which they are printed."""
+    """(label, text) for each line of the audit about how the two tokenizations match (texts, chunks, vocabularies), in
+    the order of printing.
+    """
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"

@@ -62,7 +62,11 @@ def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: in
 
 
 def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
-    """Problems that only a run from a batch script on such nodes has, one line each."""
+    """Problems that only a run from a batch script on such nodes has, one line each.
+
+    A secret in the settings, a resume from a step folder, or disaggregated workers on several nodes with a transport
+    that works on one only.
+    """
 
     problems = problems_of(lambda: require_no_secret(config))
     resume = config.checkpoint.resume

@@ -277,7 +277,9 @@ def print_table(results: Results) -> None:
 
 
 def warn_about_too_long_items(results: Results) -> None:
-    """Warns about items that scored zero because they do not fit into the model's positions."""
+    """Prints a warning for every model and suite with items that scored zero because they do not fit into the model's
+    positions.
+    """
     for model, suites in results.items():
         for suite, result in suites.items():
             count = result["outcomes"]["too_long"]
@@ -292,7 +294,7 @@ def _count(part: Mapping[str, Any], name: str) -> int:
 
 
 def print_suites() -> None:
-    """Prints the built-in suites, one line each."""
+    """Prints name and title of the built-in suites, one line each."""
     from distill_rl.evals.suites.registry import SUITES
 
     width = max(map(len, SUITES))

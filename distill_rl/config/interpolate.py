@@ -69,7 +69,7 @@ def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any
         return _reference(only_reference[1].strip(), lookup, seen)
 
     def replacement(match: re.Match[str]) -> str:
-        """The text for one match of a reference or an escape."""
+        """The text that replaces one match: `${` for an escape, otherwise the value of the reference as text."""
         if match[1] is None:
             return "$" + match[2] + "{"
         value = _reference(match[1].strip(), lookup, seen)

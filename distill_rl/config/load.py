@@ -136,7 +136,12 @@ def _name_run(raw: dict[str, Any], path: Path) -> None:
 
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:
-    """The raw value at a dotted key, or else the schema's default; KeyError if the schema has no such key."""
+    """The raw value at a dotted key, references in it unresolved, or else the schema's default.
+
+    Raises:
+        KeyError: the schema has no such key.
+        ValueError: a key below `teachers` whose second part is no number.
+    """
     parts = key.split(".")
     for tree in (raw, asdict(Config())):
         node: Any = tree

@@ -158,6 +158,11 @@ def student_memory(
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
 
     and the activations of one micro-batch (`_activations`).
+
+    Args:
+        targets: bytes of the teachers' targets that a micro-batch reads.
+        heads: bytes of the teachers' output layers, and of the logits computed with them.
+        on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
     parallel = config.student.parallel
     tp, shards = parallel.tp, parallel.dp // parallel.replicas
@@ -217,6 +222,9 @@ def teacher_memory(
     """Peak of one teacher process: its weights over tp, the widest activations of one layer, the logits of one chunk.
 
     On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
+
+    Args:
+        targets: bytes of the ring or slots that the process holds.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
@@ -262,6 +270,11 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: 
 
     Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and the
     activations of the one layer that is being recomputed.
+
+    Args:
+        tokens: positions of the micro-batch, padding included.
+        item: bytes per element of the compute dtype.
+        tp: tensor-parallel size.
     """
     tp = 1 if model.family in FUSED else tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // tp

@@ -55,7 +55,9 @@ Keys of sections that repeat (`teacher.*` like `policy.*`, evaluation and loggin
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """The whole of docs/configuration.md as Markdown: introduction, a table of settings per section, and the keys of
+    NeMo-RL.
+    """
     documentation = field_documentation()
     parts = [_INTRODUCTION.format(environment=", ".join(f"`{name}`" for name in sorted(ENVIRONMENT)), missing=MISSING)]
     for entry in fields(Config):
@@ -108,7 +110,9 @@ def _owner(key: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    """The type of a setting in words, as Markdown: `whole number or `null``, the choices of a Literal, `list of texts`."""
+    """The type of a setting in words, as Markdown: a number, text, a list, or the choices of a Literal, and `null`
+    where allowed.
+    """
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))

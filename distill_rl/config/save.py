@@ -90,6 +90,8 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers."""
+    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers, for instance to compare
+    a run with a resumed one.
+    """
     text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

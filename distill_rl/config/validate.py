@@ -47,7 +47,7 @@ def problems(config: Config) -> list[str]:
 
 
 def notes(config: Config) -> list[str]:
-    """Settings that are allowed but may have a surprising effect, one line each."""
+    """Settings that are allowed but may have a surprising effect, one line each; empty if there are none."""
     lines = []
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
@@ -88,10 +88,10 @@ def _line(key: str, rule: str, value: object = None, remedy: str = "") -> str:
 
 
 def _single_values(config: Config) -> Iterator[str]:
-    """Problems of single settings: the rules that stand beside the fields of the schema, and the validation share in
-    [0, 1).
+    """Problems of single settings, one line each: the rules that stand beside the fields of the schema, and the
+    validation share.
 
-    Settings that are None break no rule.
+    Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
     """
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
@@ -122,7 +122,7 @@ def _broken(rule: str, value: Any) -> str | None:
 
 def _names(config: Config) -> Iterator[str]:
     """Problems of `run.name`, which must name one folder, and of the teachers' names, which must be unique and fit into
-    names of actors.
+    names of actors; one line each.
     """
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
@@ -164,8 +164,10 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    """Problems of hybrid sharding: the student's replicas must divide its dp, since each copy of its parameters is
-    sharded over dp / replicas ranks; teachers must leave replicas at 1.
+    """Problems of hybrid sharding, one line each.
+
+    The student's replicas must divide its dp, since each copy of its parameters is sharded over dp / replicas ranks;
+    teachers must leave replicas at 1.
     """
     dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
     if dp > 0 and replicas > 0 and dp % replicas:
@@ -179,11 +181,10 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def _rings(config: Config) -> Iterator[str]:
-    """Problems of `prefetch.slots`: the ring of every running teacher must hold the rows that student and teachers work
-    on at once.
+    """Problems of `prefetch.slots`, one line per running teacher whose ring is too small.
 
-    That is `rows_unit`, or the whole batch where the loss needs it. Nothing without that setting, and nothing if other
-    rules about batch and sizes are broken.
+    A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss
+    needs it. Nothing without that setting, and nothing if other rules about batch and sizes are broken.
     """
     slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
     if slots is None or slots <= 0 or unit is None or batch % unit:
@@ -206,7 +207,9 @@ def _unit(config: Config) -> int | None:
 
 
 def _losses(config: Config) -> Iterator[str]:
-    """Problems of the weights: both losses off, distillation without a teacher, or teachers whose weights are all 0."""
+    """Problems of the weights, one line each: both losses off, distillation without a teacher, or teachers whose
+    weights are all 0.
+    """
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
         yield _line("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
@@ -219,8 +222,8 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
-    """Problems of the teachers together: different scores, or a learnable projection although no teacher can use the
-    loss xtoken.
+    """Problems of the teachers together, one line each: different scores, or a learnable projection although no teacher
+    can use the loss xtoken.
     """
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
@@ -239,7 +242,9 @@ def _losses_named(config: Config) -> set[str]:
 
 
 def _aligner(config: Config) -> Iterator[str]:
-    """Problems of the aligners' share of a GPU, and of what the CUDA backend needs."""
+    """Problems of the aligners, one line each: a share of 1 GPU or more, and a CUDA backend without a share or without
+    workers.
+    """
     aligner = config.aligner
     if aligner.num_gpus >= 1:
         rule = "must be less than 1: the ranks need the rest of the GPU"
@@ -252,7 +257,11 @@ def _aligner(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    """Problems of the betas, and of a warm-up longer than the schedule or, without schedule.steps, than train.steps."""
+    """Problems of the optimizer and its schedule, one line each.
+
+    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps or, if that is null,
+    train.steps.
+    """
     betas = config.optimizer.betas
     if len(betas) != 2:
         yield _line("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
@@ -268,7 +277,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
-    """Problems of keeping the best checkpoints, which needs validation losses, and of the form of `checkpoint.resume`."""
+    """Problems of the checkpoints, one line each: `keep_best` without validation, and a `resume` of an unknown form."""
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
         if config.evaluate.every <= 0:
@@ -284,8 +293,8 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
-    """Problems that belong to no group: length of the run, liger with tensor parallelism, suites without data,
-    transport `local`.
+    """Problems that belong to no group, one line each: length of the run, liger with tensor parallelism, suites without
+    data, transport `local`.
     """
     if config.train.steps is None and config.train.epochs is None:
         yield _line("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
@@ -301,7 +310,7 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def _not_available(config: Config) -> Iterator[str]:
-    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE)."""
+    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE), one line each."""
     for pattern, only in NOT_AVAILABLE:
         for key, value in values(config, pattern):
             if value != only:

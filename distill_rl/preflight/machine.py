@@ -83,7 +83,12 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
-    """What the aligners' CUDA kernel needs here. Numba's simulator, which replaces a GPU in tests, needs nothing."""
+    """What the aligners' CUDA kernel lacks on this machine, at most one line. Numba's simulator, which replaces a GPU
+    in tests, needs nothing.
+
+    Args:
+        gpus: number visible on this machine.
+    """
     from distill_rl.align.dp.device import missing_for_cuda
 
     missing = missing_for_cuda()

@@ -129,7 +129,9 @@ def _attempt(logs: Path) -> int:
 
 
 def _point_latest_at(folder: Path) -> None:
-    """Makes `latest`, beside the folder, a relative link to it. It is replaced atomically, so that it always exists."""
+    """Makes `latest`, beside the folder, a relative link to it, replacing an earlier link atomically, so that it always
+    exists.
+    """
     link = folder.with_name(f".latest.{os.getpid()}")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)

@@ -186,7 +186,9 @@ def tokens_per_second(metrics: Path) -> float:
 
 
 def _settings(options: argparse.Namespace, material: Material) -> list[str]:
-    """Overrides that point a run at the material, at --runs and at --seed."""
+    """Overrides (`key=value`) that set the folder and seed of a run from the options, and its models and data to the
+    material.
+    """
     return [
         f"run.dir={options.runs}",
         f"run.seed={options.seed}",

@@ -36,7 +36,7 @@ def end(submission_id: str) -> bool:
 
 
 def drivers(submission_id: str) -> Iterator[psutil.Process]:
-    """Processes of this user on this machine that run `entry` for a job; Ray puts the job's id into their environment.
+    """Processes of this user on this machine that run `entry` for the job `submission_id`, found by their environment.
 
     Processes that cannot be inspected are left out.
     """

@@ -54,7 +54,11 @@ def close_folder(folder: Path) -> None:
 
 
 def close_tree(folder: Path) -> None:
-    """Removes the write permission of group and others from a folder and its contents, whatever the umask granted."""
+    """Removes the write permission of group and others from a folder and all its contents, links excepted.
+
+    Raises:
+        OSError: it does not exist, or an entry that others may write to belongs to another user.
+    """
     for entry in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(entry.lstat().st_mode)
         if mode & _OTHERS and not entry.is_symlink():

@@ -192,7 +192,13 @@ def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: b
 
 
 def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
-    """The bytes of each chunk on one side."""
+    """The bytes of each chunk on one side, by index; empty for a chunk without tokens there.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        count: number of chunks.
+        text: as for `_pieces`.
+    """
     spelled = [b""] * count
     for chunk, piece in _pieces(vocabulary, ids, chunks, text):
         spelled[chunk] += piece
@@ -200,7 +206,12 @@ def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, co
 
 
 def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
-    """The positions in the spelled bytes at which tokens end, except for the last token of each chunk."""
+    """The positions in the spelled bytes at which tokens end, except for the last token of each chunk.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        text: as for `_pieces`.
+    """
     pieces = _pieces(vocabulary, ids, chunks, text)
     ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
     return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
