@@ -85,7 +85,7 @@ def _with_resume(overrides: Sequence[str], resume: str | None, clean: bool = Fal
 
 
 def _print_problems(error: DistillError) -> int:
-    """Prints one line per problem on stderr, secrets and control characters removed, and returns the error's exit code."""
+    """Prints one line per problem on stderr, without secrets and control characters; returns the error's exit code."""
     from distill_rl.observe.log import printable
 
     for problem in error.problems:

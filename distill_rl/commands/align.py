@@ -143,7 +143,7 @@ def refusals(report: CoverageReport) -> list[str]:
 
 
 def warnings(report: CoverageReport) -> list[str]:
-    """What is unusual about the texts, one line each: so far only that none of them is spelled in full by both sides."""
+    """What is unusual about the texts, one line each; today only that none of them is spelled in full by both sides."""
     if report.exact_share:
         return []
     rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
@@ -151,7 +151,7 @@ def warnings(report: CoverageReport) -> list[str]:
 
 
 def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
-    """Tokenizers without the chat template that a run on these chats needs, one line each; empty if the rows are texts."""
+    """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
     if not rows.chats:
         return []
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
@@ -284,6 +284,6 @@ def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(items: Any, count: int = VERIFIED) -> list[Any]:
-    """At most `count` items of a sequence, evenly spaced from the first to the last; all of them if there are no more."""
+    """At most `count` items of a sequence, evenly spaced from the first to the last; all if there are no more."""
     indices = np.linspace(0, len(items) - 1, min(count, len(items))).round()
     return [items[int(i)] for i in indices]

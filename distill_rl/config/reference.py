@@ -68,7 +68,7 @@ def reference() -> str:
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field in schema.py, on one line; fields without such a string are left out."""
+    """(class, field) → the string under the field in schema.py, on one line; fields without one are left out."""
     texts = {}
     for node in ast.parse(getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):

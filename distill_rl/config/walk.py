@@ -172,7 +172,7 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
 
 
 def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
-    """Reports a value that is none of the choices of a Literal, with the most similar choice, and returns the default."""
+    """Reports a value that is none of a Literal's choices, with the most similar choice, and returns the default."""
     choices = get_args(kind)
     near = difflib.get_close_matches(str(value), choices, n=1)
     remedy = f"did you mean {near[0]}?" if near else ""

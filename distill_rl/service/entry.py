@@ -33,7 +33,7 @@ def main(config: str) -> int:
 
 
 def _stop_before_the_run(signal_number: int, frame: FrameType | None) -> None:
-    """Handles SIGTERM until `train` has its own handlers: ends the process as if the run had been stopped after saving."""
+    """Handles SIGTERM until `train` has its own handlers: exits with 85, as for a run that was stopped and saved."""
     print("stopped outside of the run", flush=True)
     raise SystemExit(EXIT_PREEMPTED)
 
