@@ -233,8 +233,9 @@ def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
 
 
 def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
-    """Role → description of its processes in words: the student, every running teacher by name, `aligner` and, with
-    suites, `evaluator`.
+    """Role → its processes in words (`dp 2 x tp 1 = 2 processes`), to print.
+
+    Roles are the student, every running teacher by name, `aligner` and, with suites, `evaluator`.
 
     Args:
         gpus, cpus: size of this machine; ignored if the run joins a cluster, whose size is not known yet.

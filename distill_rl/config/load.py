@@ -21,10 +21,10 @@ from distill_rl.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file, changed by overrides, with references resolved; the file's stem is the default of
-    `run.name`.
+    """The configuration of a file, changed by overrides, with references resolved.
 
-    Checks keys and types only; the rules that values must obey are in `validate.problems`.
+    Checks keys and types only; the rules that values must obey are in `validate.problems`. `run.name` defaults to the
+    file's stem.
 
     Args:
         path: a YAML file; its `extends: other.yaml` (relative to the file) names a base, which may extend another.

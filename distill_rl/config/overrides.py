@@ -91,10 +91,9 @@ def _get(node: Any, slot: Any) -> Any:
 
 
 def _index(node: list, part: str, here: str, key: str, findings: Findings) -> int | None:
-    """The position in a list that a part of a dotted key names; it equals the list's length where an entry is to be
-    added.
+    """The position in a list that a part of a dotted key names, which may be its length: an entry is to be added.
 
-    None with the reason in `findings` if the part is no number or beyond that.
+    None with the reason in `findings` if the part is no number or a larger one.
 
     Args:
         part: the part of the key, such as `0`.

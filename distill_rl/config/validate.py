@@ -121,8 +121,10 @@ def _broken(rule: str, value: Any) -> str | None:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Problems of `run.name`, which must name one folder, and of the teachers' names, which must be unique and fit into
-    names of actors; one line each.
+    """Problems of names, one line each.
+
+    `run.name` must name one folder; the teachers' names must be unique and, because actors are named after them, have
+    letters, digits, `-`, `_` and `.` only.
     """
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:

@@ -106,10 +106,10 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
 
 
 def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Path | None:
-    """The local folder of a model or tokenizer, which may be in the hub's cache; None, with the reason in the findings,
-    if there is none.
+    """The local folder of a model or tokenizer, which may be in the hub's cache; None if there is none.
 
-    A name that is missing (`???`) or blank gives None without a finding: the rules of the configuration report it.
+    The findings say why, except for a name that is missing (`???`) or blank, which the rules of the configuration
+    report.
 
     Args:
         key: the setting that holds the name, for messages.
@@ -126,8 +126,9 @@ def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Pa
 
 
 def _open_tokenizer(key: str, folder: Path, opened: Opened, findings: Findings) -> None:
-    """Fills `tokenizer`, `vocabulary_size` and `tokenizer_hash` of `opened`; if the tokenizer cannot be read, they stay
-    None and the findings say why.
+    """Fills `tokenizer`, `vocabulary_size` and `tokenizer_hash` of `opened` from the files in a folder.
+
+    If the tokenizer cannot be read, they stay None and the findings say why.
     """
     from distill_rl.models.hub import read_tokenizer, tokenizer_hash, vocabulary_size
 

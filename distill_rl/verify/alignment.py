@@ -76,8 +76,9 @@ def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> li
 
 
 def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
-    """What is wrong, or None: the chunks of an exact alignment spell the text from its start, with the same bytes on
-    both sides.
+    """Checks that the chunks of an exact alignment spell the text from its start, with the same bytes on both sides.
+
+    Returns what is wrong, or None.
 
     Args:
         text: as given to the aligner; it is normalised here.
@@ -89,8 +90,9 @@ def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | Non
 
 
 def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
-    """What is wrong, or None: there are at least as many paired stop tokens as assistant turns; other turns may end
-    with one, too.
+    """Checks that there are at least as many paired stop tokens as assistant turns; other turns may end with one, too.
+
+    Returns what is wrong, or None.
     """
     turns = sum(message["role"] == "assistant" for message in chat)
     pairs = len(row.stop_pairs)
@@ -98,8 +100,9 @@ def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
 
 
 def order_problem(row: Alignment) -> str | None:
-    """What is wrong, or None: chunk indices increase by at most one from token to token, from 0 to the last, on both
-    sides.
+    """Checks that chunk indices increase by at most one from token to token, from 0 to the last, on both sides.
+
+    Returns what is wrong, or None.
     """
     for side, chunks in (("student", row.student_chunk), ("teacher", row.teacher_chunk)):
         indices = chunks[chunks >= 0]
@@ -112,7 +115,10 @@ def order_problem(row: Alignment) -> str | None:
 
 
 def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
-    """What is wrong, or None: inside a chunk, no student token ends at the same byte as a teacher token.
+    """Checks that inside a chunk no student token ends at the same byte as a teacher token: the chunk could be divided
+    there.
+
+    Returns what is wrong, or None.
 
     Args:
         row: an exact alignment of the text.
@@ -135,7 +141,10 @@ def difference(one: Alignment, other: Alignment) -> str | None:
 
 
 def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
-    """What is wrong, or None: the ids of an alignment, put between masked padding, are aligned as without it."""
+    """Checks that the ids of an alignment, put between masked padding, are aligned as without it.
+
+    Returns what is wrong, or None.
+    """
     plain = aligner.align_ids(row.student_ids, row.teacher_ids)
     student, student_mask = _padded(row.student_ids)
     teacher, teacher_mask = _padded(row.teacher_ids)
@@ -149,7 +158,7 @@ def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
 
 
 def identity_problem(row: Alignment) -> str | None:
-    """What is wrong, or None: a tokenizer aligned with itself has one chunk per token."""
+    """Checks that the alignment of a tokenizer with itself has one chunk per token. Returns what is wrong, or None."""
     if not np.array_equal(row.student_chunk, row.teacher_chunk):
         return "the two sides have different chunks"
     others = {kind: count for kind, count in row.counts.items() if kind != "1:1" and count}
@@ -163,7 +172,7 @@ def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
 
 
 def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
-    """What is wrong, or None: every chunk spells the same bytes on both sides.
+    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None.
 
     Args:
         text: the whole text, by which a dummy space before it is recognised; empty: none is removed (chats).

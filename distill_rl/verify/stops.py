@@ -73,7 +73,9 @@ def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Al
 
 
 def _not_a_stop(projection: VocabularyProjection, pair: Pair) -> str | None:
-    """What is wrong, or None: both ids of a pair (student, teacher) are stop tokens of the projection."""
+    """Checks that both ids of a pair (student, teacher) are stop tokens of the projection. Returns what is wrong, or
+    None.
+    """
     for side, token, stops in zip(("student", "teacher"), pair, (projection.student_stops, projection.teacher_stops)):
         if token not in stops:
             return f"the {side}'s id {token} is paired as a stop; the projection's are {stops.tolist()}"
@@ -81,10 +83,9 @@ def _not_a_stop(projection: VocabularyProjection, pair: Pair) -> str | None:
 
 
 def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | None]:
-    """For every pair of common ids with a stop token in it, and for every stop token of the student: what is wrong, or
-    None.
+    """Checks that the common vocabulary pairs stops with stops, and that the projection maps stops to stops only.
 
-    Both ids of such a pair must be stops, and the projection must map a stop to stops only.
+    Yields what is wrong, or None, for every common pair with a stop in it, and for every stop token of the student.
     """
     student_stops, teacher_stops = set(projection.student_stops.tolist()), set(projection.teacher_stops.tolist())
     for student, teacher in zip(projection.student_common.tolist(), projection.teacher_common.tolist()):
@@ -98,7 +99,8 @@ def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | 
 
 
 def _pushed_down(projection: VocabularyProjection, pair: Pair, method: str) -> str | None:
-    """What is wrong, or None: the gradient of KD must not lower the logit of the student's stop token.
+    """Checks that the gradient of KD does not lower the logit of the student's stop token. Returns what is wrong, or
+    None.
 
     Looks at one position where the teacher is certain to stop and the student has random logits from a fixed seed.
 
