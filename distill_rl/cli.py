@@ -13,7 +13,14 @@ from distill_rl.errors import ConfigError, DistillError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A DistillError is printed as lines on stderr, without a traceback."""
+    """Runs one command and returns its exit code; 2 without a command, 130 after Ctrl-C.
+
+    A DistillError is printed as lines on stderr, without a traceback, and gives its own exit code. Bad options end the
+    process with 2.
+
+    Args:
+        arguments: the command line without the program's name; None: that of this process.
+    """
     parser = make_parser()
     options = _parse(parser, arguments)
     if options.command is None:
@@ -31,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parse_args`, but settings may also follow flags: `train -c x.yaml a=1 --clean b=2`."""
+    """Like `parse_args`, but settings may also follow flags: `train -c x.yaml a=1 --clean b=2`.
+
+    Exits with 2 if other arguments are left over, or if the command takes no settings.
+    """
     options, extra = parser.parse_known_args(arguments)
     settings = [text for text in extra if "=" in text and not text.startswith("-")]
     unknown = [text for text in extra if text not in settings or "overrides" not in options]
@@ -43,7 +53,10 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Calls the command's function, `module.function` of the folder `commands`, with its options as keywords."""
+    """Calls the command's function with its options as keywords, and returns its exit code.
+
+    `options.command` is `module.function` of the folder `commands`; `options.resume` is passed as an override.
+    """
     keywords = vars(options)
     module, function = keywords.pop("command").split(".")
     if "resume" in keywords:
@@ -53,7 +66,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _with_resume(overrides: Sequence[str], resume: str | None, clean: bool = False, **_: object) -> list[str]:
-    """The overrides, with `checkpoint.resume` set by --resume."""
+    """The overrides, with `checkpoint.resume` set by --resume; unchanged if `resume` is None.
+
+    A `resume` like `key=value` that is no existing path is a setting after a bare --resume, which means `latest`.
+
+    Raises:
+        ConfigError: --resume together with --clean.
+    """
     if resume is None:
         return list(overrides)
     if clean:
@@ -66,6 +85,7 @@ def _with_resume(overrides: Sequence[str], resume: str | None, clean: bool = Fal
 
 
 def _print_problems(error: DistillError) -> int:
+    """Prints one line per problem on stderr, without secrets and control characters; returns the error's exit code."""
     from distill_rl.observe.log import printable
 
     for problem in error.problems:

@@ -37,6 +37,9 @@ class DistillError(Exception):
         self.what, self.rule, self.value, self.remedy = what, rule, value, remedy
 
     def __str__(self) -> str:
+        """The message as one line: what, the rule, the value received, the remedy; parts that are empty or None are
+        left out.
+        """
         text = self.what
         if self.rule:
             text += f": {self.rule}"
@@ -56,7 +59,11 @@ class DistillError(Exception):
 
     @classmethod
     def many(cls, problems: Iterable[str]) -> DistillError:
-        """One error that carries several problems, each already one line."""
+        """One error of this class that carries several problems.
+
+        Args:
+            problems: each already one line, usually the text of another error.
+        """
         lines = tuple(problems)
         error = cls("\n".join(lines))
         error._problems = lines
@@ -64,6 +71,7 @@ class DistillError(Exception):
 
 
 def _rebuild(cls: type[DistillError], args: tuple, state: dict) -> DistillError:
+    """Restores a pickled error from what `__reduce__` returned, without calling the constructor of its class."""
     error = cls.__new__(cls, *args)
     Exception.__init__(error, *args)
     error.__dict__.update(state)
@@ -85,7 +93,10 @@ def first_line(error: BaseException) -> str:
 
 
 def problems_of(*checks: Callable[[], object]) -> list[str]:
-    """Runs every check and collects the lines of all ConfigErrors."""
+    """Runs every check, in order, and returns the lines of all ConfigErrors; empty if none is raised.
+
+    Any other exception passes through, and the results of the checks are dropped.
+    """
     problems: list[str] = []
     for check in checks:
         try:

@@ -49,17 +49,18 @@ def align(
     """Prints a coverage audit and, with `verify`, the results of all checks.
 
     Args:
-        student, teacher: folders or hub names; only the tokenizers are read.
+        student, teacher: folders or hub names; only the tokenizers and stop tokens are read.
         path: data, in any form that `data.path` accepts.
         text_key, messages_key, split: settings of `data`; None: the default.
         limit: maximum number of rows, evenly spaced over the data.
-        json_file: file for the figures of the audit and the checks.
+        json_file: file for the figures of the audit and the checks, written even if the pair is then refused; None: no
+            file.
 
     Returns:
         1 if a check failed, else 0. A check without anything to look at does not fail.
 
     Raises:
-        ConfigError: a tokenizer that is missing or slow, nothing in common, or no text with a chunk.
+        ConfigError: a limit below 1, a tokenizer that is missing or slow, nothing in common, or no text with a chunk.
         DataError: data that are missing or cannot be read.
     """
     from rich.markup import escape
@@ -106,10 +107,10 @@ def align(
 
 
 def read_rows(data: DataConfig, limit: int) -> Rows:
-    """At most `limit` rows, evenly spaced.
+    """At most `limit` rows of the data, evenly spaced, as non-empty texts and as chats.
 
     Raises:
-        DataError: data that are missing, damaged or empty.
+        DataError: data that are missing or damaged, or rows without any text.
     """
     from distill_rl.data.sources import open_source
 
@@ -125,7 +126,10 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
 
 
 def refusals(report: CoverageReport) -> list[str]:
-    """Why a student could learn nothing from this teacher, one line each; empty if it could."""
+    """Why a student could learn nothing from this teacher, one line each; empty if it could.
+
+    The reasons are that the vocabularies have no token in common, and that no text aligns anywhere.
+    """
     if not report.common_vocabulary:
         rule = "no token of the two vocabularies spells the same bytes: the common vocabulary is empty"
         remedy = "check that both are text models; only loss.cross_tokenizer=alm works for such a pair"
@@ -137,7 +141,7 @@ def refusals(report: CoverageReport) -> list[str]:
 
 
 def warnings(report: CoverageReport) -> list[str]:
-    """What is unusual about the texts, one line each."""
+    """What is unusual about the texts, one line each; today only that none of them is spelled in full by both sides."""
     if report.exact_share:
         return []
     rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
@@ -145,7 +149,7 @@ def warnings(report: CoverageReport) -> list[str]:
 
 
 def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
-    """Tokenizers without the chat template that a run on these chats needs, one line each."""
+    """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
     if not rows.chats:
         return []
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
@@ -154,12 +158,22 @@ def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
 
 
 def _reasons(report: CoverageReport) -> str:
+    """The reasons why a side does not spell some text, as ` (side: reason; ...)`; empty if there are none."""
     reasons = "; ".join(f"{side}: {reason}" for side, reason in report.lossy.items())
     return f" ({reasons})" if reasons else ""
 
 
 def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
-    """All checks, on evenly spaced rows. Checks of chats have no rows to look at if a tokenizer has no chat template."""
+    """The results of all checks of a pair on evenly spaced rows, each text cut to VERIFIED_CHARACTERS.
+
+    Checks of chats have no rows to look at if a tokenizer has no chat template, and are left out if the rows are texts.
+
+    Args:
+        aligner: for these two tokenizers, in this order.
+
+    Raises:
+        ValueError: no text with a chunk.
+    """
     from distill_rl.align.endings import align_training_rows
     from distill_rl.align.projection import build_projection
     from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
@@ -178,11 +192,18 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
 
 
 def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]:
-    """The chats of the rows, if both tokenizers have a chat template."""
+    """The chats of the rows if both tokenizers have a chat template, else an empty list."""
     return rows.chats if student.chat_template and teacher.chat_template else []
 
 
 def print_report(console: Console, student: str, teacher: str, report: CoverageReport, ends: Endings) -> None:
+    """Prints the coverage audit: the two names, a table of figures, a table by class of characters, and the suggested
+    loss.
+
+    Args:
+        student, teacher: names to show, as the user gave them.
+        ends: stop tokens of both sides, and how many rows end in one on both.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -213,6 +234,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    """Prints a table with the outcome of every check (pass, FAIL, or nothing checked), and how many passed."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -231,6 +253,9 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
 
 
 def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line of the audit about how the two tokenizations match (texts, chunks, vocabularies), in
+    the order of printing.
+    """
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"
@@ -249,6 +274,7 @@ def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
 
 
 def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
+    """(label, text) for the lines about the stop tokens of both sides and the share of rows that end in one on both."""
     for side, stops in (("student", ends.student_stops), ("teacher", ends.teacher_stops)):
         yield f"stops {side}", ", ".join(stops) or "none: no token ends an answer"
     share = ends.ending / ends.rows if ends.rows else 0.0
@@ -256,6 +282,6 @@ def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(items: Any, count: int = VERIFIED) -> list[Any]:
-    """At most `count` items of a sequence, evenly spaced."""
+    """At most `count` items of a sequence, evenly spaced from the first to the last; all if there are no more."""
     indices = np.linspace(0, len(items) - 1, min(count, len(items))).round()
     return [items[int(i)] for i in indices]

@@ -17,7 +17,11 @@ from distill_rl.transport.choose import expected
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
-    """Returns 0 if a run could start, even if a hub could not be reached to check a name.
+    """Prints the resolved configuration and, if its settings are valid, the derived sizes; starts nothing, downloads no
+    weights or data.
+
+    Returns 0 if a run could start, even if a hub could not be reached to check a name; an existing run directory is no
+    problem.
 
     Raises:
         ConfigError: all problems found, after the configuration has been printed.
@@ -37,7 +41,10 @@ def check(path: str, overrides: Sequence[str]) -> int:
 
 
 def summary(config: Config, facts: Facts) -> list[str]:
-    """Derived sizes as readable lines."""
+    """Derived sizes as readable lines: batch, run, actors, transport, teachers, targets, memory, disk, then the notes.
+
+    For a configuration without problems of its own. What is not known is left out or called unknown.
+    """
     derived, documents = sizes(config, facts), config.train.global_batch_size
     lines = [
         f"batch      {documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {documents * config.data.max_length:,} tokens",
@@ -66,6 +73,9 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
 
 def _transport(config: Config, facts: Facts) -> str:
+    """The transport that a run on this machine would use, and why; on a cluster it is chosen later, and the line says
+    so.
+    """
     if config.ray.address is not None:
         return f"{config.transport}: chosen or checked after joining the cluster"
     try:
@@ -87,4 +97,5 @@ def _count(number: int | None) -> str:
 
 
 def _bytes(count: int) -> str:
+    """A number of bytes as `1.25 GiB` or, below 0.1 GiB, `12.3 MiB`."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"

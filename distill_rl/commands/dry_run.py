@@ -23,7 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
-    """Checks a configuration for use on a cluster and writes `submit.yaml` and `submit.sbatch` into the run directory.
+    """Checks a configuration for use on a cluster, writes `submit.yaml` and `submit.sbatch` into the run directory, and
+    prints how to submit them; returns 0.
+
+    The run directory is made if it does not exist. `submit.yaml` has no cluster address and no `checkpoint.resume`: the
+    batch script sets them.
 
     Args:
         gpus_per_node: GPUs of each node of the cluster, 0 for none.
@@ -58,7 +62,11 @@ def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: in
 
 
 def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
-    """Problems that only a run from a batch script on such nodes has, one line each."""
+    """Problems that only a run from a batch script on such nodes has, one line each.
+
+    A secret in the settings, a resume from a step folder, or disaggregated workers on several nodes with a transport
+    that works on one only.
+    """
 
     problems = problems_of(lambda: require_no_secret(config))
     resume = config.checkpoint.resume
@@ -72,7 +80,7 @@ def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
 
 
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
-    """(nodes, GPUs of each) that the run needs.
+    """(nodes, GPUs of each) that the run needs; (1, 0) for nodes without GPUs.
 
     Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own.
     """
@@ -84,12 +92,18 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
 
 
 def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path) -> str:
-    """`launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
+    """The text of `launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
+
+    Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`.
 
     Args:
         settings: the configuration file of the job.
-        run: the run directory.
+        run: the run directory, in which Slurm's log is written.
+        nodes, gpus: number of nodes, and of GPUs on each.
         folder: working directory of the job, to which relative paths of the configuration refer.
+
+    Raises:
+        DistillError: the template does not set CONFIG, RUN_DIR or DISTILL_RL_ROOT on exactly one line.
     """
     options = {
         "nodes": f"{nodes}",

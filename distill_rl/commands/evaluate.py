@@ -63,7 +63,10 @@ class Request:
 
 
 def command(**options: Any) -> int:
-    """Evaluates with the options of the command line, which have the names of the fields that they set."""
+    """Evaluates with the options of the command line as keywords, which have the names of the fields that they set.
+
+    The entry point of `distill-rl eval`; returns the exit code and raises as `evaluate` does.
+    """
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
@@ -83,13 +86,16 @@ def command(**options: Any) -> int:
 
 
 def evaluate(request: Request) -> int:
-    """Runs all suites on all models, prints a table, and writes results and items to `out`.
+    """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
+
+    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1 and Ctrl-C while it runs.
 
     Returns:
-        0; or 85 after SIGTERM or SIGUSR1: the graded items are kept, and the same command continues.
+        0; or 85 after SIGTERM or SIGUSR1: the graded items are kept in `out`, and the same command continues.
 
     Raises:
-        ConfigError: unknown suites, folders without a model, or results of other settings in `out`.
+        ConfigError: unknown suites, folders without a model, results of other settings in `out`, or an `out` that
+            cannot be written.
         DataError: bad data in the suites.
     """
     setup_console()
@@ -132,10 +138,10 @@ def evaluate(request: Request) -> int:
 
 
 def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
-    """Reads the models and the suites.
+    """The models and the loaded suites of a command line, checked; no weights are read and nothing is started.
 
     Raises:
-        ConfigError: all problems of models, suites and options at once.
+        ConfigError: all problems of models, suites, their data and options at once.
     """
     from distill_rl.evals.options import load_questions
     from distill_rl.evals.run import check_models
@@ -151,7 +157,7 @@ def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
 
 
 def _attempt(step: Callable[[], Result], problems: list[str]) -> Result | None:
-    """The result of a step; None if it finds bad input, whose lines are added to `problems`."""
+    """The result of a step; None if it raises ConfigError or DataError, whose lines are added to `problems`."""
     try:
         return step()
     except (ConfigError, DataError) as error:
@@ -160,12 +166,14 @@ def _attempt(step: Callable[[], Result], problems: list[str]) -> Result | None:
 
 
 def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
-    """Models from `NAME=DIR` or `DIR`. The name of a `DIR` is that of the folder, or of the run for its export folder.
+    """Models from `NAME=DIR` or `DIR`. The name of a `DIR` is that of the folder, or of the folder above one called
+    `export`.
 
-    The results of a single model go to `out` itself, those of several models to a subfolder for each.
+    An argument that is an existing folder is a `DIR`, even with `=` in it. The results of a single model go to `out`
+    itself, those of several models to a subfolder of `out` for each; None: they are not written.
 
     Raises:
-        ConfigError: two models with the same name, or a name that cannot name a folder.
+        ConfigError: all models with the name of another, or with a name that cannot name a folder.
     """
     from distill_rl.evals.run import Model
 
@@ -192,7 +200,8 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
 
 
 def require_valid(request: Request) -> None:
-    """
+    """Checks the options about shards, GPUs and deadline of a command line.
+
     Raises:
         ConfigError: numbers out of range or options that exclude each other; all at once.
     """
@@ -215,6 +224,12 @@ def require_valid(request: Request) -> None:
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
+    """A context manager with the executor that runs the models: in this process for 0 shards, else in Ray actors.
+
+    Args:
+        signals: handlers that are restored after Ray has started, and polled while waiting.
+        out: folder of the results, whose `logs` receives the actors' logs; None: no logs are kept.
+    """
     if options.shards == 0:
         from distill_rl.evals.executor import LocalExecutor
 
@@ -228,7 +243,11 @@ def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> A
 
 
 def print_table(results: Results) -> None:
-    """Prints score, interval and failures, by model, suite and task."""
+    """Prints score, 95 % interval, items and failures, by model and suite, and by task for suites with 2 to MAX_TASKS
+    of them.
+
+    A kind of failure has a column only if it occurred.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -256,7 +275,9 @@ def print_table(results: Results) -> None:
 
 
 def warn_about_too_long_items(results: Results) -> None:
-    """Warns about items that scored zero because they do not fit into the model's positions."""
+    """Prints a warning for every model and suite with items that scored zero because they do not fit into the model's
+    positions.
+    """
     for model, suites in results.items():
         for suite, result in suites.items():
             count = result["outcomes"]["too_long"]
@@ -266,11 +287,12 @@ def warn_about_too_long_items(results: Results) -> None:
 
 
 def _count(part: Mapping[str, Any], name: str) -> int:
+    """Number of items of a result that failed in this way (a key of FAILURE_HEADINGS)."""
     return part["truncated"] if name == "truncated" else part["outcomes"][name]
 
 
 def print_suites() -> None:
-    """Prints the built-in suites, one line each."""
+    """Prints name and title of the built-in suites, one line each."""
     from distill_rl.evals.suites.registry import SUITES
 
     width = max(map(len, SUITES))

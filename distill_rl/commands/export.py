@@ -12,7 +12,12 @@ from distill_rl.types import RunPaths
 
 
 def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
-    """Writes the model of one checkpoint, resharded to a single process.
+    """Writes the model of one checkpoint, resharded to a single process, with its tokenizer and model card; returns 0.
+
+    Args:
+        run: the run directory.
+        checkpoint: `latest`, or a step (`120`, `step-120`).
+        out: new or empty folder; None: `export` of the run directory, which is replaced.
 
     Raises:
         ConfigError: not a run directory, or an output folder that is not empty.
@@ -55,6 +60,11 @@ def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
 
 
 def _find(paths: RunPaths, checkpoint: str) -> checkpoints.Checkpoint:
+    """The checkpoint of a step (`120`, `step-120`), or the newest valid one for `latest`.
+
+    Raises:
+        CheckpointError: it does not exist or is damaged.
+    """
     if checkpoint != "latest":
         return checkpoints.read(paths.checkpoints / f"step-{checkpoint.removeprefix('step-')}")
     newest = checkpoints.CheckpointStore(paths.checkpoints, keep_last=1, keep_best=0).newest()

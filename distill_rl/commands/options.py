@@ -28,6 +28,11 @@ exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 afte
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line, with all commands and their options.
+
+    In its result, `command` is `module.function` in the folder `commands`, or None if no command was given; everything
+    else is a keyword of that function, except for `resume`, which `cli` turns into an override.
+    """
     parser = argparse.ArgumentParser(
         prog="distill-rl",
         description="Train a smaller causal language model to match a bigger one's token distributions on fixed text.",
@@ -72,10 +77,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
-    """Adds a command and returns the function that adds its options.
+    """Adds a command and returns `add_argument` of its parser, which adds its options.
 
     Args:
+        commands: the parser's subparsers.
         function: `module.function` in the folder `commands`, which `cli` calls.
+        summary: help in the list of commands.
     """
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
@@ -83,6 +90,7 @@ def _command(commands: Any, name: str, function: str, summary: str, description:
 
 
 def _add_service(commands: Any) -> None:
+    """Adds the commands that manage runs on a Ray cluster to the subparsers: submit, status, logs, stop."""
     description = (
         "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
         "on a file system that the cluster shares. See docs/operations.md, Service."
@@ -114,6 +122,7 @@ def _add_service(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
+    """Adds the command eval to the subparsers."""
     description = "Score model folders on evaluation suites, offline. The same command continues after a stop."
     add = _command(commands, "eval", "evaluate.command", "score models on evaluation suites", description)
     # fmt: off
@@ -147,6 +156,7 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_align(commands: Any) -> None:
+    """Adds the command align to the subparsers."""
     description = (
         "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
         "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
@@ -168,6 +178,7 @@ def _add_align(commands: Any) -> None:
 
 
 def _add_export_and_report(commands: Any) -> None:
+    """Adds the commands export and report to the subparsers."""
     description = "Write a checkpoint of a run as a Hugging Face model folder, without Ray."
     add = _command(commands, "export", "export.export", "write a checkpoint as a Hugging Face model", description)
     add("run", metavar="RUN", type=Path, help="run directory")
@@ -188,6 +199,7 @@ def _add_export_and_report(commands: Any) -> None:
 
 
 def _add_config_and_overrides(add: Callable[..., Any]) -> None:
+    """Adds -c/--config (as `path`) and the positional `overrides` to a command, through its `add_argument`."""
     config_help = "YAML file; docs/configuration.md lists every key"
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
     overrides_help = "settings that override the file, e.g. train.steps=100"
@@ -195,6 +207,7 @@ def _add_config_and_overrides(add: Callable[..., Any]) -> None:
 
 
 def _add_resume(add: Callable[..., Any]) -> None:
+    """Adds --resume to a command, through its `add_argument`: None without the flag, `latest` for the bare flag."""
     resume_help = (
         "resume from the newest checkpoint (latest, the default), from the newest if there is one (auto), or from a "
         "step folder"

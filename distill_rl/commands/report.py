@@ -22,8 +22,10 @@ WIDE = 140
 
 
 def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None = None) -> int:
-    """Writes RUN/report.html for run directories (the first run, compared with the others), or prints a table and writes
-    FOLDER/comparison.html for folders of evaluation results.
+    """Writes RUN/report.html for run directories (the first run, compared with the others), or prints a table and
+    writes FOLDER/comparison.html for folders of evaluation results; returns 0.
+
+    The paths count as run directories if each of them holds a metrics.jsonl.
 
     Args:
         out: the file to write instead.
@@ -40,8 +42,9 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
 
         first, *others = paths
         target = out or first / "report.html"
+        evaluation = compare.of_run(first, others, baseline)
         with _writing(target):
-            write_report(first, comparisons=others, evaluation=compare.of_run(first, others, baseline), out=target)
+            write_report(first, comparisons=others, evaluation=evaluation, out=target)
     else:
         from distill_rl.observe.report.page import write_comparison
 
@@ -58,6 +61,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
+    """Turns an OSError inside the block into a ConfigError which says that `target` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -67,7 +71,11 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def print_scores(evaluation: Evaluation) -> None:
-    """Prints a table per suite, and notes on limits of the comparison."""
+    """Prints a table per suite with scores, intervals, differences to the baseline and failures, then the evaluation's
+    notes.
+
+    On a terminal narrower than WIDE the failures follow the table, one line per model.
+    """
     from rich.markup import escape
 
     console = open_console(WIDE)
@@ -83,6 +91,13 @@ def print_scores(evaluation: Evaluation) -> None:
 
 
 def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
+    """The table of one suite, one row per model: score, interval, items and, if there is a baseline, the difference to
+    it.
+
+    Args:
+        rows: the models' scores on this suite.
+        with_failures: whether to add a column with the counts of items that were not right.
+    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -111,6 +126,6 @@ def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool
 
 
 def _failures(row: Score, evaluation: Evaluation) -> str:
-    """Counts of the outcomes other than right."""
+    """Counts of the outcomes other than right, as `label count, ...`; those that did not occur are left out."""
     counts = row.whole.outcomes
     return ", ".join(f"{label} {counts[name]:,}" for name, label in evaluation.outcomes().items() if counts.get(name))

@@ -32,10 +32,22 @@ _LEAST_STOP_S = 600
 
 
 def submit(path: str, overrides: Sequence[str], *, address: str | None, python: str | None, follow: bool) -> int:
-    """Checks a configuration here, as `train` does, and submits it to the cluster.
+    """Checks a configuration here, as `train` does, and submits it to the cluster as the next submission of `run.name`.
+
+    The resolved configuration is written below `run.dir`, where the cluster must be able to read it; it is removed
+    again if the submission fails.
+
+    Args:
+        address: URL of the cluster's dashboard; None: the default of `Service`.
+        python: interpreter on the cluster; None: the path of this one.
+        follow: print the run's output until it ends.
+
+    Returns:
+        0; with `follow`, the exit code of the run.
 
     Raises:
         ConfigError: bad input (all problems at once), no cluster, or a run of this name that has not ended.
+        WorkerError: the cluster cannot carry out the request.
     """
     setup_console()
     checked = gather(path, [*overrides, "ray.address=auto"], clean=False)
@@ -70,7 +82,11 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
 
 
 def status(name: str | None, *, address: str | None) -> int:
-    """Prints a table of all runs on a cluster, or of one."""
+    """Prints a table of all runs on a cluster, or of the one called `name`; returns 0.
+
+    Raises:
+        ConfigError: no cluster, or no run of this name.
+    """
     jobs = _service(address).jobs()
     listed = [runs.find(jobs, name)] if name else list(runs.runs(jobs).values())
     for line in runs.table(listed) if listed else ["no runs"]:
@@ -79,7 +95,12 @@ def status(name: str | None, *, address: str | None) -> int:
 
 
 def logs(name: str, *, address: str | None, follow: bool) -> int:
-    """Prints the output of a run. With `follow`, until the run ends, and returns its exit code."""
+    """Prints the output of a run so far and returns 0. With `follow`, prints until the run ends, and returns its exit
+    code.
+
+    Raises:
+        ConfigError: no cluster, or no run of this name.
+    """
     service = _service(address)
     run = runs.find(service.jobs(), name)
     if follow:
@@ -89,7 +110,17 @@ def logs(name: str, *, address: str | None, follow: bool) -> int:
 
 
 def stop(name: str, *, address: str | None, now: bool, deadline_s: float) -> int:
-    """Lets a run finish its step, save and end (with `now`: ends it without saving), and waits. Returns 0 if it has ended."""
+    """Lets a run finish its step, save and end, and waits for its end; with `now`, ends it without saving.
+
+    Args:
+        deadline_s: seconds to wait; a run that has not ended by then goes on ending by itself.
+
+    Returns:
+        0 if it has ended, or had ended before; 1 if it has not ended in time.
+
+    Raises:
+        ConfigError: no cluster, or no run of this name.
+    """
     service = _service(address)
     run = runs.find(service.jobs(), name)
     if run.ended:
@@ -147,7 +178,10 @@ def _service(address: str | None) -> Service:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Environment variables of the run's process, in addition to those that the cluster was started with."""
+    """Environment variables of the run's process, in addition to those that the cluster was started with.
+
+    They give the run time to save when Ray stops it: 600 seconds, or two step timeouts if that is more.
+    """
     from distill_rl.workers.cluster import access
     from distill_rl.workers.cluster.session import worker_environment
 
@@ -161,7 +195,10 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 def _kill(service: Service, run: Run) -> None:
-    """Ends a run with a second job on the machine of its driver; Ray has no request for this."""
+    """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this.
+
+    Returns as soon as that job is submitted.
+    """
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
     service.submit(
         entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id]),
@@ -171,7 +208,7 @@ def _kill(service: Service, run: Run) -> None:
 
 
 def _wait(service: Service, run: Run, deadline_s: float) -> bool:
-    """Waits for the end of a run; returns whether it ended in time."""
+    """Waits until a run has ended, for at most `deadline_s` seconds, and returns whether it has."""
     deadline = time.monotonic() + deadline_s
     while not runs.runs([service.job(run.submission_id)])[run.name].ended:
         if time.monotonic() > deadline:
@@ -181,7 +218,10 @@ def _wait(service: Service, run: Run, deadline_s: float) -> bool:
 
 
 def _follow(service: Service, run: Run) -> int:
-    """Prints the log of a run line by line until the run ends, and returns its exit code."""
+    """Prints the log of a run line by line, from its beginning, until the run ends, and returns its exit code.
+
+    Asks the cluster every half second, and up to every 5 seconds while nothing new arrives.
+    """
     shown, pause = 0, _POLL_S
     while True:
         current = runs.runs([service.job(run.submission_id)])[run.name]

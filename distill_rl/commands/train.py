@@ -26,9 +26,12 @@ log = logging.getLogger(__name__)
 def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
+    0 after the whole run and its export; 85 if SIGTERM or SIGUSR1 stopped it and `--resume` can continue. Occupies the
+    run directory and handles the signals of this process meanwhile.
+
     Args:
         clean: delete the contents of the run directory first.
-        dry_run: only write a batch script, for nodes with `gpus_per_node` GPUs.
+        dry_run: only write a batch script, for nodes with `gpus_per_node` GPUs; excludes `clean`.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
@@ -60,6 +63,17 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
 
 
 def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
+    """Opens models and data, trains and, after the last step, scores the export on the suites; then writes the report.
+
+    Returns the driver's exit code: 0 at the end of the run. The report is also written if the run was stopped before
+    its end.
+
+    Args:
+        signals: entered handlers of this process.
+
+    Raises:
+        Preempted: asked to stop before training began.
+    """
     say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
     from distill_rl.observe.report.report import write_report
@@ -82,7 +96,9 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
 
 def score_export(driver: Driver) -> None:
-    """Runs the suites on the exported student and adds the scores to metrics, report and model card."""
+    """Runs the suites on the exported student and adds the scores to the run's metrics and the model card of the
+    export.
+    """
     from distill_rl.workers.evaluation.evaluations import scores
 
     export = driver.job.paths.export

@@ -66,10 +66,11 @@ class DerivedSizes:
 
 
 def total_steps(config: Config, num_documents: int | None) -> int | None:
-    """Optimizer steps of the run: train.steps or train.epochs, whichever ends first; None if that is not known yet.
+    """Optimizer steps of the run: train.steps or the steps that train.epochs takes, whichever is fewer.
 
-    The epochs' permutations of the data are concatenated before they are cut into batches, so only the last batch of the run
-    can be smaller than the others.
+    None if train.epochs is set and the number of documents is not known yet, and if neither setting is given. The
+    epochs' permutations of the data are concatenated before they are cut into batches, so only the last batch of the
+    run can be smaller than the others.
     """
     steps, epochs = config.train.steps, config.train.epochs
     if epochs is None:
@@ -81,7 +82,9 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
 
 
 def wants_whole_batch(config: Config) -> bool:
-    """Whether the first gradient of a batch depends on all targets of the batch."""
+    """Whether the first gradient of a batch depends on all targets of the batch: with loss.dynamic_scale, or with
+    teachers that are weighted by a score other than `static`.
+    """
     return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
 
 
@@ -124,12 +127,17 @@ def ring_plan(config: Config) -> RingPlan:
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
-    """Rows of a batch that fill one slot in every replica of a teacher."""
+    """Rows of a batch that fill one slot in every replica of a teacher: its dp times its micro-batch size."""
     return teacher.parallel.dp * teacher_rows(config, teacher)
 
 
 def sizes(config: Config, facts: Facts) -> DerivedSizes:
-    """All derived sizes, without the memory of models whose facts are not known."""
+    """All derived sizes of a configuration without problems.
+
+    What depends on unknown facts is None or left out (steps, epochs, checkpoint size, memory of a worker), or 0
+    (entries of a teacher of unknown width or vocabulary, and the bytes that follow from them). `facts.total_steps`,
+    where known, takes precedence over the settings.
+    """
     batch = config.train.global_batch_size
     steps = facts.total_steps if facts.total_steps is not None else total_steps(config, facts.num_documents)
     teachers = tuple(_teacher_sizes(config, teacher, known, facts) for teacher, known in facts.by_teacher(config))
@@ -151,6 +159,16 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
 
 
 def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, facts: Facts) -> TeacherSizes:
+    """Sizes of the targets and the ring of one running teacher.
+
+    Where facts are missing, a top-k teacher counts loss.top_k entries per token, and a teacher that exports logits or
+    hidden states 0. `wire_dtype: auto` means fp16 with GPUs, else fp32; hidden states travel in the teacher's own
+    dtype.
+
+    Args:
+        known: about this teacher.
+        facts: about the run.
+    """
     num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
     dtype: str = teacher.wire_dtype
     if dtype == "auto":
@@ -214,7 +232,13 @@ def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
 
 
 def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
-    """Role → description of its processes."""
+    """Role → its processes in words (`dp 2 x tp 1 = 2 processes`), to print.
+
+    Roles are the student, every running teacher by name, `aligner` and, with suites, `evaluator`.
+
+    Args:
+        gpus, cpus: size of this machine; ignored if the run joins a cluster, whose size is not known yet.
+    """
     roles = {"student": config.student.parallel}
     roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
     world = {}

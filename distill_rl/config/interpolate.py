@@ -25,7 +25,11 @@ class _Unresolved(Exception):
 
 
 def resolve(node: Any, lookup: Callable[[str], Any], findings: Findings, path: str = "") -> Any:
-    """A copy of a tree with every reference replaced. One that cannot be resolved is reported and left unchanged.
+    """A copy of nested dicts and lists in which every reference in a text is replaced by what it refers to.
+
+    A text that is one reference takes the type of the value; within a longer text the value is inserted as text. A text
+    with a reference that cannot be resolved (see `_text`) is reported in `findings` under its dotted key and left
+    unchanged. Values that are not texts stay as they are.
 
     Args:
         lookup: dotted key → raw value, defaults included; raises KeyError.
@@ -44,6 +48,18 @@ def resolve(node: Any, lookup: Callable[[str], Any], findings: Findings, path: s
 
 
 def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    """A text with its references replaced, and those of the values inserted; an escaped `$\\{` becomes `${`.
+
+    A text that is one single reference returns the value with its type, which may be None; otherwise the result is a
+    text, with booleans in lower case.
+
+    Args:
+        seen: dotted keys that are being resolved, from the outermost on, to detect circles.
+
+    Raises:
+        _Unresolved: references that nest or are not closed, null inside a longer text, or anything that `_reference`
+            refuses.
+    """
     if text.count("${") != len(_REFERENCE.findall(text)):
         raise _Unresolved(
             "references do not nest and must be closed; only ${section.key} and ${oc.env:NAME} are understood"
@@ -53,6 +69,7 @@ def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any
         return _reference(only_reference[1].strip(), lookup, seen)
 
     def replacement(match: re.Match[str]) -> str:
+        """The text that replaces one match: `${` for an escape, otherwise the value of the reference as text."""
         if match[1] is None:
             return "$" + match[2] + "{"
         value = _reference(match[1].strip(), lookup, seen)
@@ -72,6 +89,11 @@ def escape(text: str) -> str:
 
 
 def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    """The resolved value of what stands between `${` and `}`: a dotted key, or `oc.env:NAME` with an optional fallback.
+
+    Raises:
+        _Unresolved: anything else, a circle, a key that does not exist, or a key of a section or list.
+    """
     environment = _ENV.fullmatch(name)
     if environment:
         return _variable(environment[1], environment[2])
@@ -89,6 +111,13 @@ def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -
 
 
 def _variable(name: str, fallback: str | None) -> str:
+    """The value of an environment variable, or the stripped fallback where the variable is not set; an empty value
+    counts as set.
+
+    Raises:
+        _Unresolved: a variable outside ENVIRONMENT, even with a fallback, or one that is not set and has no fallback
+            (None).
+    """
     if name not in ENVIRONMENT:
         allowed = ", ".join(sorted(ENVIRONMENT))
         raise _Unresolved(f"{name} may not be read from a configuration; the variables that may be are {allowed}")

@@ -21,7 +21,10 @@ from distill_rl.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file, changed by overrides.
+    """The configuration of a file, changed by overrides, with references resolved.
+
+    Checks keys and types only; the rules that values must obey are in `validate.problems`. `run.name` defaults to the
+    file's stem.
 
     Args:
         path: a YAML file; its `extends: other.yaml` (relative to the file) names a base, which may extend another.
@@ -53,7 +56,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
 
 
 def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
-    """The file merged over the files that it extends, or None with the reason in `findings`."""
+    """The file merged over the file that it extends, and so on, as a raw mapping; None with the reason in `findings`.
+
+    Args:
+        chain: resolved paths of the files that extend this one, from the outermost on; empty for the user's own file.
+    """
     file = path.resolve()
     if file in chain:
         circle = " -> ".join(entry.name for entry in (*chain[chain.index(file) :], file))
@@ -73,6 +80,13 @@ def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict
 
 
 def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
+    """The contents of one YAML file as nested dicts and lists with references unresolved; {} for an empty file.
+
+    None with the reason in `findings` if the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
+
+    Args:
+        chain: files that extend this one; the last is named in the message.
+    """
     named = f" (extended by {chain[-1].name})" if chain else ""
     if not path.is_file():
         kind = "is a folder, not a YAML file" if path.is_dir() else "no such file"
@@ -98,7 +112,11 @@ def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[
 
 
 def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
-    """Place and reason of a YAML error, from an exception of any class."""
+    """Place and reason of a YAML error, from an exception of any class.
+
+    Args:
+        named: text to append to the place, such as ` (extended by x.yaml)`.
+    """
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark is not None else path
     reason = getattr(error, "problem", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -109,6 +127,7 @@ def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
 
 
 def _name_run(raw: dict[str, Any], path: Path) -> None:
+    """Sets `run.name` in the raw mapping to the stem of the file, in place, where it is null, empty or not given."""
     run = raw.get("run")
     if run is None:
         run = raw["run"] = {}
@@ -117,7 +136,11 @@ def _name_run(raw: dict[str, Any], path: Path) -> None:
 
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:
-    """The raw value at a dotted key, or else the schema's default; KeyError if the schema has no such key."""
+    """The raw value at a dotted key, references in it unresolved, or else the schema's default.
+
+    Raises:
+        KeyError: the schema has no such key.
+    """
     parts = key.split(".")
     for tree in (raw, asdict(Config())):
         node: Any = tree
@@ -127,6 +150,7 @@ def _lookup(raw: dict[str, Any], key: str) -> Any:
             return node
         except (KeyError, IndexError, ValueError, TypeError):
             continue
-    if parts[0] == "teachers" and len(parts) > 2 and int(parts[1]) < len(raw.get("teachers") or ()):
+    index = parts[1] if parts[0] == "teachers" and len(parts) > 2 else ""
+    if index.isdecimal() and int(index) < len(raw.get("teachers") or ()):
         return _lookup(asdict(TeacherConfig()), ".".join(parts[2:]))
     raise KeyError(key)

@@ -31,7 +31,7 @@ PROMPT_TOKENS = 1024
 
 
 def target_bytes_per_token(export: str, entries: int, item_size: int) -> int:
-    """Bytes of the targets that a teacher sends per token, with the label's log-prob (fp32).
+    """Bytes of the targets that a teacher sends per token, the fp32 log-prob of the label included.
 
     Top-k targets also have an int32 id per entry, and the mass outside the top k (fp32).
 
@@ -89,7 +89,9 @@ class WorkerMemory:
 
 
 def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
-    """Estimates for the student, every running teacher and the evaluator, as far as the facts of their models are known.
+    """Estimates for the student, the running teachers and, with suites, the evaluator, in this order.
+
+    A worker whose model's facts are not known is left out.
 
     Args:
         slots: bytes of one slot, per running teacher.
@@ -157,6 +159,11 @@ def student_memory(
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
 
     and the activations of one micro-batch (`_activations`).
+
+    Args:
+        targets: bytes of the teachers' targets that a micro-batch reads.
+        heads: bytes of the teachers' output layers, and of the logits computed with them.
+        on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
     parallel = config.student.parallel
     tp, shards = parallel.tp, parallel.dp // parallel.replicas
@@ -216,6 +223,9 @@ def teacher_memory(
     """Peak of one teacher process: its weights over tp, the widest activations of one layer, the logits of one chunk.
 
     On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
+
+    Args:
+        targets: bytes of the ring or slots that the process holds.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
@@ -261,6 +271,11 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: 
 
     Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and the
     activations of the one layer that is being recomputed.
+
+    Args:
+        tokens: positions of the micro-batch, padding included.
+        item: bytes per element of the compute dtype.
+        tp: tensor-parallel size.
     """
     tp = 1 if model.family in FUSED else tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // tp

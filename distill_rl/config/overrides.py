@@ -17,7 +17,11 @@ from distill_rl.config.walk import Findings, item_kind, kind_at, unwrap
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Findings) -> None:
-    """Changes `raw` in place. An override that does not fit is reported in `findings`."""
+    """Puts `key=value` texts into the raw mapping, in place and in their order, so that later ones win.
+
+    Sections and list entries that the mapping lacks are created. An override that does not fit is reported in
+    `findings` and skipped. Unknown keys and wrong types are not noticed here, but by `walk.build`.
+    """
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -28,7 +32,11 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Fin
 
 
 def _parse(key: str, text: str) -> Any:
-    """The value of an override: text settings take it as typed, all others read it as YAML."""
+    """The value of an override, by the type of its setting in the schema.
+
+    Settings of text or choice take it as typed, without surrounding quotes; where null is allowed, `null`, `~` and an
+    empty text are None. All other settings, and unknown ones, read it as YAML.
+    """
     plain, optional = unwrap(kind_at(Config, key))
     if plain is str or get_origin(plain) is Literal:
         if optional and text in ("null", "~", ""):
@@ -39,6 +47,7 @@ def _parse(key: str, text: str) -> Any:
 
 
 def _scalar(text: str) -> Any:
+    """The text read as a YAML value; the text itself if it is not valid YAML."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
     except Exception:  # not YAML: taken as text, which the type check rejects if it must
@@ -47,6 +56,11 @@ def _scalar(text: str) -> Any:
 
 
 def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> None:
+    """Sets one value at a dotted key of the raw mapping, in place, creating what is missing on the way.
+
+    A list may grow by one entry; a section given as a value is merged into the one below it. A key that leads into a
+    single value, or a list index that does not fit, is reported in `findings` and the value is not set.
+    """
     parts = key.split(".")
     node: Any = raw
     for depth, part in enumerate(parts):
@@ -77,7 +91,16 @@ def _get(node: Any, slot: Any) -> Any:
 
 
 def _index(node: list, part: str, here: str, key: str, findings: Findings) -> int | None:
-    if not part.isdigit():
+    """The position in a list that a part of a dotted key names, which may be its length: an entry is to be added.
+
+    None with the reason in `findings` if the part is no number or a larger one.
+
+    Args:
+        part: the part of the key, such as `0`.
+        here: dotted key of the list.
+        key: the whole dotted key of the override, under which a problem is reported.
+    """
+    if not part.isdecimal():
         findings.add(key, f"{here} is a list; its entries are numbered from 0", remedy=f"for example {here}.0")
         return None
     if int(part) > len(node):
@@ -88,7 +111,9 @@ def _index(node: list, part: str, here: str, key: str, findings: Findings) -> in
 
 
 def _new_container(path: str) -> Any:
-    """Start value for a path that the file does not set: the schema's default list, or an empty section."""
+    """Start value for a dotted path that the file does not set: for a list, a copy of the schema's default, with
+    sections as dicts (empty within another list); for anything else, an empty section.
+    """
     kind = kind_at(Config, path)
     if item_kind(kind) is None:
         return {}
@@ -101,7 +126,11 @@ def _new_container(path: str) -> Any:
 
 
 def merge(below: Any, above: Any) -> Any:
-    """`below` overridden by `above`: sections key by key, everything else as a whole. An empty section changes nothing."""
+    """`below` overridden by `above`: mappings key by key, everything else as a whole.
+
+    Where `below` is a mapping, None in `above` changes nothing. Neither argument is modified, but the result shares
+    parts with them.
+    """
     if isinstance(below, dict) and above is None:
         return below
     if not (isinstance(below, dict) and isinstance(above, dict)):

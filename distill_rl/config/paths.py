@@ -12,7 +12,11 @@ _Text = TypeVar("_Text", str, str | None)
 
 
 def absolute(config: Config) -> Config:
-    """A copy in which every path that exists on this machine is absolute. Names on the hub stay as they are."""
+    """A copy in which every path that exists on this machine is absolute and `~` is expanded.
+
+    That includes globs in an existing folder, and always `run.dir`. Anything else, such as a name on the hub or of a
+    built-in suite, stays as it is.
+    """
     config = deepcopy(config)
     config.run.dir = str(Path(config.run.dir).expanduser().absolute())
     models: list[StudentConfig | TeacherConfig] = [config.student, *config.teachers]

@@ -55,7 +55,9 @@ Keys of sections that repeat (`teacher.*` like `policy.*`, evaluation and loggin
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """The whole of docs/configuration.md as Markdown: introduction, a table of settings per section, and the keys of
+    NeMo-RL.
+    """
     documentation = field_documentation()
     parts = [_INTRODUCTION.format(environment=", ".join(f"`{name}`" for name in sorted(ENVIRONMENT)), missing=MISSING)]
     for entry in fields(Config):
@@ -66,7 +68,7 @@ def reference() -> str:
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field in schema.py."""
+    """(class, field) → the string under the field in schema.py, on one line; fields without one are left out."""
     texts = {}
     for node in ast.parse(getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
@@ -79,7 +81,11 @@ def field_documentation() -> dict[tuple[str, str], str]:
 
 
 def _section(title: str, section: str, documentation: dict[tuple[str, str], str]) -> str:
-    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included."""
+    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included.
+
+    Args:
+        documentation: (class, field) → meaning; must contain every setting.
+    """
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     only = dict(NOT_AVAILABLE)
     for key, entry, kind in leaves(Config):
@@ -96,14 +102,17 @@ def _section(title: str, section: str, documentation: dict[tuple[str, str], str]
 
 
 def _owner(key: str) -> str:
-    """Name of the dataclass that defines the last part of a key."""
+    """Name of the dataclass of the schema that defines the last part of a dotted key, such as `teachers.0.model`."""
     kind: Any = Config
     for part in key.split(".")[:-1]:
-        kind = item_kind(kind) if part.isdigit() else hints(kind)[part]
+        kind = item_kind(kind) if part.isdecimal() else hints(kind)[part]
     return kind.__name__
 
 
 def _type(kind: Any) -> str:
+    """The type of a setting in words, as Markdown: a number, text, a list, or the choices of a Literal, and `null`
+    where allowed.
+    """
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))

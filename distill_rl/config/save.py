@@ -43,6 +43,7 @@ def require_no_secret(config: Config) -> None:
 
 
 def _escape(tree: Any) -> Any:
+    """A copy of nested dicts and lists in which every text reads back literally (see `interpolate.escape`)."""
     if isinstance(tree, dict):
         return {key: _escape(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -77,7 +78,10 @@ def decisive(config: Config) -> dict[str, Any]:
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every leaf of nested mappings and lists; a path is written `teachers.0.model`."""
+    """(path, value) of every leaf of nested mappings and lists, depth first; a path is written `teachers.0.model`.
+
+    Empty mappings and lists yield nothing.
+    """
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from flat(value, join(path, key))
@@ -86,6 +90,8 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers."""
+    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers, for instance to compare
+    a run with a resumed one.
+    """
     text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -25,9 +25,10 @@ RULES: dict[str, str] = {
 
 
 def problems(config: Config) -> list[str]:
-    """Every rule that a well-typed configuration breaks, one line each.
+    """Every rule that a well-typed configuration breaks, one line each; empty if it obeys all of them.
 
-    Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again: `load_config` does.
+    Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again:
+    `load_config` does.
     """
     return [
         *_single_values(config),
@@ -46,7 +47,7 @@ def problems(config: Config) -> list[str]:
 
 
 def notes(config: Config) -> list[str]:
-    """Settings that are allowed but may have a surprising effect, one line each."""
+    """Settings that are allowed but may have a surprising effect, one line each; empty if there are none."""
     lines = []
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
@@ -66,7 +67,7 @@ def notes(config: Config) -> list[str]:
 
 
 def values(config: Config, pattern: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a setting; one pair per teacher for `teachers[].x`."""
+    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
     if pattern.startswith("teachers[]."):
         key = pattern.removeprefix("teachers[].")
         for i, teacher in enumerate(config.teachers):
@@ -82,7 +83,11 @@ def _get(node: Any, path: str) -> Any:
 
 
 def _single_values(config: Config) -> Iterator[str]:
-    """The rules that stand beside the fields of the schema."""
+    """Problems of single settings, one line each: the rules that stand beside the fields of the schema, and the
+    validation share.
+
+    Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
+    """
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
             broken = None if value is None else _broken(rule, value)
@@ -95,7 +100,12 @@ def _single_values(config: Config) -> Iterator[str]:
 
 
 def _broken(rule: str, value: Any) -> str | None:
-    """What the value must be, if it breaks the rule."""
+    """What the value must be, in words, if it breaks the rule; None if it obeys.
+
+    Args:
+        rule: `not empty` (of a text), or a text with the word `positive`, `fraction` (in [0, 1]) or neither (0 or
+            more).
+    """
     if rule == "not empty":
         return None if value.strip() else "must not be empty"
     if "positive" in rule and value <= 0:
@@ -106,6 +116,11 @@ def _broken(rule: str, value: Any) -> str | None:
 
 
 def _names(config: Config) -> Iterator[str]:
+    """Problems of names, one line each.
+
+    `run.name` must name one folder; the teachers' names must be unique and, because actors are named after them, have
+    letters, digits, `-`, `_` and `.` only.
+    """
     name = config.run.name
     if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
         yield problem("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
@@ -122,7 +137,12 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    """The global batch must divide evenly over the ranks and micro-batches of the student and of every teacher."""
+    """Problems of the global batch, which must divide evenly over the ranks and micro-batches of the student and of
+    every running teacher.
+
+    One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive:
+    `_single_values` reports that.
+    """
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
     for teacher in running_teachers(config):
@@ -141,7 +161,11 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    """Hybrid sharding: each copy of the student's parameters is sharded over dp / replicas ranks."""
+    """Problems of hybrid sharding, one line each.
+
+    The student's replicas must divide its dp, since each copy of its parameters is sharded over dp / replicas ranks;
+    teachers must leave replicas at 1.
+    """
     dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
     if dp > 0 and replicas > 0 and dp % replicas:
         divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
@@ -154,7 +178,11 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def _rings(config: Config) -> Iterator[str]:
-    """The ring of every teacher must hold the rows that student and teachers work on at once."""
+    """Problems of `prefetch.slots`, one line per running teacher whose ring is too small.
+
+    A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss
+    needs it. Nothing without that setting, and nothing if other rules about batch and sizes are broken.
+    """
     slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
     if slots is None or slots <= 0 or unit is None or batch % unit:
         return  # reported by _single_values and _batch
@@ -176,6 +204,9 @@ def _unit(config: Config) -> int | None:
 
 
 def _losses(config: Config) -> Iterator[str]:
+    """Problems of the weights, one line each: both losses off, distillation without a teacher, or teachers whose
+    weights are all 0.
+    """
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
         yield problem("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
@@ -188,6 +219,9 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
+    """Problems of the teachers together, one line each: different scores, or a learnable projection although no teacher
+    can use the loss xtoken.
+    """
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
         yield problem("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
@@ -198,11 +232,16 @@ def _teachers(config: Config) -> Iterator[str]:
 
 
 def _losses_named(config: Config) -> set[str]:
-    """The cross-tokenizer losses that a teacher may use, depending on its tokenizer."""
+    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer; `same` and an empty text may be
+    among them.
+    """
     return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
 
 
 def _aligner(config: Config) -> Iterator[str]:
+    """Problems of the aligners, one line each: a share of 1 GPU or more, and a CUDA backend without a share or without
+    workers.
+    """
     aligner = config.aligner
     if aligner.num_gpus >= 1:
         rule = "must be less than 1: the ranks need the rest of the GPU"
@@ -215,6 +254,11 @@ def _aligner(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
+    """Problems of the optimizer and its schedule, one line each.
+
+    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps or, if that is null,
+    train.steps.
+    """
     betas = config.optimizer.betas
     if len(betas) != 2:
         yield problem("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
@@ -230,6 +274,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
+    """Problems of the checkpoints, one line each: `keep_best` without validation, and a `resume` of an unknown form."""
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
         if config.evaluate.every <= 0:
@@ -245,7 +290,9 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
-    """Rules that belong to no group."""
+    """Problems that belong to no group, one line each: length of the run, liger with tensor parallelism, suites without
+    data, transport `local`.
+    """
     if config.train.steps is None and config.train.epochs is None:
         yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
     student = config.student
@@ -260,6 +307,7 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def _not_available(config: Config) -> Iterator[str]:
+    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE), one line each."""
     for pattern, only in NOT_AVAILABLE:
         for key, value in values(config, pattern):
             if value != only:

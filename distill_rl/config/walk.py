@@ -30,8 +30,11 @@ class Findings:
         self.keys: set[str] = set()
 
     def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
-        """
+        """Adds one problem as a line, and notes the keys that it concerns.
+
         Args:
+            key: dotted key or other name of what is wrong.
+            rule, value, remedy: as for `DistillError`.
             suspect: the key that was probably meant, if `key` is unknown.
         """
         self.lines.append(str(ConfigError(key, rule, value, remedy)))
@@ -63,20 +66,23 @@ def item_kind(kind: Any) -> Any:
 
 
 def default_of(entry: Field) -> Any:
-    """Default value of a field; MISSING if it must be given."""
+    """Default value of a field, a fresh one for each call; `dataclasses.MISSING` if the field has none."""
     if entry.default_factory is not NO_DEFAULT:
         return entry.default_factory()
     return entry.default
 
 
 def kind_at(section: type, path: str) -> Any:
-    """Type in the schema at a dotted path (`teachers.0.model`), or None."""
+    """Type in the schema at a dotted path (`teachers.0.model`), or None if there is none.
+
+    A list takes any index. An optional type is returned as written, `| None` included.
+    """
     kind: Any = section
     for part in path.split("."):
         kind, _ = unwrap(kind)
         if is_dataclass(kind):
             kind = hints(kind).get(part)  # type: ignore[arg-type]
-        elif item_kind(kind) is not None and part.isdigit():
+        elif item_kind(kind) is not None and part.isdecimal():
             kind = item_kind(kind)
         else:
             return None
@@ -84,7 +90,12 @@ def kind_at(section: type, path: str) -> Any:
 
 
 def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
-    """Every setting of the schema as (dotted path, field, type), with `0` for list indices."""
+    """Every setting of the schema as (dotted path, field, type), sections entered; a list of sections is entered once,
+    with index `0`.
+
+    Args:
+        path: dotted path of the section, put in front of all paths.
+    """
     for entry in fields(section):
         kind, key = hints(section)[entry.name], join(path, entry.name)
         inner = item_kind(kind)
@@ -97,7 +108,16 @@ def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 
 def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
-    """An instance of `section`. A problem is added to `findings`, and the setting keeps its default."""
+    """An instance of a section of the schema from a raw mapping; keys that the mapping lacks take their defaults.
+
+    An unknown key or a wrong type is added to `findings`, and the setting keeps its default. A required value that is
+    missing is reported and stays `"???"`. Nothing is raised for bad input.
+
+    Args:
+        section: a dataclass of the schema.
+        raw: nested mappings and lists with references resolved.
+        path: dotted key of the section, for messages.
+    """
     names = {entry.name for entry in fields(section)}
     for key in raw:
         if key not in names:
@@ -118,6 +138,12 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
 
 
 def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
+    """The value of one setting, checked against its type; sections and lists are built recursively.
+
+    A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None
+    as an empty section. A value of another type is reported in `findings`, and the default is returned instead; for a
+    list entry that is `"???"`.
+    """
     plain, optional = unwrap(kind)
     if value is None and optional:
         return None
@@ -146,6 +172,7 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
 
 
 def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
+    """Reports a value that is none of a Literal's choices, with the most similar choice, and returns the default."""
     choices = get_args(kind)
     near = difflib.get_close_matches(str(value), choices, n=1)
     remedy = f"did you mean {near[0]}?" if near else ""
@@ -154,6 +181,14 @@ def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: 
 
 
 def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
+    """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist.
+
+    The key that was probably meant counts as reported too (`Findings.keys`).
+
+    Args:
+        section: dataclass of the schema in which the key stands.
+        path: dotted key of that section.
+    """
     full = join(path, key)
     if key == "_target_":
         findings.add(full, "a configuration never names code to run", remedy="remove it")
@@ -193,6 +228,7 @@ def _nearest(section: type, key: str, path: str) -> str:
 
 
 def _expected(kind: Any) -> str:
+    """The type of a setting in words, for `must be ...`: `a whole number or null`. Not for Literals."""
     plain, optional = unwrap(kind)
     inner = item_kind(plain)
     if is_dataclass(plain):
@@ -205,6 +241,7 @@ def _expected(kind: Any) -> str:
 
 
 def _example(kind: Any, default: Any) -> str:
+    """A value to show after `key=` in a message: the default if it says something, else an example by type."""
     plain, _ = unwrap(kind)
     if default not in (None, "", MISSING, NO_DEFAULT) and not is_dataclass(default):
         return as_yaml(default)
@@ -214,6 +251,12 @@ def _example(kind: Any, default: Any) -> str:
 
 
 def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
+    """What to do about a value of the wrong type: quote it, indent the keys of a section, or an example of a valid
+    override.
+
+    Args:
+        plain: type of the setting, without None.
+    """
     if plain is str and isinstance(value, int | float):
         return f"""put it in quotes: {key.rpartition(".")[2]}: "{as_yaml(value)}" """.rstrip()
     if is_dataclass(plain):

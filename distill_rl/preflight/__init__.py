@@ -41,10 +41,11 @@ class Checked:
         """The configuration, for a command that starts something with it.
 
         Args:
-            further: problems that only this command has; those with a key that has a problem already are dropped.
+            further: returns problems that only this command has, one line each; those with a key that has a problem
+                already are dropped. It is not called if there is no configuration.
 
         Raises:
-            ConfigError: there is a problem, or something could not be checked.
+            ConfigError: there is a problem, or something could not be checked; all lines at once.
         """
         lines = [*self.problems, *self.unreachable]
         reported = {text.partition(":")[0] for text in lines}
@@ -56,11 +57,14 @@ class Checked:
 
 
 def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = False, download: bool = True) -> Checked:
-    """Reads, validates and inspects a configuration, so that a user sees every problem at once.
+    """Reads, validates and inspects a configuration, so that a user sees every problem at once; raises nothing for bad
+    input.
 
-    A key with an invalid value has its default in the later checks, and their problems with that key are dropped.
+    A key with an invalid value has its default in the later checks, and their problems with that key are dropped. If a
+    file of the configuration cannot be read, nothing else is checked.
 
     Args:
+        overrides: `key=value`, as for `load_config`.
         clean: whether the run directory may hold an earlier run, which will be deleted.
         download: as for `inspect`.
     """
@@ -74,7 +78,11 @@ def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = Fal
 
 
 def inspect(config: Config, *, download: bool = True) -> Checked:
-    """Opens everything that the configuration names. A hub name that cannot be reached is listed as `unreachable`.
+    """Opens what the configuration names (models, tokenizers, data, suites) and compares it with the settings and this
+    machine.
+
+    A hub name that cannot be reached is listed as `unreachable`. Neither the configuration's own rules nor the run
+    directory are checked; see `gather`.
 
     Args:
         download: download a hub data set to inspect it; otherwise only its existence is checked.
@@ -108,7 +116,11 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
 
 
 def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
-    """Settings that exceed a model: too few positions, attention heads or embedding rows."""
+    """Settings that exceed a model, one line each: too few positions, attention heads or embedding rows.
+
+    Args:
+        models: student and running teachers; one without a readable configuration is skipped.
+    """
     from distill_rl.models.families import tensor_parallel_problems
 
     for model in models:

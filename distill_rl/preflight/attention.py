@@ -42,10 +42,14 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
 
 
 def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]:
-    """Checks that a model has enough positions for `data.max_length`, and for the padded width of such rows.
+    """Problems if a model has too few positions for `data.max_length`, or for the padded width of such rows; at most
+    one.
 
     The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
-    family that is not tested.
+    family that is not tested. A model that states no number of positions has no problem.
+
+    Args:
+        gpus: number of GPUs; the padded width differs with and without.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None:

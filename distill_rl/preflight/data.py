@@ -17,9 +17,14 @@ SAMPLED_ROWS = 64
 
 
 def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, *, download: bool) -> Facts:
-    """Opens the data as the loader will, reads a sample of rows, and counts the documents.
+    """Opens the data as the loader will, reads a sample of rows, and counts the training documents.
+
+    Problems are added to `findings`: rows, too few documents, chat templates, `data.loss_on`, and, if there is no
+    problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` alone, or
+    nothing if the data could not be opened.
 
     Args:
+        student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
         download: download a hub data set; otherwise only its existence is checked.
     """
     from distill_rl.data.sources import HubError, is_hub_name, open_source, split_validation
@@ -61,7 +66,10 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
 
 
 def _check_rows(source: Any, findings: Findings) -> None:
-    """Reads rows at the start and evenly spaced ones until one is bad. The loader checks every row it reads."""
+    """Reads rows at the start and evenly spaced ones until one is bad, and adds that one's error to `findings`.
+
+    The loader checks every row it reads.
+    """
     count, num_problems = len(source), len(findings.problems)
     stride = max(1, count // SAMPLED_ROWS)
     for row in sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, stride)}):
@@ -71,7 +79,10 @@ def _check_rows(source: Any, findings: Findings) -> None:
 
 
 def suite_problems(config: Config, student: Opened) -> list[str]:
-    """Unknown suites, bad data, and suites of chats for a student without a chat template."""
+    """Unknown suites, bad data, and suites of chats for a student without a chat template, one line each.
+
+    Nothing if the run has no suites, or suites without data, which the rules of the configuration report.
+    """
     evaluate = config.evaluate
     if not (evaluate.suites and evaluate.data):
         return []  # the rules of the configuration report suites without data

@@ -43,7 +43,14 @@ class Job:
 
 
 def prepare(config: Config, paths: RunPaths) -> Job:
-    """Opens the data of a configuration that has passed preflight, and builds the missing projections."""
+    """The job of a configuration that has passed preflight: opens the data, computes fingerprints, builds missing
+    projections.
+
+    Downloads hub models and data, projections are kept in `run.dir/.projections`, and no weights are loaded.
+
+    Raises:
+        ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
+    """
     source = open_source(config.data)
     train, validation = split_validation(source, config.data, config.run.seed)
     tokenizer = tokenizer_of(config.student)
@@ -91,6 +98,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
 
 
 def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
+    """Sizes of a model, from its configuration and the headers of its weights; downloads a hub model."""
     return read_model_facts(
         resolve(model.model, model.revision, weights=True), read_config(model.model, model.revision)
     )
@@ -99,6 +107,14 @@ def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
 def _cross_tokenizer_spec(
     config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any
 ) -> CrossTokenizerSpec | None:
+    """How the student learns from one teacher; None if both have the same tokenizer.
+
+    The projection is that of `projection.path`, or one for the two tokenizers that is built once and kept in
+    `run.dir/.projections`.
+
+    Raises:
+        ConfigError: the settings do not allow another tokenizer, or the projection cannot be built or written.
+    """
     same = tokenizer_hash(student_tokenizer) == tokenizer_hash(teacher_tokenizer)
     method = cross_tokenizer_loss(config, teacher, same=same)
     if method is None:
@@ -128,7 +144,11 @@ def _cross_tokenizer_spec(
 
 
 def _template_fingerprints(source: Source, tokenizers: Mapping[str, Any]) -> dict[str, str]:
-    """Hashes of the tokenizers' chat templates, by fingerprint name; none if the data are plain text."""
+    """Fingerprint name → sha256 (hex) of the tokenizer's chat template; empty if the data are plain text.
+
+    Args:
+        tokenizers: by the name of the fingerprint.
+    """
     if source.kind != "messages":
         return {}
     texts = {name: json.dumps(tokenizer.chat_template, sort_keys=True) for name, tokenizer in tokenizers.items()}
@@ -136,7 +156,10 @@ def _template_fingerprints(source: Source, tokenizers: Mapping[str, Any]) -> dic
 
 
 def _model_fingerprints(config: Config) -> dict[str, str]:
-    """Hashes of the student's shape and of every running teacher. Downloads hub models, once for all workers."""
+    """Hashes, by name, of the student's config.json and of every running teacher's model folder.
+
+    Downloads hub models, weights included, so that all workers find them in the cache.
+    """
     student = resolve(config.student.model, config.student.revision, weights=True)
     teachers = {
         f"teacher {teacher.name}": fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))

@@ -16,7 +16,7 @@ from distill_rl.transport.choose import expected
 
 
 def extra_problems(config: Config) -> Iterator[str]:
-    """Settings that need a package of an extra that is not installed."""
+    """Settings that need a package of an extra that is not installed on this machine, one line each."""
     needs_dashboard = config.ray.dashboard and config.ray.address is None
     extras = {
         "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
@@ -32,7 +32,13 @@ def extra_problems(config: Config) -> Iterator[str]:
 
 
 def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
-    """What `student.kernels: liger` needs besides its package."""
+    """What `student.kernels: liger` lacks besides its package, one line each: a GPU, and a model that liger supports.
+
+    Nothing for other kernels. GPUs are not required here if the run joins a cluster.
+
+    Args:
+        gpus: number visible on this machine.
+    """
     from distill_rl.models.kernels import liger_problems
 
     if config.student.kernels != "liger":
@@ -45,10 +51,14 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
 
 
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
-    """Too few GPUs for the parallel layout, or none that the aligners or the transport need.
+    """Too few GPUs for the parallel layout, or none that the aligners or the transport need, one line each.
 
     Colocated workers share GPUs rank by rank, so the largest group determines how many are needed. Disaggregated
-    workers need one each. On CPUs any number of processes may share the cores. A cluster checks this at placement.
+    workers need one each. On CPUs any number of processes may share the cores. A cluster checks this at placement, so
+    nothing is reported if the run joins one.
+
+    Args:
+        gpus: number visible on this machine.
     """
     if config.ray.address is not None:
         return
@@ -73,7 +83,12 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
-    """What the aligners' CUDA kernel needs here. Numba's simulator, which replaces a GPU in tests, needs nothing."""
+    """What the aligners' CUDA kernel lacks on this machine, at most one line. Numba's simulator, which replaces a GPU
+    in tests, needs nothing.
+
+    Args:
+        gpus: number visible on this machine.
+    """
     from distill_rl.align.dp.device import missing_for_cuda
 
     missing = missing_for_cuda()
@@ -84,9 +99,11 @@ def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
 
 
 def space_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """Too little disk space for the checkpoints that are kept, one being written, the export and copies to evaluate.
+    """At most one problem: too little disk space for the checkpoints kept, one being written, the export and copies to
+    evaluate.
 
-    A checkpoint needs 12 bytes per parameter: master weights and two optimizer moments in fp32.
+    A checkpoint needs 12 bytes per parameter: master weights and two optimizer moments in fp32. Nothing is reported if
+    the student's size or the disk is not known.
     """
     if facts.student is None:
         return

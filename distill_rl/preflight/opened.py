@@ -45,9 +45,13 @@ class Findings:
     unreachable: list[str] = field(default_factory=list)
 
     def attempt(self, key: str, read: Callable[[], Any], *, let_pass: type[Exception] | tuple[()] = ()) -> Any:
-        """The result of `read`, or None with its error as a problem.
+        """The result of `read`, or None with its error added to `problems`.
 
         Every exception is caught, because damaged files can raise anything.
+
+        Args:
+            key: the setting that the problem is about, with which its lines begin.
+            let_pass: exceptions that are raised to the caller instead.
         """
         try:
             return read()
@@ -85,7 +89,10 @@ def _open(opened: Opened, findings: Findings) -> None:
 def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *, needed: bool) -> None:
     """Fills `config`, `stops` and `facts` of `opened` from config.json and the headers of the weights.
 
+    What fails is added to the findings. If the folder itself has a problem, nothing is filled.
+
     Args:
+        key: the setting, for messages.
         needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
             downloaded), they only leave `facts` None.
     """
@@ -103,6 +110,15 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
 
 
 def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Path | None:
+    """The local folder of a model or tokenizer, which may be in the hub's cache; None if there is none.
+
+    The findings say why, except for a name that is missing (`???`) or blank, which the rules of the configuration
+    report.
+
+    Args:
+        key: the setting that holds the name, for messages.
+        revision: of a hub repository; None: its default.
+    """
     from distill_rl.models.facts import locate
 
     if name == MISSING or not name.strip():
@@ -114,6 +130,10 @@ def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Pa
 
 
 def _open_tokenizer(key: str, folder: Path, opened: Opened, findings: Findings) -> None:
+    """Fills `tokenizer`, `vocabulary_size` and `tokenizer_hash` of `opened` from the files in a folder.
+
+    If the tokenizer cannot be read, they stay None and the findings say why.
+    """
     from distill_rl.models.hub import read_tokenizer, tokenizer_hash, vocabulary_size
 
     opened.tokenizer = findings.attempt(key, lambda: read_tokenizer(folder))

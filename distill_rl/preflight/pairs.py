@@ -19,7 +19,16 @@ ALIGNED_CHARACTERS = 2000
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Problems with the vocabularies; sets `cross_tokenizer_loss` of the teachers on the way."""
+    """Problems with the vocabularies, one line each; sets `cross_tokenizer_loss` of the teachers on the way.
+
+    A tokenizer that the settings do not allow, an unsuitable export or common vocabulary, and a `loss.top_k` above the
+    vocabulary. Pairs of which a tokenizer could not be read are skipped. The iterator must be exhausted, since
+    `data_facts` and `projection_problems` use what it sets.
+
+    Args:
+        teachers: the running teachers, in the order of the configuration.
+    """
+    same_tokenizer_topk = False
     for teacher, settings in zip(teachers, running_teachers(config)):
         student_hash, teacher_hash = student.tokenizer_hash, teacher.tokenizer_hash
         if not student_hash or not teacher_hash:
@@ -32,14 +41,22 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
             continue
         if teacher.cross_tokenizer_loss is not None:
             yield from _pair_problems(config, settings, student, teacher)
+        elif settings.export == "topk":
+            same_tokenizer_topk = True
     size = student.vocabulary_size
-    if size is not None and any(model.cross_tokenizer_loss is None for model in teachers) and config.loss.top_k > size:
+    if same_tokenizer_topk and size is not None and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the student's tokenizer"
         yield problem("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
 
 
 def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, teacher: Opened) -> Iterator[str]:
-    """Problems with one teacher that has another tokenizer: its export, `loss.top_k`, and the common vocabulary."""
+    """Problems with one teacher that has another tokenizer, one line each: its export, `loss.top_k`, and the common
+    vocabulary.
+
+    Args:
+        settings: those of the teacher.
+        teacher: with `cross_tokenizer_loss` set and its tokenizer open, like the student's.
+    """
     from distill_rl.align import Vocabulary
     from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 
@@ -69,7 +86,12 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
 
 
 def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """A projection given by the user must fit the only teacher that has another tokenizer."""
+    """Problems with a projection given by the user, which must fit the only teacher that has another tokenizer; at most
+    one line.
+
+    Nothing if `projection.path` is null. The teachers must have their `cross_tokenizer_loss` set
+    (`vocabulary_problems`).
+    """
     from distill_rl.align import Vocabulary
     from distill_rl.align.projection import load_projection
 
@@ -86,6 +108,11 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
         return
 
     def read() -> None:
+        """Reads the projection.
+
+        Raises:
+            ConfigError: it does not fit the two tokenizers, or is not valid.
+        """
         try:
             load_projection(
                 Path(path).expanduser(),
@@ -103,10 +130,12 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
 
 
 def template_problems(config: Config, kind: str, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Every tokenizer that turns chat messages into text needs a chat template.
+    """Tokenizers without the chat template that they need to turn chat messages into text, one line each.
+
+    These are the student's, and those of teachers with another tokenizer.
 
     Args:
-        kind: `text` or `messages`.
+        kind: kind of the data, `text` or `messages`; text needs no template.
     """
     if kind != "messages":
         return
@@ -118,9 +147,12 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
 
 
 def check_alignment(config: Config, source: Any, student: Opened, teachers: list[Opened], findings: Findings) -> None:
-    """Aligns a sample of documents with every cross-tokenizer teacher.
+    """Aligns a sample of documents with every cross-tokenizer teacher, and adds what is wrong to the findings.
 
     If none aligns anywhere, training would have no effect; a chat that a template refuses would end the run later.
+
+    Args:
+        source: the training documents, indexed from 0.
     """
     for teacher in teachers:
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
@@ -128,6 +160,13 @@ def check_alignment(config: Config, source: Any, student: Opened, teachers: list
 
 
 def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened) -> None:
+    """Checks that one of the first ALIGNED_ROWS documents has a chunk that student and teacher have in common.
+
+    Documents without any content pass.
+
+    Raises:
+        ConfigError: none has, or a document cannot be aligned at all, for instance because a chat template refuses it.
+    """
     from distill_rl.align import TokenAligner
 
     settings = config.aligner

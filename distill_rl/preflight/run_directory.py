@@ -29,7 +29,12 @@ def paths_of(config: Config) -> RunPaths:
 
 
 def problems(config: Config, *, clean: bool) -> list[str]:
-    """Why the run directory cannot be used, one line per reason."""
+    """Why the run directory cannot be used, one line per reason; changes nothing, apart from a probe file that is
+    removed.
+
+    Args:
+        clean: whether an earlier run in it will be deleted. A run that resumes may find one, too.
+    """
     root = paths_of(config).root
     lines = list(_folder_problems(root, clean=clean, resume=config.checkpoint.resume is not None))
     if clean and config.checkpoint.resume is not None:
@@ -42,7 +47,11 @@ def problems(config: Config, *, clean: bool) -> list[str]:
 
 
 def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
-    """At most one problem with what is in the place of the run directory now."""
+    """At most one problem with what is in the place of the run directory now: a file, a link that leads outside, or
+    other contents.
+
+    Contents that are allowed: none but SUBMISSION, anything with `resume`, and an earlier run with `clean`.
+    """
     if root.exists() and not root.is_dir():
         yield problem(
             f"{root}", "the run directory must be a directory", "a file", "choose another run.name or run.dir"
@@ -64,8 +73,11 @@ def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
 def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     """Creates the run directory, closes it to other users' writes, and locks it until the block ends.
 
+    With `clean`, its contents are deleted first. Creates the folder of logs of this attempt, to which `logs/latest` is
+    set, and writes config.yaml unless there is one. Yields the paths with the number of the attempt.
+
     Raises:
-        ConfigError: another process uses it.
+        ConfigError: another process uses it, or a batch script gives a bad number of the attempt.
     """
     paths = paths_of(config)
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -101,7 +113,8 @@ def record_config(config: Config, paths: RunPaths) -> None:
 
 
 def _attempt(logs: Path) -> int:
-    """The number of this start of the run: given by the batch script, or one more than the highest existing number.
+    """The number of this start of the run, from 1: given by the batch script, or one more than the highest in the
+    folder of logs.
 
     Raises:
         ConfigError: the batch script gives something other than a number from 1.
@@ -117,7 +130,9 @@ def _attempt(logs: Path) -> int:
 
 
 def _point_latest_at(folder: Path) -> None:
-    """Makes `latest`, beside the folder, a relative link to it. It is replaced atomically, so that it always exists."""
+    """Makes `latest`, beside the folder, a relative link to it, replacing an earlier link atomically, so that it always
+    exists.
+    """
     link = folder.with_name(f".latest.{os.getpid()}")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
@@ -125,7 +140,9 @@ def _point_latest_at(folder: Path) -> None:
 
 
 def _link_to_outside(root: Path) -> Path | None:
-    """The run directory, or an entry of it that runs write to, if it is a link to somewhere outside."""
+    """The run directory if it is a link itself, or an entry of it, of its logs or checkpoints that links to somewhere
+    outside; None if there is none.
+    """
     if root.is_symlink():
         return root
     within = root.resolve()
@@ -137,10 +154,16 @@ def _link_to_outside(root: Path) -> Path | None:
 
 
 def _entries(root: Path) -> list[Path]:
+    """What is in the run directory, without the lock file."""
     return [entry for entry in root.iterdir() if entry.name != _LOCK]
 
 
 def _writable(root: Path) -> bool:
+    """Whether a file can be made in the run directory or, if it does not exist, in the nearest folder above it that
+    does.
+
+    Makes and removes a probe file there.
+    """
     folder = root
     while not folder.exists():
         folder = folder.parent

@@ -14,10 +14,14 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_cli(arguments: Sequence[str]) -> int:
-    """Runs `distill-rl` with its output on ours; returns its exit code (128 + n if signal n ended it).
+    """Runs `distill-rl` with its output on ours, waits for it and returns its exit code (128 + n if signal n ended it).
 
-    The child has its own process group, so that Ctrl-C reaches it once, through this process. A second one would end it before
-    it has stopped the processes that it started.
+    SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the child meanwhile. Call it in the main thread. The
+    child has its own process group, so that Ctrl-C reaches it once, through this process. A second one would end it
+    before it has stopped the processes that it started.
+
+    Args:
+        arguments: those of the command line, without the program's name.
     """
     command = [sys.executable, "-m", "distill_rl", *arguments]
     child: subprocess.Popen[bytes] | None = None
@@ -39,6 +43,7 @@ def run_cli(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Gives the signals in FORWARDED to `handler` until the block ends, then restores their previous handlers."""
     previous = {signal_number: signal.signal(signal_number, handler) for signal_number in FORWARDED}
     try:
         yield
@@ -48,5 +53,9 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def _environment() -> dict[str, str]:
-    """Offline, with one thread per process: more threads slow down models of this size."""
+    """The environment of the child: offline, with one thread per process, unless this process's environment says
+    otherwise.
+
+    More threads slow down models of this size.
+    """
     return {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **os.environ}

@@ -92,7 +92,10 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
 
 
 def draw_rows(seed: int, recipe: Recipe) -> Rows:
-    """The data of a seed. Every prompt occurs once in all three sets together."""
+    """The problems of the data files, by seed and recipe alone. Every prompt occurs once in all three sets together.
+
+    A share `recipe.wrong_share` of the training problems has a wrong answer.
+    """
     test = list(islice(draw_problems(f"{seed} test"), recipe.test_rows))
     taken = {problem.prompt for problem in test}
     validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
@@ -107,6 +110,11 @@ def teacher_problems(seed: int, rows: Rows) -> Iterator[Problem]:
 
 
 def _make(material: Material, seed: int, recipe: Recipe) -> None:
+    """Makes the data files, both tokenizers and both models in the folder of `material`, and trains the teacher; takes
+    a while.
+
+    The folder must not exist.
+    """
     from transformers.utils import logging
 
     from distill_rl.quickstart.pretrain import new_model, train_teacher
@@ -133,11 +141,15 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Writes one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 @contextmanager
 def _lock(root: Path) -> Iterator[None]:
+    """Holds the lock of the folder of all materials until the block ends, after waiting for any other process that
+    holds it.
+    """
     with (root / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

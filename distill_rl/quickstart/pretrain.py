@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A Llama with random weights that depend on `seed` alone; fp32, on the CPU."""
+    """A Llama with random weights that depend on `seed` alone; fp32, on the CPU. The caller's random state is left
+    unchanged.
+
+    Args:
+        recipe: positions and initialiser range.
+        tokenizer: determines the vocabulary size and the ids of bos, eos and padding.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,8 +50,9 @@ def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
 def train_teacher(
     teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Iterator[Problem], recipe: Recipe
 ) -> None:
-    """Trains the teacher in place with cross-entropy on right answers, each problem once, and shows progress on stderr.
+    """Trains the teacher in place with cross-entropy on the answers, each problem once, and shows progress on stderr.
 
+    Takes `teacher_steps` batches of `teacher_batch` problems from `problems`, and leaves the model in evaluation mode.
     Uses one thread, so that a seed gives the same teacher on any number of cores.
     """
     import torch
@@ -71,7 +78,11 @@ def train_teacher(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple[Tensor, Tensor]:
-    """Input ids and labels, int64 [R, S], padded on the right. Labels are shifted, and IGNORE_INDEX outside the answers."""
+    """Input ids and labels of chats made of the problems, both int64 [R, S], padded on the right to the longest row.
+
+    Labels are shifted (position s predicts labels[s]), and IGNORE_INDEX outside the answers. `problems` must not be
+    empty.
+    """
     import torch
 
     rows: list[Any] = [
@@ -97,6 +108,7 @@ def _learning_rate(step: int, recipe: Recipe) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
+    """Lets torch use one thread inside the block, and the previous number afterwards."""
     import torch
 
     threads = torch.get_num_threads()

@@ -57,10 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """All steps, in the order in which a user would run them.
+    """Makes the material, trains the student and its control, scores four models, and prints and writes the results.
+
+    Options are those of `_parser`. Writes summary.json and report.html into the run directory.
+
+    Returns:
+        0; 1 if distillation did not beat its control; or the exit code of a training that failed or was stopped.
 
     Raises:
-        ConfigError: a run directory that is in use (without --clean), or an override that a flag replaces.
+        ConfigError: a run directory that is in use (without --clean), an override that a flag replaces, or no
+            configuration file.
     """
     start = time.perf_counter()
     run = CROSS_NAME if options.cross else NAME
@@ -90,7 +96,11 @@ def quickstart(options: argparse.Namespace) -> int:
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
-    """0 if the distilled student is better than its control; otherwise 1, with an error message."""
+    """0 if the distilled student scores higher than its control; otherwise 1, after an error message on stderr.
+
+    Args:
+        summary: as `summarise` returns it.
+    """
     if summary["student_after"] > summary["ce_only"]:
         return 0
     print(
@@ -102,7 +112,14 @@ def verdict(summary: Mapping[str, Any]) -> int:
 
 
 def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
-    """Exact match of every model on the held-out questions, by name and in the order of MODELS; written to <run>/evals too."""
+    """The result of the suite SUITE on the held-out questions for every model, by name and in the order of MODELS.
+
+    Runs the models in this process. Writes the results to `<run>/evals/<name>`, replacing earlier ones, and removes
+    `evals/student`, the score of the export that `train` left.
+
+    Args:
+        paths, control: run directories with exported students, of the distillation and its control.
+    """
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options, load_questions
     from distill_rl.evals.progress import ConsoleProgress
@@ -124,6 +141,11 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
     """Contents of summary.json: exact match (0 to 1) by model, with 95 % intervals and per task, speed, time and seed.
 
     With two tokenizers, also how well they match (`alignment`).
+
+    Args:
+        scores: as `score_all` returns them.
+        seconds: time of the whole quickstart.
+        metrics: metrics.jsonl of the distillation.
     """
     return {
         **{name: scores[name]["score"] for name in MODELS},
@@ -150,7 +172,9 @@ def alignment(metrics: Path) -> dict[str, float]:
 
 
 def tokens_per_second(metrics: Path) -> float:
-    """Trained tokens (those of the answers) per second of training steps, from a run's metrics.jsonl."""
+    """Trained tokens (those of the answers) per second of training steps, from a run's metrics.jsonl; 0 if it holds no
+    steps.
+    """
     tokens, seconds, last_step = 0.0, 0.0, 0
     for record in read_records(metrics):
         if TOKENS in record and SECONDS in record:
@@ -162,6 +186,9 @@ def tokens_per_second(metrics: Path) -> float:
 
 
 def _settings(options: argparse.Namespace, material: Material) -> list[str]:
+    """Overrides (`key=value`) that set the folder and seed of a run from the options, and its models and data to the
+    material.
+    """
     return [
         f"run.dir={options.runs}",
         f"run.seed={options.seed}",
@@ -174,7 +201,15 @@ def _settings(options: argparse.Namespace, material: Material) -> list[str]:
 
 
 def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
-    """Reports problems that `train` would find only after minutes of other work."""
+    """Reports problems that `train` would find only after minutes of other work.
+
+    Args:
+        config: the configuration file of the runs.
+        runs: directories of the runs, which must not hold a run unless `options.clean` is set.
+
+    Raises:
+        ConfigError: all problems at once: overrides that a flag replaces, directories in use, no configuration file.
+    """
     problems = [
         str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
         for text in options.overrides
@@ -193,6 +228,7 @@ def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) 
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser of the quickstart's options; its result is what `quickstart` takes."""
     parser = argparse.ArgumentParser(
         prog="python -m distill_rl.quickstart",
         description="Distil a small student that sorts, train the same student on the same noisy answers without a "

@@ -27,7 +27,13 @@ distillation wins. Without wrong answers the two would tie."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Prints exact match per model, with 95 % intervals and per task; with two tokenizers also how well they match."""
+    """Prints exact match per model, with 95 % intervals and per task, and notes; with two tokenizers also how well they
+    match.
+
+    Args:
+        scores: result of the suite by model, with the names of ROWS.
+        summary: as `run.summarise` returns it.
+    """
     from rich import box
     from rich.table import Table
 

@@ -27,7 +27,10 @@ class Problem:
 
 
 def draw_problem(generator: random.Random, task: str) -> Problem:
-    """A random problem of one task, with distinct items."""
+    """A random problem of one task, with distinct items: 4 to 7 digits, or 3 to 6 words.
+
+    Advances `generator`.
+    """
     pool, (fewest, most) = (WORDS, WORDS_PER_PROBLEM) if "words" in task else (DIGITS, DIGITS_PER_PROBLEM)
     items = generator.sample(pool, generator.randint(fewest, most))
     answer = sorted(items, reverse=task.endswith("down"))
@@ -38,7 +41,7 @@ def draw_problems(seed: str, forbidden: Collection[str] = ()) -> Iterator[Proble
     """An endless series of problems that cycles through the tasks and never repeats a prompt.
 
     Args:
-        seed: of the series.
+        seed: determines the whole series, together with `forbidden`.
         forbidden: prompts that must not occur.
     """
     generator = random.Random(seed)
@@ -53,7 +56,7 @@ def draw_problems(seed: str, forbidden: Collection[str] = ()) -> Iterator[Proble
 
 
 def wrong_answer(generator: random.Random, problem: Problem) -> str:
-    """The right items in a wrong order."""
+    """The right items of a problem in a random wrong order; the problem must have at least two different items."""
     items = problem.answer.split()
     while " ".join(items) == problem.answer:
         generator.shuffle(items)
@@ -61,7 +64,12 @@ def wrong_answer(generator: random.Random, problem: Problem) -> str:
 
 
 def with_wrong_answers(seed: str, problems: list[Problem], share: float) -> list[Problem]:
-    """The problems in the same order, with a wrong answer in exactly `round(share * len(problems))` of them."""
+    """The problems in the same order, with a wrong answer in exactly `round(share * len(problems))` of them.
+
+    Args:
+        seed: determines which problems, and their answers.
+        share: fraction from 0 to 1.
+    """
     generator = random.Random(seed)
     wrong = set(generator.sample(range(len(problems)), round(share * len(problems))))
     return [

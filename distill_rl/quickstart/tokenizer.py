@@ -88,13 +88,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerFast:
-    """A tokenizer of one of KINDS. Text that does not occur in the tasks is split into bytes, so any text round-trips.
+    """A tokenizer of one of KINDS, trained here on the words of the tasks, with its chat template and padding on the
+    left.
 
-    `words` and `lines` have one token for every word, digit and sign of the tasks, with and without a space before it.
-    `pieces` has other ids, other special tokens, and several tokens per word.
+    Text that does not occur in the tasks is split into bytes, so any text round-trips. `words` and `lines` have one
+    token for every word, digit and sign of the tasks, with and without a space before it. `pieces` and `turns` have
+    other ids, other special tokens, and several tokens per word.
 
     Args:
         max_length: maximum input length of its models, in tokens.
+        kind: a key of KINDS.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -127,6 +130,12 @@ def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerF
 
 
 def _corpus(*, whole: bool) -> list[str]:
+    """Texts on which a tokenizer is trained.
+
+    Args:
+        whole: every word, digit and sign is to become one token, with and without a space before it; otherwise only
+            some digits are.
+    """
     names = " ".join(TASKS).split()
     if whole:
         return [text for piece in [*WORDS, *DIGITS, ARROW, *names] for text in (piece, f" {piece}")]

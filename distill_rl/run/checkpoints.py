@@ -272,7 +272,7 @@ def _require_trust(path: Path, within: Path | None) -> None:
 
 def _step(path: Path) -> int:
     number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1
 
 
 def _read(path: Path, within: Path | None) -> Checkpoint:

@@ -43,10 +43,15 @@ class Service:
             self._client = _client_class()(self.address)
 
     def submit(self, entrypoint: str, submission_id: str, **details: Any) -> None:
-        """Submits a job.
+        """Submits a job and returns without waiting for its start.
+
+        Args:
+            entrypoint: shell command of the job.
+            details: further arguments of Ray's `submit_job`, such as `metadata` and `runtime_env`.
 
         Raises:
-            ConfigError: a job with this id exists already.
+            ConfigError: a job with this id exists already, or the cluster does not answer.
+            WorkerError: the cluster refuses the request.
         """
         with self._as_our_errors():
             try:
@@ -58,6 +63,7 @@ class Service:
                 raise ConfigError(f"job {submission_id}", rule, remedy=remedy) from None
 
     def jobs(self) -> list[JobDetails]:
+        """All jobs of the cluster that were submitted to it, those of other programs included."""
         with self._as_our_errors():
             return [job for job in self._client.list_jobs() if job.submission_id]
 
@@ -77,7 +83,12 @@ class Service:
 
     @contextmanager
     def _as_our_errors(self) -> Iterator[None]:
-        """Turns errors of the network, the authentication and the cluster into ours."""
+        """Turns errors of the network, the authentication and the cluster inside the block into ours.
+
+        Raises:
+            ConfigError: the cluster cannot be reached, or rejects the token.
+            WorkerError: it cannot carry out the request.
+        """
         import requests
         from ray.exceptions import AuthenticationError
 
@@ -92,11 +103,17 @@ class Service:
         except (ConnectionError, requests.RequestException) as error:
             raise _unreachable(self.address, type(error).__name__) from error
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise WorkerError(f"the Ray cluster at {self.address}", "must carry out the request", reason) from error
 
 
 def _client_class() -> Any:
+    """Ray's client of the Jobs API, with a timeout on every request and without redirects; silences Ray's own log below
+    errors.
+
+    Raises:
+        ConfigError: the extra `dashboard` is not installed.
+    """
     try:
         import pydantic  # noqa: F401  (without it Ray's client has no JobDetails)
         import requests  # noqa: F401
@@ -113,6 +130,11 @@ def _client_class() -> Any:
 
 
 def _checked(address: str) -> str:
+    """The address of a dashboard as `SCHEME://HOST:PORT`, with the scheme's default port if none is given.
+
+    Raises:
+        ConfigError: not http or https, no host, a path, a user, or a port that cannot exist.
+    """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.path.strip("/"):
         raise ConfigError("--address", "must be http://HOST:PORT of the cluster's dashboard", address, DEFAULT_ADDRESS)
@@ -125,6 +147,11 @@ def _checked(address: str) -> str:
 
 
 def _require_answer(address: str) -> None:
+    """Checks that something accepts connections at an address with a port, within a few seconds.
+
+    Raises:
+        ConfigError: nothing does.
+    """
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname, parts.port), timeout=_CONNECT_S).close()  # type: ignore[arg-type]
@@ -133,7 +160,11 @@ def _require_answer(address: str) -> None:
 
 
 def _require_locked(address: str) -> None:
-    """Refuses a cluster that runs jobs without a token, unless the user has disabled authentication."""
+    """Refuses a cluster that runs jobs without a token, unless the user has disabled authentication.
+
+    Raises:
+        ConfigError: it does, or it does not answer.
+    """
     if not access.required():
         return
     import requests

@@ -20,7 +20,10 @@ _STEPS = ((signal.SIGINT, 30.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0))
 
 
 def end(submission_id: str) -> bool:
-    """Ends the driver of a job; returns whether there was one."""
+    """Ends the driver of a job on this machine without saving, and waits for its end; returns whether there was one.
+
+    Sends SIGINT, a second SIGINT after 30 seconds, and SIGKILL after another 5.
+    """
     processes = list(drivers(submission_id))
     for signal_number, seconds in _STEPS:
         for process in processes:
@@ -33,7 +36,10 @@ def end(submission_id: str) -> bool:
 
 
 def drivers(submission_id: str) -> Iterator[psutil.Process]:
-    """Processes of this user that run `entry` for a job; Ray puts the job's id into their environment."""
+    """Processes of this user on this machine that run `entry` for the job `submission_id`, found by their environment.
+
+    Processes that cannot be inspected are left out.
+    """
     mark = f'"job_submission_id": "{submission_id}"'
     for process in psutil.process_iter():
         with suppress(psutil.Error):

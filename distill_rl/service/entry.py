@@ -18,6 +18,12 @@ from distill_rl.system.signals import EXIT_PREEMPTED
 
 
 def main(config: str) -> int:
+    """Runs `distill-rl train` with a configuration file in this process, whose signal handling and `sys.argv` it
+    changes.
+
+    Raises:
+        SystemExit: with the exit code of `train`; normally this never returns.
+    """
     signal.signal(signal.SIGTERM, _stop_before_the_run)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -27,6 +33,7 @@ def main(config: str) -> int:
 
 
 def _stop_before_the_run(signal_number: int, frame: FrameType | None) -> None:
+    """Handles SIGTERM until `train` has its own handlers: exits with 85, as for a run that was stopped and saved."""
     print("stopped outside of the run", flush=True)
     raise SystemExit(EXIT_PREEMPTED)
 

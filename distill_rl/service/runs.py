@@ -61,7 +61,9 @@ def require_usable(name: str) -> None:
 
 
 def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
-    """The newest submission of every run on a cluster, by name; jobs of other programs are ignored."""
+    """The newest submission of every run on a cluster, by name in alphabetical order; jobs of other programs are
+    ignored.
+    """
     newest: dict[str, Run] = {}
     for run in filter(None, map(_run, jobs)):
         if run.name not in newest or newest[run.name].attempt < run.attempt:
@@ -70,7 +72,10 @@ def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
 
 
 def find(jobs: Iterable[JobDetails], name: str) -> Run:
-    """The run of a name.
+    """The run of a name, in the state of its newest submission.
+
+    Args:
+        jobs: all jobs of the cluster.
 
     Raises:
         ConfigError: no run has this name; the message lists the existing runs.
@@ -84,6 +89,11 @@ def find(jobs: Iterable[JobDetails], name: str) -> Run:
 
 def next_submission(jobs: Iterable[JobDetails], name: str) -> tuple[str, int]:
     """Id and number of the next submission of a run: `name`, then `name.2`, `name.3`, ...
+
+    Ids that other jobs have are skipped.
+
+    Args:
+        jobs: all jobs of the cluster.
 
     Raises:
         ConfigError: the run has not ended.
@@ -101,7 +111,11 @@ def next_submission(jobs: Iterable[JobDetails], name: str) -> tuple[str, int]:
 
 
 def exit_code(run: Run, logs: str) -> int:
-    """Exit code of a run that has ended: from its log, else from Ray, else 1."""
+    """Exit code of a run that has ended: from its log, else from Ray, else 1.
+
+    Args:
+        logs: everything that the job has printed.
+    """
     codes = [line.removeprefix(ENDED) for line in logs.splitlines() if line.startswith(ENDED)]
     if codes and codes[-1].isdecimal():
         return int(codes[-1])
@@ -109,7 +123,10 @@ def exit_code(run: Run, logs: str) -> int:
 
 
 def table(of_runs: Iterable[Run]) -> list[str]:
-    """Lines of a table with name, state, steps, latest KD and time."""
+    """Lines of a table with name, state, steps, latest KD and time, headings first.
+
+    Reads the metrics in the runs' directories; `?` stands for steps that cannot be read on this machine.
+    """
     rows = [("run", "state", "step", "KD", "since")]
     for run in of_runs:
         step, kd = _progress(run.folder)
@@ -135,7 +152,7 @@ def _progress(folder: Path) -> tuple[str, str]:
 
 
 def _run(job: JobDetails) -> Run | None:
-    """The run of a job; None for jobs of other programs."""
+    """The run of a job, with the state of this submission; None for jobs of other programs."""
     metadata: dict[str, Any] = job.metadata or {}
     if NAME not in metadata or RUN not in metadata or not job.submission_id:
         return None

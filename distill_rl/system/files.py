@@ -12,7 +12,10 @@ from typing import Any
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
-    """Writes a file that appears complete or not at all: writes beside it, flushes to disk, renames."""
+    """Writes a file that appears complete or not at all: writes beside it, flushes to disk, renames.
+
+    Missing folders above it are created, an existing file is replaced, and text is encoded as UTF-8.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -28,11 +31,16 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    """Writes a value as indented JSON with sorted keys, atomically.
+
+    Raises:
+        ValueError: NaN or infinity.
+    """
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def sync_directory(path: str | Path) -> None:
-    """Makes renames inside a directory durable."""
+    """Flushes a directory to disk, so that files renamed, created or deleted in it stay so after a crash."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -41,7 +49,7 @@ def sync_directory(path: str | Path) -> None:
 
 
 def sync_tree(root: str | Path) -> None:
-    """Flushes every file and directory under `root`."""
+    """Flushes every file and directory under `root`, and `root` itself, to disk."""
     for directory, _, names in os.walk(root):
         for name in names:
             descriptor = os.open(Path(directory) / name, os.O_RDONLY)
@@ -53,7 +61,9 @@ def sync_tree(root: str | Path) -> None:
 
 
 def size_of(root: str | Path) -> int:
-    """Bytes of all files under `root`. Files may be deleted meanwhile."""
+    """Bytes of all files under `root`, 0 if it does not exist. Links count by themselves. Files may be deleted
+    meanwhile.
+    """
     total = 0
     for directory, _, names in os.walk(root):
         for name in names:
@@ -63,5 +73,6 @@ def size_of(root: str | Path) -> int:
 
 
 def sha256(path: str | Path) -> str:
+    """The hash of the contents of a file, in hex."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -45,7 +45,8 @@ _AMOUNT = r"([\d.]+ (?:bytes|[KMGTP]iB))"
 def gpu_phase(phase: Phase) -> Iterator[None]:
     """Raises GpuMemoryError instead of CUDA out of memory inside the block. Also a decorator.
 
-    If blocks are nested, the error names the innermost phase.
+    The error names the rank, the phase, the amounts and settings that need less. Other exceptions pass through. If
+    blocks are nested, the error names the innermost phase.
     """
     try:
         yield
@@ -56,7 +57,7 @@ def gpu_phase(phase: Phase) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception means that a GPU has no memory left, whichever library it comes from."""
+    """Whether an exception means that a GPU has no memory left, whichever library it comes from; False for None."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -68,8 +69,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def amounts(error: BaseException) -> str:
-    """Bytes asked for, held and free, as far as the error or PyTorch's allocator gives them; for instance
-    `2.00 GiB asked, 70.10 GiB held and 1.50 GiB more reserved by PyTorch, 0.50 GiB free of 79.15 GiB`."""
+    """Bytes asked for, held and free, as far as the error or PyTorch's allocator gives them; for instance `2.00 GiB
+    asked, 70.10 GiB held and 1.50 GiB more reserved by PyTorch, 0.50 GiB free of 79.15 GiB`.
+
+    Begins with the first line of an error that does not say what was asked for.
+    """
     text = str(error)
     asked = _match(rf"Tried to allocate {_AMOUNT}", text)
     held = _match(rf"{_AMOUNT} is allocated by PyTorch", text)
@@ -88,7 +92,11 @@ def amounts(error: BaseException) -> str:
 
 
 def _current_usage() -> tuple[str, str, str, str]:
-    """Memory held and reserved by this process, free and total on its current GPU; empty if CUDA is not in use."""
+    """Memory held, and reserved but not held, by this process, then free and total on its current GPU, each as `12.34
+    GiB`.
+
+    Empty texts for all if CUDA is not in use, and for the last two if CUDA does not answer after an error.
+    """
     import torch
 
     if not torch.cuda.is_initialized():

@@ -38,13 +38,21 @@ class OwnedFolder:
                 return
 
     def remove(self, *names: str) -> None:
-        """Removes the folder, which holds nothing but files of these names."""
+        """Removes the folder, which holds nothing but files of these names, and gives up its lock. With other contents
+        it stays.
+        """
         _remove(self.path, *names)
         os.close(self._lock)
 
 
 def remove_abandoned(root: Path, pattern: str) -> list[Path]:
-    """Removes the folders of this user whose owners are dead, and returns them."""
+    """Removes the folders of this user whose owners are dead, with their contents, and returns their paths.
+
+    Folders whose owner cannot be determined are left alone. Nothing is raised for them.
+
+    Args:
+        pattern: glob in `root` that matches only folders made by `OwnedFolder`.
+    """
     removed = []
     for path in root.glob(pattern):
         with suppress(OSError):
@@ -57,7 +65,9 @@ def remove_abandoned(root: Path, pattern: str) -> list[Path]:
 
 
 def claim(folder: Path) -> int | None:
-    """Locks a folder and returns the descriptor. None if another process holds the lock or has removed the folder.
+    """Locks a folder and returns the descriptor of its lock file, which the caller must close to give it up.
+
+    None, without waiting, if another process holds the lock or has removed the folder.
 
     Raises:
         OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
@@ -74,7 +84,10 @@ def claim(folder: Path) -> int | None:
 
 
 def _remove(folder: Path, *names: str) -> None:
-    """Needs no file descriptor, unlike `shutil.rmtree`, because there may be none left."""
+    """Removes the files of these names and the lock file in a folder, then the folder if it is empty; ignores errors.
+
+    Needs no file descriptor, unlike `shutil.rmtree`, because there may be none left.
+    """
     with suppress(OSError):
         for name in (*names, OWNER):
             (folder / name).unlink(missing_ok=True)

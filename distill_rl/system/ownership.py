@@ -13,9 +13,10 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Why a folder and its contents cannot be trusted, one clause per entry. No file is opened.
+    """Why a folder and its contents cannot be trusted, one clause per entry; nothing if they can. No file is opened.
 
     The owner must be this user or root, neither group nor others may write, and there may be no links or special files.
+    The folder must exist.
     """
     for entry in (folder, *sorted(folder.rglob("*"))):
         name = "the folder" if entry == folder else str(entry.relative_to(folder))
@@ -29,7 +30,10 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def parent_problem(folder: Path) -> str | None:
-    """Why others could swap the entries of a folder, or None. In a sticky folder, like /tmp, they cannot."""
+    """Why others could swap the entries of a folder, or None if they cannot; the folder must exist.
+
+    They could if another user owns it, or if group or others may write to it. In a sticky folder, like /tmp, they may.
+    """
     info = folder.stat()
     if info.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {info.st_uid}"
@@ -39,7 +43,10 @@ def parent_problem(folder: Path) -> str | None:
 
 
 def close_folder(folder: Path) -> None:
-    """Removes the write permission of group and others from one folder, if it exists and belongs to this user."""
+    """Removes the write permission of group and others from one folder, not from its contents.
+
+    Does nothing if the folder does not exist or cannot be changed, for example because another user owns it.
+    """
     with suppress(OSError):  # `parent_problem` reports a folder of another user
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & _OTHERS:
@@ -47,7 +54,11 @@ def close_folder(folder: Path) -> None:
 
 
 def close_tree(folder: Path) -> None:
-    """Removes the write permission of group and others from a folder and its contents, whatever the umask granted."""
+    """Removes the write permission of group and others from a folder and all its contents, links excepted.
+
+    Raises:
+        OSError: it does not exist, or an entry that others may write to belongs to another user.
+    """
     for entry in (folder, *folder.rglob("*")):
         mode = stat.S_IMODE(entry.lstat().st_mode)
         if mode & _OTHERS and not entry.is_symlink():

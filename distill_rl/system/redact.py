@@ -28,8 +28,14 @@ def in_text(text: str) -> str:
 
 
 def redact(tree: Any, name: str = "") -> Any:
-    """A copy of nested mappings and lists in which every value under a key like `token` or `password`, and every secret
-    inside a text, is replaced."""
+    """A copy of nested mappings and lists without secrets: `<redacted>` replaces every value under a key like `token`
+    or `password`, and every secret inside a text.
+
+    Tuples become lists; None and empty texts stay.
+
+    Args:
+        name: the key under which the tree stands, which may itself mark it as a secret.
+    """
     secret = bool(_NAME.search(name)) and name not in _COLUMN_NAMES
     if isinstance(tree, dict):
         return {key: redact(value, name if secret else str(key)) for key, value in tree.items()}

@@ -64,8 +64,11 @@ class Signals:
     def at_once(self) -> Iterator[None]:
         """Lets signals raise where they arrive while inside; one that arrived earlier raises on entry.
 
+        Ray must not be waited for in the block, since it would swallow the exception.
+
         Raises:
-            KeyboardInterrupt, Preempted.
+            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
+            Preempted: SIGTERM or SIGUSR1 arrived.
         """
         self._at_once = True
         try:
@@ -75,7 +78,8 @@ class Signals:
             self._at_once = False
 
     def raise_if_interrupted(self) -> None:
-        """
+        """Raises if the run is to stop now, and does nothing otherwise.
+
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
         """
@@ -83,7 +87,8 @@ class Signals:
             raise KeyboardInterrupt
 
     def raise_if_stopping(self) -> None:
-        """
+        """Raises if the run is to stop now or after its step, and does nothing otherwise.
+
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
             Preempted: SIGTERM or SIGUSR1 arrived.
@@ -93,9 +98,15 @@ class Signals:
             raise Preempted
 
     def _install(self) -> dict[int, object]:
+        """Installs the handler for all three signals, and returns the previous handler of each."""
         return {number: signal.signal(number, self._on_signal) for number in (*PREEMPT, signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Notes a request to stop, by the table of the class; raises it inside `at_once`, and exits with 130 on the
+        last one.
+
+        A repeated SIGTERM or SIGUSR1 within a second of the first is the same request.
+        """
         if number in PREEMPT and not self.preempted:
             self.preempted, self._asked_at, self._asked_by = True, self._clock(), number
         elif number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S:
@@ -113,7 +124,7 @@ class Signals:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Defers SIGTERM and SIGUSR1 until the block ends. Processes started inside never receive them.
+    """Defers SIGTERM and SIGUSR1 to this thread until the block ends. Processes started inside never receive them.
 
     A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
     save. We end those processes ourselves.

@@ -21,10 +21,12 @@ _PAD_LEFT, _PAD_RIGHT = 3, 5
 def check_alignment(
     aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str]
 ) -> list[Check]:
-    """Seven checks on `texts`, whole and truncated to half.
+    """The results of seven checks of what the aligner guarantees, on `texts`, three of them also on the texts truncated
+    to half.
 
     Args:
         aligner: for these two tokenizers, in this order.
+        texts: if there are none, the checks neither pass nor fail.
     """
     whole = [aligner.align(text) for text in texts]
     pairs = [*zip(texts, whole)]
@@ -52,7 +54,8 @@ def check_alignment(
 
 
 def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> list[Check]:
-    """Two checks on chats, which each side renders with its own template.
+    """The results of two checks on chats, which each side renders with its own template: equal bytes, and paired ends
+    of answers.
 
     Raises:
         ValueError: a tokenizer without a chat template.
@@ -73,7 +76,13 @@ def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> li
 
 
 def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
-    """The chunks of an exact alignment spell the text from its start, with the same bytes on both sides."""
+    """Checks that the chunks of an exact alignment spell the text from its start, with the same bytes on both sides.
+
+    Returns what is wrong, or None.
+
+    Args:
+        text: as given to the aligner; it is normalised here.
+    """
     expected = aligner.normalize(text).encode()
     student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, expected)
     problem = _chunks_problem(aligner, row, expected)
@@ -81,14 +90,20 @@ def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | Non
 
 
 def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
-    """There are at least as many paired stop tokens as assistant turns; other turns may end with one, too."""
+    """Checks that there are at least as many paired stop tokens as assistant turns; other turns may end with one, too.
+
+    Returns what is wrong, or None.
+    """
     turns = sum(message["role"] == "assistant" for message in chat)
     pairs = len(row.stop_pairs)
     return None if pairs >= turns else f"{pairs} paired stop tokens for {turns} answers"
 
 
 def order_problem(row: Alignment) -> str | None:
-    """Chunk indices increase by at most one from token to token, from 0 to the last, on both sides."""
+    """Checks that chunk indices increase by at most one from token to token, from 0 to the last, on both sides.
+
+    Returns what is wrong, or None.
+    """
     for side, chunks in (("student", row.student_chunk), ("teacher", row.teacher_chunk)):
         indices = chunks[chunks >= 0]
         steps = np.diff(indices, prepend=-1)
@@ -100,7 +115,14 @@ def order_problem(row: Alignment) -> str | None:
 
 
 def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
-    """Inside a chunk, no student token ends at the same byte as a teacher token."""
+    """Checks that inside a chunk no student token ends at the same byte as a teacher token: the chunk could be divided
+    there.
+
+    Returns what is wrong, or None.
+
+    Args:
+        row: an exact alignment of the text.
+    """
     expected = aligner.normalize(text).encode()
     student = _inner_ends(aligner.student, row.student_ids, row.student_chunk, expected)
     teacher = _inner_ends(aligner.teacher, row.teacher_ids, row.teacher_chunk, expected)
@@ -109,7 +131,7 @@ def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | 
 
 
 def difference(one: Alignment, other: Alignment) -> str | None:
-    """What differs between two alignments, or None."""
+    """What differs between two alignments (ids, chunks, counts or exactness), in words; None if they are equal."""
     for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
         if not np.array_equal(getattr(one, name), getattr(other, name)):
             return f"{name} differ"
@@ -119,7 +141,10 @@ def difference(one: Alignment, other: Alignment) -> str | None:
 
 
 def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
-    """Ids between masked padding are aligned as without it."""
+    """Checks that the ids of an alignment, put between masked padding, are aligned as without it.
+
+    Returns what is wrong, or None.
+    """
     plain = aligner.align_ids(row.student_ids, row.teacher_ids)
     student, student_mask = _padded(row.student_ids)
     teacher, teacher_mask = _padded(row.teacher_ids)
@@ -133,7 +158,7 @@ def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
 
 
 def identity_problem(row: Alignment) -> str | None:
-    """A tokenizer aligned with itself has one chunk per token."""
+    """Checks that the alignment of a tokenizer with itself has one chunk per token. Returns what is wrong, or None."""
     if not np.array_equal(row.student_chunk, row.teacher_chunk):
         return "the two sides have different chunks"
     others = {kind: count for kind, count in row.counts.items() if kind != "1:1" and count}
@@ -141,11 +166,17 @@ def identity_problem(row: Alignment) -> str | None:
 
 
 def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
+    """The alignment of a text of which each side keeps half of its tokens, rounded down, but at least one."""
     student, teacher = (max(1, len(ids) // 2) for ids in (row.student_ids, row.teacher_ids))
     return aligner.align(text, max_student_tokens=student, max_teacher_tokens=teacher)
 
 
 def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
+    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None.
+
+    Args:
+        text: the whole text, by which a dummy space before it is recognised; empty: none is removed (chats).
+    """
     student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, text)
     teacher = _chunk_bytes(aligner.teacher, row.teacher_ids, row.teacher_chunk, row.num_chunks, text)
     for i, (left, right) in enumerate(zip(student, teacher)):
@@ -155,7 +186,13 @@ def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str |
 
 
 def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
-    """(chunk, bytes) of every token in a chunk. A dummy space before `text` is removed, unless `text` is empty."""
+    """(chunk, bytes) of every token in a chunk, in the order of the tokens.
+
+    A dummy space that a tokenizer put before `text` is removed from the first one, unless `text` is empty.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+    """
     pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
     spelled = b"".join(piece for _, piece in pieces)
     if text and spelled.startswith(b" ") and not text.startswith(spelled):
@@ -164,7 +201,13 @@ def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: b
 
 
 def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
-    """The bytes of each chunk on one side."""
+    """The bytes of each chunk on one side, by index; empty for a chunk without tokens there.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        count: number of chunks.
+        text: as for `_pieces`.
+    """
     spelled = [b""] * count
     for chunk, piece in _pieces(vocabulary, ids, chunks, text):
         spelled[chunk] += piece
@@ -172,14 +215,22 @@ def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, co
 
 
 def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
-    """The bytes at which tokens end, except for the last token of each chunk."""
+    """The positions in the spelled bytes at which tokens end, except for the last token of each chunk.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        text: as for `_pieces`.
+    """
     pieces = _pieces(vocabulary, ids, chunks, text)
     ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
     return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
 
 
 def _padded(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids between padding, and the mask. The padding's id also occurs in the text: only the mask tells them apart."""
+    """The ids between _PAD_LEFT and _PAD_RIGHT positions of padding, and the mask (int32, 1 for the ids).
+
+    The padding's id also occurs in the text: only the mask tells them apart.
+    """
     filler = int(ids[0]) if len(ids) else 0
     mask = np.pad(np.ones(len(ids), dtype=np.int32), (_PAD_LEFT, _PAD_RIGHT))
     return np.pad(ids, (_PAD_LEFT, _PAD_RIGHT), constant_values=filler), mask

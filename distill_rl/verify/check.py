@@ -19,9 +19,11 @@ class Check:
 
 
 def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
-    """A check of many items, which passes if none has a problem. Without items it neither passes nor fails.
+    """The result of a check of many items, which passes if none has a problem. Without items it neither passes nor
+    fails.
 
     Args:
+        name: what must hold.
         problems: for each item, what is wrong with it, or None.
         items: what to call the items in `detail`.
     """
@@ -34,6 +36,10 @@ def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
 
 
 def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> Check:
-    """A check that measured numbers are at most `bound`. NaN fails."""
+    """The result of a check that all measured numbers are at most `bound`. NaN fails; `values` must not be empty.
+
+    Args:
+        what: put before the largest value in `detail`.
+    """
     value = float(np.max(values))
     return Check(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")

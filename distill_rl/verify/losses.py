@@ -48,6 +48,8 @@ def check_losses(
 ) -> list[Check]:
     """Compares every method with the plain reference, and checks that KD is 0 for a teacher that equals the student.
 
+    Returns two results per method. Random logits from a fixed seed take the place of models.
+
     Args:
         projection: for the aligner's two tokenizers, with a column for every id.
         texts: where the chunks are taken from; at least one must have a chunk.
@@ -63,6 +65,14 @@ def check_losses(
 
 
 def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
+    """One result per method: KD, CE and the gradient on random logits equal those of the plain reference, to BOUND.
+
+    Each method is run with every export and every average of chunks that it supports.
+
+    Args:
+        projection: of the two whole vocabularies; the reference gets the part of it that the sample needs.
+        draw: generator of the logits.
+    """
     part = cut(projection, sample)
     student = _Side.random(part.student, part.small.num_student, part.full.num_student, sample.student_labels, draw)
     teacher = _Side.random(part.teacher, part.small.num_teacher, part.full.num_teacher, sample.teacher_labels, draw)
@@ -81,7 +91,15 @@ def _against_reference(projection: Projection, sample: Sample, draw: torch.Gener
 
 
 def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
-    """A teacher that equals the student: one tokenization, every token a chunk, the same logits."""
+    """One result per method: KD is 0, to BOUND, for a teacher that equals the student.
+
+    Both have one tokenization, every token a chunk, and the same logits.
+
+    Args:
+        identity: projection of the student's vocabulary onto itself.
+        sample: where the first ROWS_OF_ITSELF student labels are taken from.
+        draw: generator of the logits.
+    """
     part = cut(identity, replace(sample, teacher_labels=sample.student_labels))
     # Of two ids with the same bytes, only one is matched with itself; the projection maps the other one to it.
     matched = identity.student_common[identity.student_common == identity.teacher_common]
@@ -117,7 +135,15 @@ class _Side:
 
     @classmethod
     def random(cls, ids: np.ndarray, width: int, columns: int, labels: Tensor, draw: torch.Generator) -> _Side:
-        """Rows with `width` and with `columns` columns, in which only `ids` have a probability above 0."""
+        """The same random rows over the kept ids and over all ids; in both, all other columns have the logit ABSENT.
+
+        Args:
+            ids: int64, ascending: the kept ids, to which column i of the small rows belongs.
+            width: columns of the small rows, at least the number of ids.
+            columns: columns of the full rows: the size of the vocabulary.
+            labels: int64 [N]: kept ids or IGNORED; renumbered in the small rows.
+            draw: generator of the logits.
+        """
         kept = torch.from_numpy(ids)
         small, full = (torch.full((len(labels), size), ABSENT, dtype=torch.float64) for size in (width, columns))
         small[:, : len(ids)] = 3 * torch.randn(len(labels), len(ids), dtype=torch.float64, generator=draw)
@@ -145,6 +171,14 @@ def _run(
     projection: VocabularyProjection,
     **settings: Any,
 ) -> _Result:
+    """KD per chunk, CE per student row, and the gradient of their sum with respect to the student's logits.
+
+    Args:
+        loss: `chunk_kd_loss` or the reference of the same signature.
+        export: form in which the loss gets the teacher's logits: `topk`, or anything else for all of them.
+        projection: between vocabularies with as many columns as the rows have.
+        settings: keywords of the loss.
+    """
     logits = student.logits.clone().requires_grad_()
     output = loss(
         logits, _export(teacher, export), chunks, projection, labels=student.labels, reduction="none", **settings
@@ -154,7 +188,9 @@ def _run(
 
 
 def _export(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
-    """The targets that a teacher with these logits exports."""
+    """The targets that a teacher with these logits exports, with the label's log-prob: TOP_K log-probs, or all logits
+    for any export other than `topk`.
+    """
     if export == "topk":
         k = min(TOP_K, rows.logits.shape[1])
         return vocab_parallel_topk(rows.logits, k, labels=rows.labels.clamp_min(0))
@@ -163,5 +199,5 @@ def _export(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
 
 
 def _error(fast: Tensor, slow: Tensor) -> float:
-    """The largest difference, relative where the reference is above 1."""
+    """The largest difference of two tensors of one shape, relative where the reference (`slow`) is above 1."""
     return float(((fast - slow).abs() / slow.abs().clamp_min(1)).max())

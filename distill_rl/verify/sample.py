@@ -34,7 +34,7 @@ class Sample:
 
 
 def take_chunks(alignments: Sequence[Alignment]) -> Sample:
-    """The first CHUNKS_OF_A_KIND chunks of each kind.
+    """The first CHUNKS_OF_A_KIND chunks of each kind, laid out as rows; kinds that do not occur are left out.
 
     Raises:
         ValueError: no chunk in any of the alignments.
@@ -64,7 +64,7 @@ def take_chunks(alignments: Sequence[Alignment]) -> Sample:
 
 
 def _chunks_of(alignment: Alignment) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(kind, student ids, teacher ids) of every chunk."""
+    """(kind, student ids, teacher ids) of every chunk of an alignment; the kind is 1:1, 1:n, n:1 or m:n."""
     for i in range(alignment.num_chunks):
         student = alignment.student_ids[alignment.student_chunk == i]
         teacher = alignment.teacher_ids[alignment.teacher_chunk == i]
@@ -92,8 +92,14 @@ class Cut:
 
 
 def cut(projection: Projection, sample: Sample) -> Cut:
-    """Both vocabularies, cut to the ids of the sample, some evenly spaced others, and every teacher id in their rows, so
-    that rows still sum to 1. The sample keeps its ids: look them up in `Cut.student` and `Cut.teacher`."""
+    """Both vocabularies, cut to the ids of the sample, some evenly spaced others, and every teacher id in their rows.
+
+    Rows of the projection therefore keep all their entries and still sum to 1. The sample keeps its ids: look them up
+    in `Cut.student` and `Cut.teacher`.
+
+    Args:
+        projection: of the two whole vocabularies.
+    """
     labels = [side[side >= 0].numpy() for side in (sample.student_labels, sample.teacher_labels)]
     spread = _spread(len(projection.student_common))
     common = projection.student_common[spread], projection.teacher_common[spread]

@@ -27,7 +27,11 @@ Pair = tuple[int, int]
 
 
 def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[Check]:
-    """Three checks, the last one on the gradient of every method. No checks for two copies of one tokenizer.
+    """The results of three checks, the last one on the gradient of every method; no checks for two copies of one
+    tokenizer.
+
+    Paired stop tokens are stops to the losses, stops are mapped to stops only, and a teacher that is certain to stop
+    never makes the student less likely to.
 
     Args:
         projection: for the aligner's two tokenizers and the same stop tokens.
@@ -69,6 +73,9 @@ def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Al
 
 
 def _not_a_stop(projection: VocabularyProjection, pair: Pair) -> str | None:
+    """Checks that both ids of a pair (student, teacher) are stop tokens of the projection. Returns what is wrong, or
+    None.
+    """
     for side, token, stops in zip(("student", "teacher"), pair, (projection.student_stops, projection.teacher_stops)):
         if token not in stops:
             return f"the {side}'s id {token} is paired as a stop; the projection's are {stops.tolist()}"
@@ -76,6 +83,10 @@ def _not_a_stop(projection: VocabularyProjection, pair: Pair) -> str | None:
 
 
 def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | None]:
+    """Checks that the common vocabulary pairs stops with stops, and that the projection maps stops to stops only.
+
+    Yields what is wrong, or None, for every common pair with a stop in it, and for every stop token of the student.
+    """
     student_stops, teacher_stops = set(projection.student_stops.tolist()), set(projection.teacher_stops.tolist())
     for student, teacher in zip(projection.student_common.tolist(), projection.teacher_common.tolist()):
         if student in student_stops or teacher in teacher_stops:
@@ -88,9 +99,14 @@ def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | 
 
 
 def _pushed_down(projection: VocabularyProjection, pair: Pair, method: str) -> str | None:
-    """KD at one position where the teacher is certain to stop and the student has random logits.
+    """Checks that the gradient of KD does not lower the logit of the student's stop token. Returns what is wrong, or
+    None.
 
-    The gradient must not lower the logit of the student's stop token.
+    Looks at one position where the teacher is certain to stop and the student has random logits from a fixed seed.
+
+    Args:
+        pair: stop tokens (student, teacher).
+        method: cross-tokenizer loss.
     """
     draw = torch.Generator().manual_seed(0)
     student, teacher = (

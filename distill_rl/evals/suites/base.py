@@ -20,7 +20,8 @@ class Item:
     """One question of a suite."""
 
     id: str
-    """Unique in its suite and independent of how the data are stored, so that runs can be compared item by item."""
+    """Unique in its suite, so that runs can be compared item by item: where the suite's `content_sha256` is the same, so
+    is the question of an id."""
     prompt: Prompt
     answer: str
     task: str = ""

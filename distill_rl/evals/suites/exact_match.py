@@ -40,8 +40,9 @@ class ExactMatch:
             remedy = "give a .jsonl file, or a folder that holds exact_match.jsonl"
             raise DataError(str(file), "cannot be read", "no such file", remedy)
         items = convert_rows(read_rows(file), _item)
-        # The hash is exact because blanks may be part of the question.
-        content = content_sha256(((json.dumps(item.prompt), item.answer) for item in items), exact=True)
+        # The hash is exact because blanks may be part of the question. It includes the ids, because they depend on the
+        # order of the rows: results are compared item by item only if their ids mean the same questions.
+        content = content_sha256(((item.id, json.dumps(item.prompt), item.answer) for item in items), exact=True)
         return Questions(tuple(items), (file,), content)
 
     def judge(self, item: Item, completion: str) -> Verdict:

@@ -219,12 +219,8 @@ class ProgressSink:
         self._bar.close()
 
     def _figures(self, record: Mapping[str, float]) -> Iterator[str]:
-        """The text beside a step: losses (only the first if the terminal is narrow), tokens per second, time left and,
-        if any, the number of faults; what the record lacks is left out.
-
-        Args:
-            now: time of the step, by the sink's clock.
-            first: the first step of this attempt and its time, from which the time left is extrapolated.
+        """The texts beside a step: losses (only the first if the terminal is narrow), tokens per second and, if any, the
+        number of faults; what the record lacks is left out.
         """
         for label, name in _LOSSES if self._bar.is_wide else _LOSSES[:1]:
             if name in record:

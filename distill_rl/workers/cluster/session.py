@@ -173,7 +173,7 @@ def _require_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError("ray.address", "must be host:port, or auto for the cluster of this machine", address)
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()

@@ -54,6 +54,7 @@ def test_escaped_reference_is_plain_text(load):
         ("${oc.env:${run.name}}", "references do not nest"),
         ("${run.nme}", "refers to run.nme, which does not exist"),
         ("${teachers.4.name}", "refers to teachers.4.name, which does not exist"),
+        ("${teachers.foo.model}", "refers to teachers.foo.model, which does not exist"),
         ("${run}", "refers to run, which is a section"),
         ("${run.dir}", "the reference goes in a circle (run.dir -> run.dir)"),
         ("${run.name", "must be closed"),

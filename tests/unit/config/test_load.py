@@ -145,6 +145,7 @@ def test_missing_file_folder_and_bad_bytes_give_one_line(tmp_path):
         ("a..b=3", "a..b=3: an override is written key=value"),
         ("teachers.7.model=x", "teachers.7.model: teachers has 1 entry; the next one to add is teachers.1"),
         ("teachers.first.model=x", "teachers.first.model: teachers is a list; its entries are numbered from 0"),
+        ("teachers.²=1", "teachers.²: teachers is a list; its entries are numbered from 0"),
         ("student.model.size=x", "student.model.size: student.model is a single value and has no parts"),
         ("run.dir=${oc.env:AWS_SECRET}", "run.dir: AWS_SECRET may not be read from a configuration"),
     ],

@@ -33,6 +33,12 @@ def test_facts_name_the_cross_tokenizer_loss(material):
     assert forced.facts.teachers[0].cross_tokenizer_loss == "alm"
 
 
+def test_top_k_counts_only_where_top_k_is_exported(material):
+    same = [f"teachers.0.model={material}/student", "loss.top_k=321"]
+    assert any(line.startswith("loss.top_k: ") for line in gather(material / "pair.yaml", same).problems)
+    assert gather(material / "pair.yaml", [*same, "teachers.0.export=logits"]).problems == []
+
+
 def test_disjoint_vocabularies_are_refused_with_a_remedy(problems, material):
     line = problems(f"teachers.0.model={material}/unrelated", "loss.top_k=2")[0]
     assert line.startswith(

@@ -41,7 +41,8 @@ def test_a_folder_holds_the_suite_under_its_name(tmp_path: Path) -> None:
 def test_content_hash_covers_questions_and_answers(tmp_path: Path) -> None:
     one, two = '{"prompt": "p", "answer": "a"}', '{"answer": "b", "prompt": "q"}'
     known = ExactMatch().load(write(tmp_path, one, two), 0).content_sha256
-    assert ExactMatch().load(write(tmp_path, two, one), 0).content_sha256 == known
+    assert ExactMatch().load(write(tmp_path, one, two), 0).content_sha256 == known
+    assert ExactMatch().load(write(tmp_path, two, one), 0).content_sha256 != known, "ids are lines of the file"
     for other in (two.replace("b", "c"), two.replace('"q"', '"q "'), two.replace('"b"', '" b"')):
         assert ExactMatch().load(write(tmp_path, one, other), 0).content_sha256 != known
 
