@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SETTINGS = {"num_fewshot": 5, "data_sha256": "ab" * 32, "limit": None, "seed": 0, "max_new_tokens": 9, "backend": "hf"}
+SETTINGS = {
+    "num_fewshot": 5,
+    "data_sha256": "ab" * 32,
+    "suite_sha256": "ef" * 32,
+    "prompts_sha256": "ef" * 32,
+    "limit": None,
+    "seed": 0,
+    "max_new_tokens": 9,
+    "backend": "hf",
+}
 
 
 def write_result(

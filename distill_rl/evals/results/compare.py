@@ -228,16 +228,21 @@ def _different_settings(suite: str, rows: Sequence[Score]) -> Iterator[str]:
     """Yields one line, beginning with the suite, for each of SETTINGS in which the results in `rows` differ, with the
     models of each value.
 
-    The seed matters only for results with a limit. A result without the setting is left out.
+    The seed matters only for results with a limit, and the hash of the prompts is named only if nothing else differs,
+    since other settings change the prompts. A result without the setting is left out.
     """
+    found = False
     sampled = [row for row in rows if row.facts.get("limit", "none") != "none"]
     for setting in SETTINGS:
         models_by_value: dict[str, list[str]] = {}
+        if found and setting == "prompts_sha256":
+            continue
         for row in sampled if setting == "seed" else rows:
             if setting in row.facts:
                 models_by_value.setdefault(row.facts[setting], []).append(row.model)
         if len(models_by_value) > 1:
             values = [f"{value[:12]} ({_shortened(models)})" for value, models in models_by_value.items()]
+            found = True
             yield f"{suite}: {setting} differs: {', '.join(values)}"
 
 

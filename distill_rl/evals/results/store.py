@@ -213,7 +213,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict):
                 yield row
@@ -223,6 +223,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file is missing, unreadable or holds anything else."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

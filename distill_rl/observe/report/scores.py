@@ -14,7 +14,10 @@ from distill_rl.observe.log import printable
 
 FIRST = ("teacher", "student_before", "student_after", "ce_only")
 """Models listed before others; also the models of a summary.json, which is used if a run has no results."""
-SETTINGS = ("data_sha256", "num_fewshot", "limit", "seed", "max_new_tokens", "backend", "dtype", "version")
+SETTINGS = (
+    *("data_sha256", "num_fewshot", "limit", "seed", "max_new_tokens", "backend", "dtype", "version"),
+    *("suite_sha256", "prompts_sha256"),
+)
 """Two results that differ in one of these are only compared with a note."""
 FACTS = (*SETTINGS, "batch_size", "device", "model", "model_sha256", "seconds", "tokens_per_second", "resumed_items")
 """Fields of a result that are shown to explain how its score was computed."""

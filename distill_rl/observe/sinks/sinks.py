@@ -143,7 +143,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line of metrics.jsonl; None if the line is no JSON object with an integer `step`."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record else None

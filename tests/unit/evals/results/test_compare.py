@@ -100,6 +100,8 @@ def test_models_without_a_common_item_are_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
+        ("suite_sha256", "cd" * 32, "suite_sha256 differs: efefefefefef (a), cdcdcdcdcdcd (b)"),
+        ("prompts_sha256", "cd" * 32, "prompts_sha256 differs: efefefefefef (a), cdcdcdcdcdcd (b)"),
         ("data_sha256", "cd" * 32, "data_sha256 differs: abababababab (a), cdcdcdcdcdcd (b)"),
         ("num_fewshot", 0, "num_fewshot differs: 5 (a), 0 (b)"),
         ("limit", 100, "limit differs: none (a), 100 (b)"),
