@@ -51,7 +51,7 @@ class EvalWorker(Worker):
         return self._executor.device
 
     def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
-        """Runs the loaded model on all items. Returns (index into `items`, output) for each, in order of completion."""
+        """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order."""
         return list(self._executor.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,8 @@ class SubBatch:
         self.state = State.DONE
 
     def release(self) -> dict[str, tuple[Slot, ...]]:
-        """Drops all references. Returns the slots that were held."""
+        """Drops all references to rows and calls, and returns the slots that were held, by teacher, for the caller to
+        give back."""
         slots, self.slots, self.state = self.slots, {}, State.RELEASED
         for references in (self.student, self.teachers, self.teacher_calls, self.student_calls):
             references.clear()
@@ -104,7 +105,7 @@ class PendingBatch:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Keeps the batch for one step; it is released when the block ends, whatever happens."""
+        """Keeps the batch while the block runs; its references are dropped when the block ends, whatever happens."""
         try:
             yield
         finally:
