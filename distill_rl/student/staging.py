@@ -77,7 +77,8 @@ class Staging:
             half.done = self._stream.record_event()
 
     def _empty(self, half: _Half) -> None:
-        """Waits until the half is filled and copies its content to the target."""
+        """Waits until the half is filled, copies its content to the target and marks it as empty; nothing if it is
+        empty already."""
         if half.target is None:
             return
         if half.done is not None:
