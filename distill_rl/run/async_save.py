@@ -92,7 +92,7 @@ class Saver:
         else:
             self.settle()
         what, in_background = f"saving step {state.train.step}", self._in_background and not at_once
-        with _failing(what):
+        with _as_worker_error(what):
             draft = self._store.begin(state, lambda: self._collective("checkpoint_bytes", what=what)[0])
             marker = os.fspath(draft.marker) if in_background else None
             keep_draft = False
@@ -138,7 +138,7 @@ class Saver:
         save = self._in_flight
         if save is None:
             return
-        with _failing(save.what):
+        with _as_worker_error(save.what):
             if not save.written:  # the call also reports errors that did not reach the marker, and ranks that die
                 try:
                     self._collective("finish_saving", what=save.what)
@@ -210,8 +210,8 @@ class _BackgroundSave:
         self.thread.join(self._deadline_s)
 
     def end(self) -> None:
-        """Cancels a save that is not fully written, so that its draft is dropped, and waits up to 10 s for the thread.
-        """
+        """Cancels a save that is not fully written, so that its draft is dropped, and waits up to 10 s for the
+        thread."""
         self._cancelled.set()
         self.thread.join(_PATIENCE_S)
 
@@ -267,7 +267,8 @@ class _BackgroundSave:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _as_worker_error(what: str) -> Iterator[None]:
+    """Raises a CheckpointError or OSError of the block as the WorkerError that ends a run; `what` failed."""
     try:
         yield
     except (CheckpointError, OSError) as error:

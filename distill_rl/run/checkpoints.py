@@ -273,8 +273,9 @@ def _require_trust(path: Path, within: Path | None) -> None:
         within: the folder that must directly contain it once links are followed; None: any.
 
     Raises:
-        CheckpointError: it is no folder or contains links; it, a file in it or its parent folder belongs to another
-            user (root excepted) or is open to other writers; or it is not in `within`.
+        CheckpointError: it is no folder or contains links; it, a file in it or its parent folder (with one named
+            `checkpoints`, also the parent of that) belongs to another user (root excepted) or can be changed by one; or
+            it is not in `within`.
     """
     if not path.is_dir():
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
@@ -378,6 +379,12 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Checks that a manifest's file reads as it was written and that its hash of itself, which older ones lack, is
+    right.
+
+    Raises:
+        CheckpointError: it was changed.
+    """
     as_written = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
     unsealed = manifest.keys() == {"format", "version", "files"}  # written before manifests had a hash of themselves
     if not as_written or not (unsealed or manifest == sealed(manifest)):
@@ -396,6 +403,7 @@ def _manifest(root: Path) -> dict:
 
 
 def _read_score(path: Path) -> float | None:
+    """Returns a checkpoint's validation loss; None if it has none or cannot be read."""
     try:
         return _load(path / "state.json", path)["score"]
     except (CheckpointError, KeyError, TypeError):
@@ -403,6 +411,11 @@ def _read_score(path: Path) -> float | None:
 
 
 def _load(file: Path, checkpoint: Path) -> dict:
+    """Returns the content of a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read or is not JSON.
+    """
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -150,6 +150,7 @@ class Driver:
 
     @property
     def skips(self) -> dict[str, Metric]:
+        """Number of steps skipped since this process started, as a metric; empty while there are none."""
         return {"faults/skipped_steps": Metric(float(self._num_skipped), "last")} if self._num_skipped else {}
 
     def checkpoint_is_due(self) -> bool:
@@ -165,6 +166,7 @@ class Driver:
         return True
 
     def due(self, every: int) -> bool:
+        """Returns whether the present step is a multiple of `every`; False if that is 0."""
         return every > 0 and self.state.step % every == 0
 
     def validate(self) -> None:
@@ -220,6 +222,7 @@ class Driver:
             self._saved_step = self.state.step
 
     def preempt(self) -> int:
+        """Saves a committed checkpoint, prints how to go on, and returns the process's exit code, EXIT_PREEMPTED."""
         self.save(last=True)
         say(f"stopped after step {self.state.step} and saved; go on with --resume")
         return EXIT_PREEMPTED
@@ -263,6 +266,7 @@ def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Sig
 
     They do nothing if the run has no evaluator.
     """
+
     def copy(folder: Path) -> str | None:
         problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
         return next((problem for problem in problems if problem is not None), None)

@@ -40,6 +40,8 @@ class Lookahead(Generic[Job, Item]):
             self.close()
 
     def close(self) -> None:
+        """Releases every item that was submitted and not handed out, newest first. No further job should be asked
+        for."""
         while self._pending:
             self._release(self._pending.pop())
 

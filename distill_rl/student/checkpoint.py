@@ -88,7 +88,7 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     directory, what = Path(directory), f"checkpoint {directory}"
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
     writer = dcp.FileSystemWriter(directory)
-    _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
+    _run_dcp(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
     if world.rank:
         return []  # as soon as the first rank returns, the directory may be renamed
     # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
@@ -121,7 +121,7 @@ def load(
     same_layout = (state.dp, state.tp) == (world.dp, world.tp) and generators.keys() <= saved.keys()
     if same_layout:
         tensors |= generators
-    _together(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
+    _run_dcp(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
     if same_layout:
         for name, tensor in generators.items():
             if name.endswith(".cuda"):
@@ -237,6 +237,8 @@ def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.opt
 
 
 def random_state(world: World) -> dict[str, Tensor]:
+    """Returns copies of torch's random states of this rank, CPU and GPU, by the names that they have in a
+    checkpoint."""
     tensors = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         tensors[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
@@ -244,6 +246,11 @@ def random_state(world: World) -> dict[str, Tensor]:
 
 
 def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors by name; `()` for entries without one.
+
+    Raises:
+        CheckpointError: its metadata cannot be read.
+    """
     try:
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:
@@ -298,7 +305,7 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
         raise CheckpointError(what, "must be writable", failure[0])
 
 
-def _together(action: Callable[[], Any], what: str) -> Any:
+def _run_dcp(action: Callable[[], Any], what: str) -> Any:
     """Runs and returns a collective call of torch.distributed.checkpoint, with a failure of any rank as one line.
 
     Args:

@@ -264,6 +264,7 @@ class StudentEngine:
         return self._snapshot().num_bytes
 
     def _snapshot(self) -> checkpoint.Snapshot:
+        """Returns what this rank saves at present: the tensors themselves, not copies."""
         world = self.world
         state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
         tensors = checkpoint.trained_tensors(self._named_parameters(), self.optimizer)
@@ -304,8 +305,8 @@ class StudentEngine:
         )
 
     def export_projections(self, folder: str | Path) -> None:
-        """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing if there are none.
-        """
+        """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing if there are
+        none."""
         if self.world.rank == 0:
             save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
@@ -338,6 +339,8 @@ class StudentEngine:
         return sums
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
+        """Returns the metrics of `batch` from its summed losses, by name with `prefix/`; `{}` on all but the first
+        tensor-parallel rank."""
         if self.world.tp_rank:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
@@ -352,6 +355,7 @@ class StudentEngine:
         return num_unable.item() == 0
 
     def _begin_step(self) -> None:
+        """Resets the loss of the step to zero and remembers `kd_scale`, which is restored if the step is skipped."""
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         """This rank's share of the loss, over the micro-batches of the step so far."""
         self._kd_scale_before = self.kd_scale
@@ -380,6 +384,8 @@ class StudentEngine:
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _logits(self, rows: TokenRows) -> Tensor:
+        """Returns the logits [R, S, V] of a micro-batch's rows, padded columns at −inf; a DTensor under tensor
+        parallelism."""
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
@@ -387,7 +393,8 @@ class StudentEngine:
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:
-        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same numbers."""
+        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same
+        numbers."""
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
 

@@ -71,6 +71,8 @@ class Staging:
         return copies
 
     def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
+        """Begins to copy `source`, at most as large as the half, into it, and notes `target`. The half must be empty
+        (`_empty`)."""
         half.memory[: source.numel()].copy_(source, non_blocking=True)
         half.target = target
         if self._stream is not None:

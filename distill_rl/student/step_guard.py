@@ -80,5 +80,6 @@ class StepGuard:
         return {"in_a_row": self._in_a_row, "seen": [list(pair) for pair in self._seen]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state` returned; missing entries mean a fresh start."""
         self._in_a_row = int(state.get("in_a_row", 0))
         self._seen = [(float(loss), float(norm)) for loss, norm in state.get("seen", [])]

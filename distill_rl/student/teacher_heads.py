@@ -70,13 +70,13 @@ def open_heads(
     Raises:
         ConfigError: a model or tokenizer that cannot be read.
     """
-    own = own_columns(columns, world.mesh[TP])
+    local_columns = own_columns(columns, world.mesh[TP])
     heads: list[TeacherHead | None] = []
     for teacher, spec in zip(teachers, tuple(cross_tokenizer_specs) or (None,) * len(teachers)):
         if teacher.export != "hidden":
             heads.append(None)
         elif spec is None:
-            heads.append(_open(teacher, own, tokens, world.device))
+            heads.append(_open(teacher, local_columns, tokens, world.device))
         else:
             heads.append(_open(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device))
     return heads

@@ -1,4 +1,5 @@
-"""The teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a test."""
+"""The teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a
+test."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ def _aligner_arguments(job: Job) -> tuple[Any, ...]:
 
 
 def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
-    """Returns a pool of the aligner actors, or, if `group` is empty, of an aligner in this process, which is started.
-    """
+    """Returns a pool of the aligner actors, or, if `group` is empty, of an aligner in this process, which is
+    started."""
     local = None
     if not group.actors:
         local = AlignerWorker(0, *_aligner_arguments(job))

@@ -108,8 +108,8 @@ class RankWorker(Worker):
         return host, self._store.port
 
     def place(self) -> Place:
-        """Returns where this rank's tensors are (node and device), by which a transport is chosen. Only after `start`.
-        """
+        """Returns where this rank's tensors are (node and device), by which a transport is chosen. Only after
+        `start`."""
         from distill_rl.transport.place import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())

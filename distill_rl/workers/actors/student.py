@@ -81,9 +81,11 @@ class StudentWorker(RankWorker):
         )
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
+        """Opens teachers' rings for reading. Returns for each offer the receipt to send back, or a Problem."""
         return [self._open_ring(offer) for offer in offers]
 
     def read_probes(self, handles: Sequence[Handle]) -> list[Problem | None]:
+        """Checks that probes arrive as they were sent. Returns None for each that does, else a Problem."""
         return [self._read_probe(handle) for handle in handles]
 
     @reporting
@@ -217,6 +219,8 @@ class StudentWorker(RankWorker):
         return self._engine.checkpoint_bytes()
 
     def stop(self) -> None:
+        """Waits for a save in the background, then closes the transports and leaves the process group with the other
+        ranks."""
         self._engine.finish_saving()
         super().stop()
 

@@ -90,8 +90,8 @@ class TeacherWorker(RankWorker):
 
     @reporting
     def accept(self, receipts: Sequence[Receipt]) -> None:
-        """Completes the hand-shake with the readers' receipts. Returns None, or a Problem if the transport refuses one.
-        """
+        """Completes the hand-shake with the readers' receipts. Returns None, or a Problem if the transport refuses
+        one."""
         for receipt in receipts:
             self._ring.accept(receipt)
 

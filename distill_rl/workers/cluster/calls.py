@@ -94,7 +94,7 @@ class Calls:
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
         for done, pending in self._until_done(names, what, timeout_s, meanwhile):
             if errors := _errors_of(done):
-                raise self._blame(errors | self._late_errors(pending), names, what)
+                raise self._blame(errors | self._errors_within_grace(pending), names, what)
         return ray.get(list(names), timeout=timeout_s)
 
     def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
@@ -161,14 +161,14 @@ class Calls:
         The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
         """
         calls = [actor.identify.remote() for actor in self.actors.values()]
-        return {ref: error for ref, error in self._late_errors(calls).items() if _priority(error) == _DEATH}
+        return {ref: error for ref, error in self._errors_within_grace(calls).items() if _priority(error) == _DEATH}
 
     def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
         """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
         rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
         return Overdue(", ".join(map(self._where, names)), rule, "no answer", self.when_late, names)
 
-    def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+    def _errors_within_grace(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
         """Returns the errors of those calls that fail within 2 s; waits that long unless all end earlier."""
         if not pending:
             return {}

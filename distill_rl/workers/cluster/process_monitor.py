@@ -184,6 +184,7 @@ class ProcessMonitor:
             log.info("stacks of the workers are in %s", self._folder / "stacks")
 
     def close(self) -> None:
+        """Kills the monitors on other nodes, without waiting."""
         for actor in self._remote_monitors.values():
             _end(actor)
 
@@ -222,6 +223,7 @@ class ProcessMonitor:
         return self._remote_monitors[node]
 
     def _kill(self, process: Process) -> None:
+        """Kills a process on any node; on another node without waiting for it."""
         if process.node_id == _this_node():
             process.kill()
         else:
@@ -264,6 +266,7 @@ def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
 
 
 def _end(actor: Any) -> None:
+    """Kills an actor; never raises. None is allowed."""
     with suppress(Exception):
         ray.kill(actor)
 
@@ -273,6 +276,7 @@ def _this_node() -> str:
 
 
 def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
+    """Returns the processes grouped by the id of their node, by name within a node."""
     nodes: dict[str, dict[str, Process]] = {}
     for name, process in processes.items():
         nodes.setdefault(process.node_id, {})[name] = process
@@ -280,8 +284,8 @@ def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
 
 
 def _state(process: Process) -> str:
-    """Returns psutil's status of a process; `gone` if it has ended, is a zombie, or its pid belongs to a later process.
-    """
+    """Returns psutil's status of a process; `gone` if it has ended, is a zombie, or its pid belongs to a later
+    process."""
     try:
         present = psutil.Process(process.pid)
         status = present.status()
@@ -292,14 +296,15 @@ def _state(process: Process) -> str:
 
 
 def _size(process: Process) -> int:
+    """Returns the size in bytes of the file that a process writes its stderr to; 0 if there is none."""
     with suppress(OSError, IndexError):
         return Path(process.logs[-1]).stat().st_size
     return 0
 
 
 def _read(path: str, start: int) -> str:
-    """Returns the text of a file from byte `start` on; a negative one counts from the end. Empty if it cannot be read.
-    """
+    """Returns the text of a file from byte `start` on; a negative one counts from the end. Empty if it cannot be
+    read."""
     with suppress(OSError), Path(path).open("rb") as file:
         file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
         return file.read().decode("utf-8", "replace")

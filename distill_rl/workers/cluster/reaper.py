@@ -59,8 +59,8 @@ def with_descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Returns whether a process exists and is no zombie: reaping zombies is up to their parent, which may never do it.
-    """
+    """Returns whether a process exists and is no zombie: reaping zombies is up to their parent, which may never do
+    it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -70,8 +70,8 @@ def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]
 
 
 def _read(rows: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns Ray's events whose `tid` is in `rows`, once no more arrive. Each of up to six reads takes about a second.
-    """
+    """Returns Ray's events whose `tid` is in `rows`, once no more arrive. Each of up to six reads takes about a
+    second."""
     events: list[dict[str, Any]] = []
     for _ in range(_MAX_READS):
         previous, events = events, [event for event in ray.timeline() if event["tid"] in rows]

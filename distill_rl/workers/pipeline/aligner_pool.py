@@ -83,6 +83,7 @@ class BadRows:
         self._check(f"the last: {bad.reason}")
 
     def _check(self, detail: str) -> None:
+        """Raises an AlignmentError if more rows are listed than the budget allows; `detail` ends its message."""
         if len(self.rows) > self._budget:
             rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
             remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
@@ -238,6 +239,12 @@ class AlignerPool:
             return None
 
     def _wait(self, pending: PendingBatch, what: str) -> BatchInfo:
+        """Waits for a batch's BatchInfo, for what remains of the deadline since it was first seen at the head of the
+        queue.
+
+        Raises:
+            DistillError: the aligner raised, died or is late.
+        """
         since = pending.first_in_line_since
         waited_s = 0.0 if since is None else time.monotonic() - since
         names = {pending.info: self.names[pending.aligner]}

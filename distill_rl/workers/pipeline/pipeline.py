@@ -99,7 +99,8 @@ class Pipeline:
     def resubmit(self, name: str, replica: int) -> None:
         """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with.
 
-        The calls keep their order and slots, which exist in the new ring too.
+        The calls keep their order and slots, which exist in the new ring too. Of sub-batches that the student is done
+        with, only the call of the replica's first rank is kept; it had succeeded.
 
         Args:
             name: of the teacher.
@@ -206,8 +207,8 @@ class Pipeline:
         self._open.append(sub_batch)
 
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
-        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls in rank order.
-        """
+        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls in rank
+        order."""
         teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
         return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)

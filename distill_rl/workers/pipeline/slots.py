@@ -1,4 +1,5 @@
-"""Which slots of a teacher's rings are free, as the driver keeps account of them: handed out and not yet returned means in use."""
+"""Which slots of a teacher's rings are free, as the driver keeps account of them: handed out and not yet returned means
+in use."""
 
 from __future__ import annotations
 

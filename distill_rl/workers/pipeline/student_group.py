@@ -198,10 +198,12 @@ class StudentGroup:
         return not any(isinstance(outcome, Retryable) for outcome in outcomes)
 
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
+        """Waits until all calls have ended, and returns a result or Ray's error (not raised) of each."""
         timeout_s = self._config.ray.step_timeout_s
         return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
+        """Waits for calls, replacing aligners that hang meanwhile, and returns their results in order."""
         return self._calls.gather(
             calls, what=what, timeout_s=self._config.ray.step_timeout_s, meanwhile=self._pipeline.check_aligners
         )

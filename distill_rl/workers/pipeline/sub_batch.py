@@ -55,14 +55,17 @@ class SubBatch:
     student_calls: Refs = field(default_factory=dict)
 
     def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:
+        """Notes the slots taken, by teacher, and the calls made, by teacher and replica: QUEUED becomes TEACHING."""
         assert self.state is State.QUEUED
         self.state, self.slots, self.teacher_calls = State.TEACHING, slots, calls
 
     def call_student(self, calls: Refs) -> None:
+        """Notes the calls of the student's ranks, in place of earlier ones: TEACHING or TRAINING becomes TRAINING."""
         assert self.state in (State.TEACHING, State.TRAINING)
         self.state, self.student_calls = State.TRAINING, calls
 
     def finish(self) -> None:
+        """Notes that the student's calls have returned: TRAINING becomes DONE."""
         assert self.state is State.TRAINING
         self.state = State.DONE
 
@@ -112,6 +115,8 @@ class PendingBatch:
             self.release()
 
     def release(self) -> None:
+        """Drops the references to rows, targets and calls. The slots that sub-batches still held are not given back to
+        their ledgers."""
         self.parts.clear()
         for sub_batch in self.sub_batches:
             sub_batch.release()

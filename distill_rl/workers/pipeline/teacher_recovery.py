@@ -130,6 +130,11 @@ class TeacherRecovery:
         self._give_up(teacher, group, cause)
 
     def _start(self, teacher: TeacherConfig, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Replaces the actors of a replica, waits until they have loaded the model, and opens their ring.
+
+        Raises:
+            DistillError: any of this fails, or takes longer than `ray.start_timeout_s`.
+        """
         timeout_s = self._config.ray.start_timeout_s
         group.renew(ranks, timeout_s)
         started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
