@@ -55,6 +55,7 @@ class Driver:
     """Whether a checkpoint is due that a skipped step deferred."""
 
     def __post_init__(self) -> None:
+        """Takes step, cursor and score from the checkpoint that is resumed from, or starts at step 0."""
         self.config, self.student = self.job.config, self.actors.student
         saved = self.resumed.state if self.resumed else SavedState(TrainState())
         self.state, self.score = saved.train, saved.score

@@ -361,7 +361,8 @@ class StudentEngine:
         self._kd_scale_before = self.kd_scale
 
     def _global_loss(self) -> float:
-        """The loss of the step's global batch, the same on every rank; NaN if it is NaN on one. Collective."""
+        """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
+        Collective."""
         if self.world.world_size == 1:
             return self._loss.item()
         total = self._loss.clone()

@@ -274,6 +274,11 @@ class Objective(nn.Module):
         return self._head(teacher).logits(target) if isinstance(target, HiddenStates) else target
 
     def _head(self, teacher: int) -> TeacherHead:
+        """Returns the output layer of the teacher with this index.
+
+        Raises:
+            ValueError: it has none.
+        """
         head = self.heads[teacher]
         if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
@@ -296,7 +301,7 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
 
 
 def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
-    """A teacher's whole logits, cut or padded with −inf to this rank's columns of the student's logits.
+    """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's `logits`.
 
     Both models have the same tokens, but their output layers may be padded differently.
     """

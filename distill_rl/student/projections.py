@@ -83,6 +83,10 @@ def save_learned(
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """Sums the gradient of a replicated parameter over the ranks, which have a share each. Collective over the mesh."""
+    """Replaces the gradient of a replicated parameter by its sum over the ranks, which have a share each; nothing if it
+    has none.
+
+    Collective over the parameter's mesh.
+    """
     if isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

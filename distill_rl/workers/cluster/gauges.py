@@ -46,12 +46,14 @@ class Gauges:
         self._enabled = has_agent() and ray.is_initialized()
 
     def set(self, name: str, value: float, of: str = "") -> None:
-        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored."""
+        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored, and all are without Ray or its
+        metrics agent."""
         if self._enabled and math.isfinite(value):
             self._metric("Gauge", name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
-        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process."""
+        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process; only positive, finite
+        values count."""
         if self._enabled and math.isfinite(value) and value > 0:
             self._metric("Counter", f"{name}_total").inc(value, tags={"of": of})
 
@@ -82,6 +84,7 @@ class GaugeSink:
             self._gauges.set(*gauge_of(name, 0.0))
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Sets a gauge for every metric of the record of `step`, and adds its tokens to the counter."""
         self._gauges.set("step", step)
         for name, value in record.items():
             self._gauges.set(*gauge_of(name, value))

@@ -156,12 +156,12 @@ class ProcessMonitor:
         log.warning("waiting %.0f s for %s: %s; the limit is %g s", seconds, what, states, limit_s)
 
     def where(self, name: str) -> str:
-        """A worker's name and node, for messages."""
+        """Returns a worker's name and host, for messages; the name alone while the host is unknown."""
         process = self._processes.get(name)
         return f"{name} on {process.host}" if process and process.host else name
 
     def fate(self, name: str) -> str:
-        """Why the monitor killed a worker; empty if it did not."""
+        """Returns why the monitor killed a worker's present process; empty if it did not."""
         process = self._processes.get(name)
         return self._fates.get(process, "") if process else ""
 

@@ -210,12 +210,12 @@ class Evaluations:
 
 
 def scores(results: Mapping[str, Result]) -> dict[str, float]:
-    """Scores of suites as metrics."""
+    """Returns the suites' scores as metrics, by `eval/SUITE`."""
     return {f"eval/{suite}": result["score"] for suite, result in results.items()}
 
 
 def report(what: str, results: Mapping[str, Result]) -> None:
-    """Prints one line per suite."""
+    """Prints one line per suite with its score, the score's interval and the number of items; `what` names the model."""
     for suite, result in results.items():
         low, high = result["interval"]
         say(f"evaluated {what} on {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}], {result['num_items']} items")

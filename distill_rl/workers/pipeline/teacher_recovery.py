@@ -163,7 +163,7 @@ class TeacherRecovery:
 
 
 def _replicas(teacher: TeacherConfig) -> list[range]:
-    """The ranks of each replica."""
+    """Returns the ranks of each replica of a teacher, in its group's order."""
     dp, tp = teacher.parallel.dp, teacher.parallel.tp
     return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
 
