@@ -69,7 +69,7 @@ def serve_store(host: str, world_size: int) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """Connects another rank to the store of `serve_store`.
+    """Connects another rank to the store of `serve_store`; blocks until rank 0 serves it.
 
     Raises:
         DistillError: rank 0 does not answer at that address within `timeout_s` seconds.
@@ -95,13 +95,17 @@ def open_world(
     store: dist.Store | None = None,
     timeout_s: float = 600.0,
 ) -> World:
-    """Creates the process group and the mesh of this rank. Collective over all dp·tp ranks.
+    """Joins this rank to the process group of dp·tp ranks, creating it if there is none, and returns its view of the
+    mesh.
 
-    A process group of dp·tp ranks that exists already (torchrun, a test, a second engine in one process) is used as it is.
-    CPUs use gloo; GPUs use NCCL, and gloo for tensors on the CPU.
+    Collective over all dp·tp ranks. A process group of dp·tp ranks that exists already (torchrun, a test, a second
+    engine in one process) is used as it is. CPUs use gloo; GPUs use NCCL, and gloo for tensors on the CPU. A GPU
+    becomes the current device.
 
     Args:
-        replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas ranks.
+        replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas
+            ranks.
+        device: `cuda` without an index means the GPU of the local rank.
         store: the rendezvous; a single rank needs none.
         timeout_s: seconds that a collective waits for the other ranks.
 
@@ -137,7 +141,8 @@ def open_world(
 
 
 def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of all ranks of a world, for a thread that communicates while the world's own groups are in use.
+    """Returns a gloo group of all ranks of a world, for a thread that communicates while the world's own groups are in
+    use.
 
     Collective. The group ends with the default process group.
     """
@@ -145,9 +150,10 @@ def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
 
 
 def close_world(world: World) -> None:
-    """Waits for the other ranks, then ends all process groups, unless the default one existed before `open_world`.
+    """Waits for the other ranks, then ends all process groups; nothing if the default one existed before `open_world`.
 
-    Without the wait, a rank that is still inside a collective would abort its process.
+    Without the wait, a rank that is still inside a collective would abort its process. Collective; a second call does
+    nothing.
     """
     if not world.owned or not dist.is_initialized():
         return
@@ -156,7 +162,10 @@ def close_world(world: World) -> None:
 
 
 def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
-    """Flattened dimensions get process groups of their own: DP, and the one over which the gradient norm is summed."""
+    """Returns the mesh (dp, tp), or with replicas (replica, shard, tp), over all ranks. Collective.
+
+    Flattened dimensions get process groups of their own: DP, and the one over which the gradient norm is summed.
+    """
     if replicas == 1:
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
         if tp > 1:
@@ -170,7 +179,10 @@ def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
 
 
 def _own_device(device: torch.device, rank: int) -> torch.device:
-    """The device with its index, made the current one. `cuda` without an index means that of the local rank."""
+    """Returns the device with its index, made the current one. `cuda` without an index means that of the local rank.
+
+    A CPU is returned as it is. The local rank is LOCAL_RANK, or else `rank`.
+    """
     if device.type != "cuda":
         return device
     if device.index is None:

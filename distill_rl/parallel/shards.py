@@ -13,7 +13,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """The position of this rank's part of a DTensor in the whole, one slice per dimension. A plain tensor is whole."""
+    """Returns the position of this rank's part of a DTensor in the whole, one slice per dimension. A plain tensor is
+    whole.
+
+    This rank must belong to the tensor's mesh.
+    """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -25,9 +29,10 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def gather_to_first(tensor: Tensor) -> Tensor | None:
-    """The whole of a DTensor on the CPU of its mesh's first rank, None on the others. Collective over the mesh.
+    """Returns the whole of a DTensor on the CPU of its mesh's first rank, None on the others. Collective over the mesh.
 
-    Parts are sent one at a time, so the other ranks need no memory and the first needs no second copy.
+    A plain tensor is copied to the CPU on every rank. Parts are sent one at a time, so the other ranks need no memory
+    and the first needs no second copy.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu()
@@ -54,10 +59,11 @@ def gather_to_first(tensor: Tensor) -> Tensor | None:
 
 
 def _slices_at(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """The part of the rank at `coordinate` of the mesh.
+    """Returns the position in the whole tensor of the part held by the rank at `coordinate` of the mesh, a slice per
+    dimension.
 
-    FSDP2 shards what tensor parallelism left on the rank, so a dimension that both split is cut by tp first, although dp
-    comes first in the mesh (FSDP2's placement is then a `_StridedShard`, with a split factor). Parts are cut as by
+    FSDP2 shards what tensor parallelism left on the rank, so a dimension that both split is cut by tp first, although
+    dp comes first in the mesh (FSDP2's placement is then a `_StridedShard`, with a split factor). Parts are cut as by
     `torch.chunk`: of equal size, the last ones short or empty.
     """
     where = [slice(0, size) for size in tensor.shape]
@@ -76,7 +82,8 @@ def _chunk(whole: slice, parts: int, index: int) -> slice:
 
 
 def own_columns(columns: int, tp_mesh: DeviceMesh) -> slice:
-    """Which of the `columns` of the logits this rank holds if the model is split over `tp_mesh`. May be an empty slice."""
+    """Returns which of the `columns` of the logits this rank holds if the model is split over `tp_mesh`. May be an
+    empty slice."""
     (size,), (start,) = compute_local_shape_and_global_offset((columns,), tp_mesh, [Shard(0)])
     return slice(start, start + size)
 

@@ -55,6 +55,7 @@ class Saver:
         dead: Callable[[], bool] = lambda: False,
         interrupted: Callable[[], None] = lambda: None,
     ):
+        """Saves nothing; see the class for the arguments. Use it as a context manager, which ends a save in flight."""
         self._store, self._collective, self._in_background = store, collective, in_background
         self._deadline_s, self._dead, self._interrupted = deadline_s, dead, interrupted
         self._in_flight: _BackgroundSave | None = None
@@ -64,7 +65,8 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends a save that is still in flight because the run failed: completes it if the ranks live, else drops it."""
+        """Ends a save that is still in flight because the run failed: completes it if the ranks live and write, else
+        drops it."""
         save, self._in_flight = self._in_flight, None
         if save is not None:
             try:
@@ -74,7 +76,9 @@ class Saver:
             log.warning("%s, when the run ended: %s", save.what, save.error or "completed")
 
     def save(self, state: SavedState, *, at_once: bool = False) -> None:
-        """Saves a checkpoint of the student in its present state.
+        """Saves a checkpoint of the student in its present state, in the background unless configured otherwise.
+
+        Waits for the save before it. In the background, the state is copied on return and written and committed later.
 
         Args:
             at_once: save without a copy and commit before returning, because the run has nothing else to do. It is
@@ -88,7 +92,7 @@ class Saver:
         else:
             self.settle()
         what, in_background = f"saving step {state.train.step}", self._in_background and not at_once
-        with _failing(what):
+        with _as_worker_error(what):
             draft = self._store.begin(state, lambda: self._collective("checkpoint_bytes", what=what)[0])
             marker = os.fspath(draft.marker) if in_background else None
             keep_draft = False
@@ -106,7 +110,8 @@ class Saver:
                 self._in_flight = _BackgroundSave(self._store, draft, what, self._deadline_s)
 
     def try_settle(self) -> bool:
-        """`settle`, but returns whether the last save is committed. An error is kept for `raise_earlier_error`."""
+        """Waits until the last save is committed, and returns whether it succeeded. An error is kept for
+        `raise_earlier_error`."""
         try:
             self.settle()
         except WorkerError as error:
@@ -116,23 +121,24 @@ class Saver:
         return True
 
     def raise_earlier_error(self) -> None:
-        """
+        """Raises the error that `try_settle` has kept, if any.
+
         Raises:
-            WorkerError: a save before the last one failed (see `try_settle`).
+            WorkerError: a save before the last one failed.
         """
         if self._earlier_error is not None:
             raise self._earlier_error
 
     def settle(self) -> None:
-        """Waits until the last save is committed.
+        """Waits until the last save is committed; returns at once if none is in flight.
 
         Raises:
-            WorkerError: it failed. Older checkpoints are intact.
+            WorkerError: it failed, or took longer than about twice the deadline. Older checkpoints are intact.
         """
         save = self._in_flight
         if save is None:
             return
-        with _failing(save.what):
+        with _as_worker_error(save.what):
             if not save.written:  # the call also reports errors that did not reach the marker, and ranks that die
                 try:
                     self._collective("finish_saving", what=save.what)
@@ -159,6 +165,12 @@ class _BackgroundSave:
     """A save that the ranks write, with the thread that commits it."""
 
     def __init__(self, store: CheckpointStore, draft: Draft, what: str, deadline_s: float):
+        """Starts the thread that waits for the ranks and commits the draft.
+
+        Args:
+            what: what is saved, for messages.
+            deadline_s: seconds that the ranks may take to write.
+        """
         self._store, self.draft, self.what = store, draft, what
         self._deadline_s = deadline_s
         self.error: CheckpointError | None = None
@@ -172,7 +184,13 @@ class _BackgroundSave:
         return self._written.is_set() or not self.thread.is_alive()
 
     def complete(self, dead: Callable[[], bool]) -> None:
-        """Waits as long as the ranks live and keep writing. A commit that has begun no longer needs them."""
+        """Waits until the save is committed or has failed; gives up if the ranks die, or write nothing more for 10 s.
+
+        A commit that has begun no longer needs the ranks, and has `deadline_s` seconds.
+
+        Args:
+            dead: whether a rank is known to be dead.
+        """
         size = -1
         grown_at = checked_at = time.monotonic()
         while not self.written:
@@ -192,11 +210,14 @@ class _BackgroundSave:
         self.thread.join(self._deadline_s)
 
     def end(self) -> None:
-        """Ends the thread; a save that is not fully written is dropped."""
+        """Cancels a save that is not fully written, so that its draft is dropped, and waits up to 10 s for the
+        thread."""
         self._cancelled.set()
         self.thread.join(_PATIENCE_S)
 
     def _work(self) -> None:
+        """Waits for the ranks and commits the draft, in the thread; an error is kept in `error`, and the draft then
+        removed."""
         try:
             self._await_ranks()
             self._store.commit(self.draft)
@@ -209,9 +230,10 @@ class _BackgroundSave:
             self._store.drop(self.draft)
 
     def _await_ranks(self) -> None:
-        """
+        """Waits until the ranks have written the draft and all of its files are visible on this node.
+
         Raises:
-            CheckpointError: they failed, or were too late.
+            CheckpointError: they failed, or were too late; or the save was cancelled.
         """
         marker = self.draft.marker
         rule = f"must be written within ray.step_timeout_s={self._deadline_s:g} s"
@@ -227,6 +249,15 @@ class _BackgroundSave:
         )
 
     def _await(self, condition: Callable[[], bool], rule: str, deadline_s: float) -> None:
+        """Waits until `condition` is true, polling it.
+
+        Args:
+            rule: what must be so, for the error.
+            deadline_s: in seconds from now.
+
+        Raises:
+            CheckpointError: the deadline has passed, or the save was cancelled.
+        """
         deadline = time.monotonic() + deadline_s
         while not condition():
             if self._cancelled.wait(_POLL_S):
@@ -236,7 +267,8 @@ class _BackgroundSave:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _as_worker_error(what: str) -> Iterator[None]:
+    """Raises a CheckpointError or OSError of the block as the WorkerError that ends a run; `what` failed."""
     try:
         yield
     except (CheckpointError, OSError) as error:

@@ -94,13 +94,14 @@ class CheckpointStore:
         self._root, self._keep_last, self._keep_best, self._about = root, keep_last, keep_best, about
 
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
-        """Makes a folder for the student's ranks to fill; `commit` or `drop` it afterwards.
+        """Makes a temporary folder for the student's ranks to fill; `commit` or `drop` it afterwards.
 
         Args:
             num_bytes: called for the size of a checkpoint if there is no earlier one to measure.
 
         Raises:
             CheckpointError: there is less free space than a checkpoint needs.
+            OSError: the folder cannot be made.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         ownership.close_folder(self._root)
@@ -113,10 +114,11 @@ class CheckpointStore:
         return draft
 
     def commit(self, draft: Draft) -> None:
-        """Flushes and renames what the ranks have written, then prunes.
+        """Adds state and manifest to what the ranks have written, flushes it, renames it to `step-N`, and prunes older
+        ones.
 
-        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every
-        moment a complete one exists under its own name or under the name that `clean_up` restores it from.
+        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every moment
+        a complete one exists under its own name or under the name that `clean_up` restores it from.
 
         Raises:
             OSError: it cannot be written; older checkpoints are unchanged.
@@ -140,7 +142,11 @@ class CheckpointStore:
         shutil.rmtree(draft.folder, ignore_errors=True)
 
     def explain(self, draft: Draft, error: Exception) -> CheckpointError:
-        """The error of a failed write; it gives the missing space if that is the reason."""
+        """Returns the error to raise after a write failed with `error`; it gives the missing space if that is the
+        reason.
+
+        To be called before the draft is dropped.
+        """
         missing = draft.num_bytes - size_of(draft.folder)
         free = shutil.disk_usage(self._root).free
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -149,7 +155,11 @@ class CheckpointStore:
         return CheckpointError(str(self._root), "a checkpoint must be writable", text)
 
     def newest(self, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
-        """The newest valid checkpoint. `warn` is called with the problem of every newer one."""
+        """Returns the newest valid checkpoint, verified file by file; None if there is none.
+
+        Args:
+            warn: called with the problem of every newer one.
+        """
         for path in reversed(self._folders()):
             try:
                 return read(path, within=self._root)
@@ -158,9 +168,9 @@ class CheckpointStore:
         return None
 
     def clean_up(self) -> None:
-        """Restores a checkpoint whose replacement was interrupted, and deletes what a killed process left half-written.
+        """Restores a checkpoint whose replacement was interrupted, and deletes all other temporary folders.
 
-        Do not call this during a save.
+        Those are what a killed process left half-written, and what was pruned. Do not call this during a save.
         """
         for replaced in self._root.glob(f"{_REPLACED}step-*"):
             original = self._root / replaced.name.removeprefix(_REPLACED).rpartition("-")[0]
@@ -170,8 +180,12 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
-        """Renames checkpoints of steps after `step`, from which the run resumes. They belong to another course of the
-        run, and by their step numbers they would be kept in preference to new ones."""
+        """Renames checkpoints of steps after `step`, from which the run resumes, to `abandoned-…`, and logs their new
+        names.
+
+        They belong to another course of the run, and by their step numbers they would be kept in preference to new
+        ones.
+        """
         for path in self._folders():
             if _step(path) > step:
                 kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
@@ -182,7 +196,7 @@ class CheckpointStore:
         return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
     def _size_of_last(self) -> int:
-        """Bytes of the newest checkpoint according to its manifest; 0 if there is none."""
+        """Returns the bytes of the newest checkpoint with a readable manifest, according to it; 0 if there is none."""
         for path in reversed(self._folders()):
             try:
                 return sum(int(file["size"]) for file in _load(path / _MANIFEST, path)["files"].values())
@@ -191,7 +205,7 @@ class CheckpointStore:
         return 0
 
     def _prune(self) -> None:
-        """Keeps the newest `keep_last` checkpoints and the `keep_best` with the lowest scores."""
+        """Deletes all checkpoints but the newest `keep_last` and the `keep_best` with the lowest scores."""
         folders = self._folders()
         kept = set(folders[-self._keep_last :])
         if self._keep_best:
@@ -207,9 +221,12 @@ class CheckpointStore:
 
 
 def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
-    """The checkpoint that `resume` names: None (no checkpoint), `latest`, `auto`, or a step folder.
+    """Returns the checkpoint that `resume` names, verified; None: there is none to resume from.
 
-    `warn` is called for damaged ones if an older one is used instead.
+    Args:
+        resume: None: no checkpoint; `latest`: the newest valid one; `auto`: the same, or None in an empty store;
+            otherwise the path of a step folder.
+        warn: called for damaged ones if an older one is used instead.
 
     Raises:
         CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a folder
@@ -233,14 +250,14 @@ def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None]
 
 
 def read(path: Path, *, within: Path | None = None) -> Checkpoint:
-    """Verifies a checkpoint (owner and mode first, then file by file) and reads its state.
+    """Verifies a checkpoint (owner and mode first, then file by file) and returns its path and state.
 
     Args:
-        within: the folder that must contain it once links are followed.
+        within: the folder that must directly contain it once links are followed; None: any.
 
     Raises:
         CheckpointError: it is not a checkpoint, belongs to another user, is open to other writers, has a newer format,
-            or has a missing, truncated or changed file.
+            or has a missing, truncated, changed or additional file.
     """
     try:
         return _read(path, within)
@@ -250,6 +267,16 @@ def read(path: Path, *, within: Path | None = None) -> Checkpoint:
 
 
 def _require_trust(path: Path, within: Path | None) -> None:
+    """Checks that no other user could have written a checkpoint, before anything in it is read.
+
+    Args:
+        within: the folder that must directly contain it once links are followed; None: any.
+
+    Raises:
+        CheckpointError: it is no folder or contains links; it, a file in it or its parent folder (with one named
+            `checkpoints`, also the parent of that) belongs to another user (root excepted) or can be changed by one; or
+            it is not in `within`.
+    """
     if not path.is_dir():
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
@@ -276,6 +303,14 @@ def _step(path: Path) -> int:
 
 
 def _read(path: Path, within: Path | None) -> Checkpoint:
+    """Verifies a checkpoint and returns it, as `read` does, but lets the errors of unexpected content in its JSON files
+    pass.
+
+    Raises:
+        CheckpointError: it may not be trusted, or its files differ from the manifest.
+        KeyError, TypeError, AttributeError, ValueError, OSError: the manifest or state has not the expected content, or
+            a file cannot be read.
+    """
     _require_trust(path, within)
     manifest = _load(path / _MANIFEST, path)
     if manifest.get("format", 0) > _FORMAT:
@@ -302,7 +337,10 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
 
 
 def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Refuses to resume with other data, tokenizers or models.
+    """Refuses to resume with other data, tokenizers or models. What has a fingerprint only now is not compared.
+
+    Args:
+        saved, current: fingerprints by name.
 
     Raises:
         CheckpointError: something differs; one line per difference, with both hashes.
@@ -323,7 +361,12 @@ def _short(fingerprint: str) -> str:
 
 
 def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
-    """Rule, value and remedy of the error."""
+    """Returns the rule, value and remedy of a CheckpointError about lack of space.
+
+    Args:
+        needed: bytes; 0 if unknown.
+        cause: the error that was met, to add; empty: none.
+    """
     rule = f"a checkpoint needs {needed} bytes of free space" if needed else "a checkpoint needs free space"
     value = f"{free} bytes ({cause})" if cause else f"{free} bytes"
     return rule, value, "free some space, or lower checkpoint.keep_last"
@@ -336,6 +379,12 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Checks that a manifest's file reads as it was written and that its hash of itself, which older ones lack, is
+    right.
+
+    Raises:
+        CheckpointError: it was changed.
+    """
     as_written = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / _MANIFEST).read_text()
     unsealed = manifest.keys() == {"format", "version", "files"}  # written before manifests had a hash of themselves
     if not as_written or not (unsealed or manifest == sealed(manifest)):
@@ -343,6 +392,8 @@ def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _manifest(root: Path) -> dict:
+    """Returns the manifest of a folder: format, version, and the size in bytes and sha256 of every file by relative
+    path."""
     files = {
         str(file.relative_to(root)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(root.rglob("*"))
@@ -352,6 +403,7 @@ def _manifest(root: Path) -> dict:
 
 
 def _read_score(path: Path) -> float | None:
+    """Returns a checkpoint's validation loss; None if it has none or cannot be read."""
     try:
         return _load(path / "state.json", path)["score"]
     except (CheckpointError, KeyError, TypeError):
@@ -359,6 +411,11 @@ def _read_score(path: Path) -> float | None:
 
 
 def _load(file: Path, checkpoint: Path) -> dict:
+    """Returns the content of a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read or is not JSON.
+    """
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:

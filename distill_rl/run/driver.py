@@ -55,6 +55,7 @@ class Driver:
     """Whether a checkpoint is due that a skipped step deferred."""
 
     def __post_init__(self) -> None:
+        """Takes step, cursor and score from the checkpoint that is resumed from, or starts at step 0."""
         self.config, self.student = self.job.config, self.actors.student
         saved = self.resumed.state if self.resumed else SavedState(TrainState())
         self.state, self.score = saved.train, saved.score
@@ -64,7 +65,15 @@ class Driver:
     @classmethod
     @contextmanager
     def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
-        """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened."""
+        """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened.
+
+        Yields a driver ready to `run`. A checkpoint that is resumed from is verified first and loaded; later ones are
+        then set aside, and half-written ones deleted.
+
+        Raises:
+            CheckpointError: the checkpoint to resume from is missing, damaged or of another run.
+            DistillError: an actor failed to start.
+        """
         store = checkpoint_store(job)
         store.clean_up()
         resumed = find_checkpoint(job, store)
@@ -106,7 +115,14 @@ class Driver:
             yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
 
     def run(self) -> int:
-        """Trains until the last step or a request to stop. Returns the process's exit code."""
+        """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when they are
+        due.
+
+        At the end it exports the student; on a request to stop it only saves, and not directly after a skipped step.
+
+        Returns:
+            The process's exit code: 0 after the last step, EXIT_PREEMPTED after a stop.
+        """
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
         with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
@@ -125,6 +141,7 @@ class Driver:
         return self.finish()
 
     def note_skip(self, trained: Metrics) -> None:
+        """Notes from the step's metrics whether it left the weights unchanged; counts and prints it if so."""
         self._last_skipped = trained["train/skipped"].value > 0
         if self._last_skipped:
             self._num_skipped += 1
@@ -134,10 +151,15 @@ class Driver:
 
     @property
     def skips(self) -> dict[str, Metric]:
+        """Number of steps skipped since this process started, as a metric; empty while there are none."""
         return {"faults/skipped_steps": Metric(float(self._num_skipped), "last")} if self._num_skipped else {}
 
     def checkpoint_is_due(self) -> bool:
-        """Defer a due checkpoint past skipped steps: the weights may already be bad. `run` defers stops likewise."""
+        """Returns whether to save now; True at most once per due checkpoint, so call it once per step.
+
+        A checkpoint that falls due at a skipped step is deferred to the next step that is not, because the weights may
+        already be bad. `run` defers stops likewise.
+        """
         self._checkpoint_owed = self._checkpoint_owed or self.due(self.config.checkpoint.every)
         if self._last_skipped or not self._checkpoint_owed:
             return False
@@ -145,10 +167,14 @@ class Driver:
         return True
 
     def due(self, every: int) -> bool:
+        """Returns whether the present step is a multiple of `every`; False if that is 0."""
         return every > 0 and self.state.step % every == 0
 
     def validate(self) -> None:
-        """Measures KD and CE on held-out text, at most once per step."""
+        """Measures and records KD and CE on held-out text, at most once per step; nothing if the run has none.
+
+        Sets `score` to the KD, or to None if that is not finite.
+        """
         if self.job.validation is None or self._validated_step == self.state.step:
             return
         batches = validation_batches(
@@ -169,14 +195,26 @@ class Driver:
         self.observer.flush()
 
     def evaluate(self) -> None:
-        """Starts the suites on this step's weights if they are due, and records the scores of earlier ones."""
+        """Starts the suites on this step's weights if they are due, and records the scores of earlier ones that have
+        ended.
+
+        May wait for an earlier evaluation (`Evaluations.start`).
+        """
         # The last step is left out: its weights are the export, which is evaluated on all items.
         if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
             self.evaluations.start(self.state.step)
         self.evaluations.collect()
 
     def save(self, *, last: bool = False) -> None:
-        """Saves a checkpoint of this step, at most once per step. The last one of a run is committed on return."""
+        """Saves a checkpoint of this step, at most once per step, in the background if so configured.
+
+        Args:
+            last: the run ends: the checkpoint is committed on return, and tried again if it was begun before and
+                failed.
+
+        Raises:
+            WorkerError: this save failed, or (unless `last`) the one before it.
+        """
         if self._saved_step != self.state.step or (last and not self.saver.try_settle()):
             self.observer.flush()
             score = self.score if self._validated_step == self.state.step else None
@@ -185,11 +223,21 @@ class Driver:
             self._saved_step = self.state.step
 
     def preempt(self) -> int:
+        """Saves a committed checkpoint, prints how to go on, and returns the process's exit code, EXIT_PREEMPTED."""
         self.save(last=True)
         say(f"stopped after step {self.state.step} and saved; go on with --resume")
         return EXIT_PREEMPTED
 
     def finish(self) -> int:
+        """Ends a run after its last step: validates, saves, exports the student with its model card, and waits for
+        evaluations.
+
+        Returns:
+            0, the exit code.
+
+        Raises:
+            WorkerError: a save failed, even an earlier one than the last.
+        """
         self.validate()
         self.save(last=True)
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
@@ -199,7 +247,11 @@ class Driver:
         return 0
 
     def card(self, scores: Mapping[str, float] | None = None) -> str:
-        """The model card of the student in its present state."""
+        """Returns the text of the model card of the student in its present state.
+
+        Args:
+            scores: of evaluations, by metric, to add to the validation loss; None: none.
+        """
         measured = {} if self.score is None else {"validation/kl_loss": self.score}
         return model_card(
             self.config,
@@ -210,6 +262,12 @@ class Driver:
 
 
 def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Signals) -> Evaluations:
+    """Returns the evaluations of a run, in `evals` of its directory, which copy the student's weights and record to
+    `observer`.
+
+    They do nothing if the run has no evaluator.
+    """
+
     def copy(folder: Path) -> str | None:
         problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
         return next((problem for problem in problems if problem is not None), None)
@@ -226,6 +284,8 @@ def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Sig
 
 
 def checkpoint_store(job: Job) -> CheckpointStore:
+    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints. Touches no
+    file."""
     settings = job.config.checkpoint
     about = {
         "libraries": {name: version(name) for name in ("torch", "transformers")},
@@ -237,6 +297,8 @@ def checkpoint_store(job: Job) -> CheckpointStore:
 
 
 def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
+    """Returns the saver of a run's checkpoints, in the background if `checkpoint.async_save`; to be used as a context
+    manager."""
     return Saver(
         store,
         actors.student.collective,
@@ -248,7 +310,7 @@ def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
 
 
 def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
+    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start. Prints which it is.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it was made from other data, tokenizers or models.

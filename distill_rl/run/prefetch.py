@@ -26,6 +26,10 @@ class Lookahead(Generic[Job, Item]):
         self._pending: deque[Item] = deque()
 
     def __iter__(self) -> Iterator[Item]:
+        """Yields the items in the order of their jobs, submitting up to `depth` jobs ahead; can be iterated once.
+
+        When the iteration ends, in whatever way, items that were not handed out are released.
+        """
         try:
             while True:
                 self._fill()
@@ -36,10 +40,13 @@ class Lookahead(Generic[Job, Item]):
             self.close()
 
     def close(self) -> None:
+        """Releases every item that was submitted and not handed out, newest first. No further job should be asked
+        for."""
         while self._pending:
             self._release(self._pending.pop())
 
     def _fill(self) -> None:
+        """Submits jobs until depth + 1 items are pending or no job is left."""
         while len(self._pending) <= self._depth:
             try:
                 job = next(self._jobs)

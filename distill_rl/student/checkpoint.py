@@ -60,7 +60,7 @@ class Snapshot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copied(self, staging: Staging | None = None) -> Snapshot:
-        """A copy in plain host memory, complete on return, which further training does not change.
+        """Returns a copy in plain host memory, complete on return, which further training does not change.
 
         Args:
             staging: copies tensors on a GPU; None: one is made for this call. Tensors on a CPU are cloned.
@@ -88,7 +88,7 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     directory, what = Path(directory), f"checkpoint {directory}"
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
     writer = dcp.FileSystemWriter(directory)
-    _together(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
+    _run_dcp(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
     if world.rank:
         return []  # as soon as the first rank returns, the directory may be renamed
     # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
@@ -99,10 +99,14 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
 def load(
     directory: str | Path, *, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
 ) -> tuple[StudentState, bool]:
-    """Reads what `save` wrote, on any mesh, into the parameters and their optimizer, in place. Collective.
+    """Reads what `save` wrote, on any mesh, into the parameters and their optimizer, in place. Collective over all
+    ranks.
+
+    The optimizer must already hold state for every parameter (`build_optimizer`). Torch's random state is restored too,
+    if the mesh has the sizes that it had when saving.
 
     Returns:
-        The saved state, and whether this rank's random state was restored, which needs a mesh of the same sizes.
+        The saved state, and whether this rank's random state was restored.
 
     Raises:
         CheckpointError: missing or unreadable, from another format, or of a model with other parameters.
@@ -117,7 +121,7 @@ def load(
     same_layout = (state.dp, state.tp) == (world.dp, world.tp) and generators.keys() <= saved.keys()
     if same_layout:
         tensors |= generators
-    _together(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
+    _run_dcp(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")
     if same_layout:
         for name, tensor in generators.items():
             if name.endswith(".cuda"):
@@ -145,10 +149,11 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
-        """Copies the snapshot and returns. It is in `directory` when `marker` exists.
+        """Copies the snapshot and returns; a thread then writes it into `directory`. Waits for the save before it, if
+        need be.
 
-        The first rank writes the marker atomically when all ranks are done. It is JSON: `error`, one line or null, and
-        `files`, the names in `directory`.
+        When all ranks are done, the first rank writes `marker` atomically. It is JSON: `error`, one line or null, and
+        `files`, the names in `directory`. If the marker's folder no longer exists, none is written.
 
         Raises:
             CheckpointError: the previous save failed.
@@ -163,7 +168,7 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the save in progress, if there is one.
+        """Waits for the save in progress; returns at once if there is none.
 
         Raises:
             CheckpointError: it failed. Raised once.
@@ -176,6 +181,10 @@ class Writer:
             raise error
 
     def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
+        """Writes a snapshot together with the other ranks, then the first rank's marker; runs in the thread.
+
+        Never raises: an error is kept for `wait`, and its message is in the marker.
+        """
         files: list[str] = []
         try:
             if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
@@ -192,7 +201,10 @@ class Writer:
 
 
 def read_state(directory: str | Path) -> StudentState:
-    """Reads `student.json` of a checkpoint and nothing else.
+    """Reads `student.json` of the student's part of a checkpoint and nothing else.
+
+    Args:
+        directory: the student's, which holds that file.
 
     Raises:
         CheckpointError: missing, not JSON, or of another format.
@@ -209,7 +221,9 @@ def read_state(directory: str | Path) -> StudentState:
 
 
 def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that is trained, and its optimizer state, by name.
+    """Returns everything that is trained, and its optimizer state, by the name that it has in a checkpoint.
+
+    The tensors share memory with the parameters and the optimizer, so loading into them restores both.
 
     Args:
         parameters: by name; a tied parameter once.
@@ -223,6 +237,8 @@ def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.opt
 
 
 def random_state(world: World) -> dict[str, Tensor]:
+    """Returns copies of torch's random states of this rank, CPU and GPU, by the names that they have in a
+    checkpoint."""
     tensors = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         tensors[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
@@ -230,6 +246,11 @@ def random_state(world: World) -> dict[str, Tensor]:
 
 
 def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors by name; `()` for entries without one.
+
+    Raises:
+        CheckpointError: its metadata cannot be read.
+    """
     try:
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:
@@ -238,6 +259,17 @@ def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tu
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
+    """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state.
+
+    Random state may be missing here, and so may what was trained besides the model (`objective.`).
+
+    Args:
+        saved: shapes in the checkpoint, by name.
+        wanted: tensors to be filled, by name.
+
+    Raises:
+        CheckpointError: something differs; the message names the first difference.
+    """
     # An export reads the student alone, without what was trained besides it.
     optional = ("random.", "model.objective.", "optimizer.objective.")
     unwanted = [name for name in saved if not name.startswith(optional) and name not in wanted]
@@ -254,7 +286,14 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
 
 
 def _on_first_rank(world: World, action: Callable[[], None], what: str, group: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0; all ranks raise if it fails. Collective over `group`."""
+    """Runs `action` on rank 0 and waits for it on all ranks. Collective over `group`, None being the default group.
+
+    Args:
+        what: what is written, for the error.
+
+    Raises:
+        CheckpointError: on all ranks, if it fails.
+    """
     failure: list[str | None] = [None]
     if world.rank == 0:
         try:
@@ -266,8 +305,15 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
         raise CheckpointError(what, "must be writable", failure[0])
 
 
-def _together(action: Callable[[], Any], what: str) -> Any:
-    """Runs a DCP call, which raises on every rank if one fails, and turns its error into one line."""
+def _run_dcp(action: Callable[[], Any], what: str) -> Any:
+    """Runs and returns a collective call of torch.distributed.checkpoint, with a failure of any rank as one line.
+
+    Args:
+        what: what is written or read, for the error.
+
+    Raises:
+        CheckpointError: on every rank, if the call fails on one.
+    """
     try:
         return action()
     except CheckpointException as error:

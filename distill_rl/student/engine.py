@@ -84,6 +84,18 @@ class StudentEngine:
         total_steps: int,
         cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None] = (),
     ):
+        """Loads the model (and projections and output layers of teachers, where needed) and builds optimizer and
+        schedule.
+
+        Collective over the mesh. Seeds torch, and makes it deterministic if `train.deterministic` says so.
+
+        Args:
+            config: the run's settings.
+            world: this rank of the student's mesh.
+            vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
+            total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
+            cross_tokenizer_specs: per teacher, None for one with the student's tokenizer; empty if all have it.
+        """
         student = config.student
         be_deterministic(config.train.deterministic, world.device)
         self.config = config
@@ -112,17 +124,18 @@ class StudentEngine:
         self._seed()
 
     def train_step(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
-        """One optimizer step on this rank's part of a global batch.
+        """Takes one optimizer step on this rank's part of a global batch. Collective.
 
         Args:
-            scores: per-teacher score, the same on all ranks; a higher score lowers that teacher's share of the KD. Empty:
-                shares are fixed.
+            targets: gives the teachers' targets of each micro-batch.
+            scores: per-teacher score, the same on all ranks; a higher score lowers that teacher's share of the KD.
+                Empty: shares are fixed.
 
         Returns:
             On the first tensor-parallel rank, `{}` on the others:
             `train/kl_loss` (weighted over teachers, T² included; a mean over chunks where chunks are compared),
-            `train/nll_loss`, `train/teacher_mass`: means over this rank's labelled tokens with their number as weight, so
-            that merging over ranks gives the mean of the global batch;
+            `train/nll_loss`, `train/teacher_mass`: means over this rank's labelled tokens with their number as weight,
+            so that merging over ranks gives the mean of the global batch;
             `train/loss`, the weighted sum of KD and CE; `train/tokens`, the labelled tokens;
             `train/grad_norm`, before clipping; `train/lr`; `train/kd_scale`, under `loss.dynamic_scale`;
             `train/skipped`, 1 if the step left the weights alone.
@@ -137,10 +150,13 @@ class StudentEngine:
         self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
     ) -> dict[str, Metric]:
         """Computes the gradient of `batch`, micro-batch by micro-batch, and adds it to that of the step so far.
+        Collective.
+
+        The arguments and the returned metrics are those of `train_step`, without what `optim_step` adds.
 
         Args:
-            last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`; until
-                then they may be in FSDP2's buffers.
+            last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`;
+                until then they may be in FSDP2's buffers.
         """
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
@@ -159,8 +175,18 @@ class StudentEngine:
 
     @gpu_phase("optimizer step")
     def optim_step(self) -> dict[str, Metric]:
-        """Clips the gradients, updates the weights with this step's learning rate and clears the gradients, or skips the
-        update if `StepGuard` finds a reason. The returned metrics are those of `train_step`."""
+        """Clips the gradients, updates the weights with this step's learning rate, clears the gradients, and counts the
+        step.
+
+        If `StepGuard` finds a reason, only the update is left out. Collective; comes after `forward_backward` with
+        `last`.
+
+        Returns:
+            `train/grad_norm`, `train/lr` and `train/skipped`; `{}` on all but the first tensor-parallel rank.
+
+        Raises:
+            NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
+        """
         step = self.step + 1
         reshard(self.model)
         for parameter in self.objective.parameters():
@@ -188,7 +214,12 @@ class StudentEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
-        """`validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, merged like the training metrics."""
+        """Returns `validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, computed without gradient
+        or dropout.
+
+        Collective. The arguments are those of `train_step`; the metrics are merged over ranks like its own, and `{}` on
+        all but the first tensor-parallel rank.
+        """
         blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
         try:
@@ -201,7 +232,10 @@ class StudentEngine:
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
-        """Writes weights, optimizer and random state into `directory`. The caller commits the directory.
+        """Writes weights, optimizer and random state into `directory`, which all ranks must share. The caller commits
+        the directory.
+
+        Collective. Waits for the previous save.
 
         Args:
             marker: None: everything is written on return. A path: everything is copied on return and written in the
@@ -230,6 +264,7 @@ class StudentEngine:
         return self._snapshot().num_bytes
 
     def _snapshot(self) -> checkpoint.Snapshot:
+        """Returns what this rank saves at present: the tensors themselves, not copies."""
         world = self.world
         state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
         tensors = checkpoint.trained_tensors(self._named_parameters(), self.optimizer)
@@ -255,7 +290,11 @@ class StudentEngine:
 
     @gpu_phase("weight export")
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
-        """Writes the student as a Hugging Face folder; collective."""
+        """Writes the student as a Hugging Face folder with its tokenizer; collective.
+
+        Args:
+            card: the text of the model card; None: none.
+        """
         export_model(
             self.model,
             source=self.config.student.model,
@@ -266,14 +305,22 @@ class StudentEngine:
         )
 
     def export_projections(self, folder: str | Path) -> None:
-        """Writes the learned vocabulary projections, if there are any."""
+        """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing if there are
+        none."""
         if self.world.rank == 0:
             save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
     def _run(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False
     ) -> LossSums:
-        """Forward, and on request backward, over all micro-batches."""
+        """Runs forward, and on request backward, over all micro-batches of `batch`, and returns the summed losses.
+        Collective.
+
+        Args:
+            backward: add the gradient to the parameters'.
+            last: with `backward`, whether the gradient of the step is complete afterwards, so that it must be reduced
+                over ranks.
+        """
         sums = LossSums(len(self.objective.teachers), self.world.device)
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
@@ -292,13 +339,15 @@ class StudentEngine:
         return sums
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
+        """Returns the metrics of `batch` from its summed losses, by name with `prefix/`; `{}` on all but the first
+        tensor-parallel rank."""
         if self.world.tp_rank:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
         return sums.metrics(prefix, self.objective, blend, num_labels)
 
     def all_agree(self, able: bool) -> bool:
-        """Whether `able` is true on every rank. Collective."""
+        """Returns, on every rank, whether `able` is true on all of them. Collective."""
         if self.world.world_size == 1:
             return able
         num_unable = torch.tensor(float(not able), device=self.world.device)
@@ -306,12 +355,14 @@ class StudentEngine:
         return num_unable.item() == 0
 
     def _begin_step(self) -> None:
+        """Resets the loss of the step to zero and remembers `kd_scale`, which is restored if the step is skipped."""
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         """This rank's share of the loss, over the micro-batches of the step so far."""
         self._kd_scale_before = self.kd_scale
 
     def _global_loss(self) -> float:
-        """The loss of the step's global batch, the same on every rank; NaN if it is NaN on one. Collective."""
+        """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
+        Collective."""
         if self.world.world_size == 1:
             return self._loss.item()
         total = self._loss.clone()
@@ -320,7 +371,8 @@ class StudentEngine:
         return total.item() / self.world.tp
 
     def _ratio(self, sums: LossSums) -> float:
-        """CE / KD of the global batch, the same on every rank; 1 if there is no KD to scale. Collective."""
+        """Returns CE / KD of the global batch, the same on every rank; 1 if there is no KD to scale. Collective over
+        the DP group."""
         total = sums.kd_and_ce.clone()
         dist.all_reduce(total, group=self.world.dp_group)
         kd, ce = total.tolist()
@@ -333,6 +385,8 @@ class StudentEngine:
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _logits(self, rows: TokenRows) -> Tensor:
+        """Returns the logits [R, S, V] of a micro-batch's rows, padded columns at −inf; a DTensor under tensor
+        parallelism."""
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
@@ -340,12 +394,14 @@ class StudentEngine:
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:
-        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same numbers."""
+        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same
+        numbers."""
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
 
 
 def _on_device(target: Target, device: torch.device) -> Target:
+    """Returns the target with all of its tensors on `device`; the original is unchanged."""
     moved: dict[str, Any] = {}
     for field in fields(target):
         value = getattr(target, field.name)

@@ -106,6 +106,8 @@ class Objective(nn.Module):
         cross_tokenizer: Sequence[CrossTokenizerLoss | None] = (),
         heads: Sequence[TeacherHead | None] = (),
     ):
+        """Prepares the loss; trainable projections become parameters of this module. The arguments are those of the
+        class."""
         super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
@@ -118,12 +120,13 @@ class Objective(nn.Module):
                 self.projections[str(i)] = loss[1]
 
     def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
-        """The weights of a step: wᵢ ∝ weightᵢ · exp(−scoreᵢ).
+        """Returns the weights of a step: the share of each teacher wᵢ ∝ weightᵢ · exp(−scoreᵢ), and those of KD and CE.
 
         Args:
-            scores: per teacher its mean CE or entropy on the batch (`teachers[].score`), infinity for a teacher that the
-                run has lost. Empty: shares follow from the weights alone.
-            kd_scale: r of `loss.dynamic_scale`, which replaces both weights.
+            scores: per teacher its mean CE or entropy on the batch (`teachers[].score`), infinity for a teacher that
+                the run has lost, but not for all. Empty: shares follow from the weights alone.
+            kd_scale: r of `loss.dynamic_scale`, unless that is off: the weight of KD then, beside 1 for CE, in place of
+                the configured weights.
         """
         weights = [teacher.weight for teacher in self.teachers]
         if scores:
@@ -142,7 +145,7 @@ class Objective(nn.Module):
         chunks: Sequence[ChunkRows | None] = (),
         blend: Blend | None = None,
     ) -> ObjectiveOutput:
-        """The loss of one micro-batch.
+        """Returns the loss of one micro-batch, with its parts as detached sums.
 
         Args:
             logits: [R, S, V], a plain tensor or a DTensor Shard(-1); padded columns already −inf.
@@ -151,7 +154,8 @@ class Objective(nn.Module):
                 then give it the share 0, and at least one target must remain.
             num_labels: labelled tokens of the global batch: the denominator of CE and of KD by tokens, applied here and
                 nowhere else. KD by chunks is divided by the number of chunks that `chunks` states.
-            chunks: of these rows, per teacher; required for those with another tokenizer.
+            chunks: of these rows, per teacher; required for those with another tokenizer, None for the others. Empty:
+                all None.
             blend: of this step; None: the weights of the settings.
 
         Raises:
@@ -194,9 +198,13 @@ class Objective(nn.Module):
         )
 
     def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
-        """Token by token; `kd` and `ce` are the weights of the two losses.
+        """Compares one teacher token by token, and adds CE in the same pass; `kd` and `ce` are the weights of the two
+        losses.
 
         `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce.
+
+        Args:
+            target: None: CE alone.
         """
         factor = kd + ce
         ratio = kd / factor if factor > 0 else 1.0
@@ -225,7 +233,15 @@ class Objective(nn.Module):
         kd: float,
         ce: float,
     ) -> _Term:
-        """Chunk by chunk: KD is a mean over the chunks of the global batch, CE over its labels."""
+        """Compares a teacher of another tokenizer chunk by chunk: KD is a mean over the chunks of the global batch, CE
+        over its labels.
+
+        Args:
+            target: over the teacher's whole vocabulary.
+            rows: the chunks of the micro-batch's rows.
+            cross: the method and the projection between the vocabularies.
+            kd, ce: weights of the two losses.
+        """
         method, projection = cross
         output = chunk_kd_loss(
             batch.logits,
@@ -258,6 +274,11 @@ class Objective(nn.Module):
         return self._head(teacher).logits(target) if isinstance(target, HiddenStates) else target
 
     def _head(self, teacher: int) -> TeacherHead:
+        """Returns the output layer of the teacher with this index.
+
+        Raises:
+            ValueError: it has none.
+        """
         head = self.heads[teacher]
         if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
@@ -265,7 +286,11 @@ class Objective(nn.Module):
 
 
 def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
-    """Chunks of a micro-batch over its flattened rows, numbered consecutively; rows number theirs from 0 each."""
+    """Converts the chunks of a micro-batch from rows to flattened tokens on `device`.
+
+    Every row numbers its chunks from 0, and −1 stands for no chunk; in the result they are numbered consecutively over
+    all rows.
+    """
     counts = rows.student.max(axis=1, initial=-1) + 1
     first = np.cumsum(counts) - counts
 
@@ -276,7 +301,7 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
 
 
 def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
-    """A teacher's whole logits, cut or padded with −inf to this rank's columns of the student's logits.
+    """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's `logits`.
 
     Both models have the same tokens, but their output layers may be padded differently.
     """
@@ -302,7 +327,15 @@ class LossSums:
         return self._sums[:2]
 
     def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
-        """Means over this rank's `num_labels` labelled tokens, with that number as their weight and as `{prefix}/tokens`."""
+        """Returns means over this rank's `num_labels` labelled tokens, with that number as their weight and as
+        `{prefix}/tokens`.
+
+        They are `loss`, `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
+        tokenizer; with several also `kl_loss/NAME` of those that the run has not lost.
+
+        Args:
+            blend: of the step whose micro-batches were added.
+        """
         kd, ce, mass, *kd_per_teacher = (self._sums / max(num_labels, 1)).tolist()
         means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
         if self._num_teachers:

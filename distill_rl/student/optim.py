@@ -15,16 +15,17 @@ from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with decoupled decay on matrices only.
+    """Returns an AdamW (Loshchilov & Hutter, arXiv 1711.05101) for all trainable parameters, with weight decay on
+    matrices only.
 
     Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg` and `exp_avg_sq` like the
-    parameter, `step` an fp32 scalar) exists from the start, so that memory is known before the first step and a checkpoint
-    has the same content at any step. The learning rate is set before each step from a `Schedule`.
+    parameter, `step` an fp32 scalar) exists from the start, so that memory is known before the first step and a
+    checkpoint has the same content at any step. The learning rate is set before each step from a `Schedule`.
 
     Args:
-        fused: use one kernel per step that reads and writes everything once and needs no temporaries, instead of torch's
-            foreach implementation. `step` is on the parameter's device for the fused kernel and on the CPU for foreach;
-            checkpoints of one load into the other.
+        fused: use one kernel per step that reads and writes everything once and needs no temporaries, instead of
+            torch's foreach implementation. `step` is on the parameter's device for the fused kernel and on the CPU for
+            foreach; checkpoints of one load into the other.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -73,6 +74,7 @@ class Schedule:
         self.horizon = total_steps if config.steps is None else config.steps
 
     def __call__(self, step: int) -> float:
+        """Returns the learning rate of optimizer step `step`, counted from 1."""
         warmup, least = self.config.warmup_steps, self.config.min_lr_ratio
         if step <= warmup:
             return self.peak * step / warmup
@@ -84,10 +86,11 @@ class Schedule:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales all gradients by one factor so that their global L2 norm is at most `max_norm`. 0 leaves them alone.
+    """Scales all gradients in place by one factor so that their global L2 norm is at most `max_norm`; 0 leaves them
+    alone.
 
     The norm is that of the whole gradient: sharded parts are summed over the mesh, replicated ones count once.
-    Collective.
+    Parameters without a gradient are skipped. Collective.
 
     Returns:
         The norm before clipping, a scalar equal on all ranks. NaN or Inf if any gradient holds one.

@@ -24,10 +24,11 @@ CrossTokenizerLoss = tuple[str, VocabularyProjection | LearnableProjection]
 def open_projections(
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
 ) -> list[CrossTokenizerLoss | None]:
-    """Per teacher its cross-tokenizer loss, None for a teacher with the student's tokenizer.
+    """Loads per teacher its cross-tokenizer method and projection onto this rank's device; None for a teacher with the
+    student's tokenizer.
 
     Args:
-        learnable: make the projections of `xtoken` trainable.
+        learnable: make the projections of `xtoken` trainable; their parameters are DTensors, replicated on all ranks.
 
     Raises:
         ValueError: a damaged projection.
@@ -36,6 +37,10 @@ def open_projections(
 
 
 def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
+    """Loads one projection onto the device; a trainable one if `learnable` and the method is `xtoken`.
+
+    The first rank warns if the file holds no stop tokens, as written by earlier versions.
+    """
     stored = load_projection(spec.projection)
     same = stored.student_hash == stored.teacher_hash
     if world.rank == 0 and not same and not (len(stored.student_stops) and len(stored.teacher_stops)):
@@ -61,10 +66,13 @@ def save_learned(
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
     folder: Path,
 ) -> None:
-    """Writes the learned projections into `folder`, in the format that `projection.path` takes.
+    """Writes the learned projections into `folder` as `INDEX.safetensors`, in the format that `projection.path` takes.
+
+    The folder is created only if there are any; its parent must exist.
 
     Args:
         projections: by the index of the teacher, as in `Objective`.
+        cross_tokenizer_specs: per teacher; they name the files that the projections were loaded from.
     """
     for teacher, projection in projections.items():
         spec = cross_tokenizer_specs[int(teacher)]
@@ -75,6 +83,10 @@ def save_learned(
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """Sums the gradient of a replicated parameter over the ranks, which have a share each. Collective over the mesh."""
+    """Replaces the gradient of a replicated parameter by its sum over the ranks, which have a share each; nothing if it
+    has none.
+
+    Collective over the parameter's mesh.
+    """
     if isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

@@ -71,13 +71,16 @@ class Staging:
         return copies
 
     def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
+        """Begins to copy `source`, at most as large as the half, into it, and notes `target`. The half must be empty
+        (`_empty`)."""
         half.memory[: source.numel()].copy_(source, non_blocking=True)
         half.target = target
         if self._stream is not None:
             half.done = self._stream.record_event()
 
     def _empty(self, half: _Half) -> None:
-        """Waits until the half is filled and copies its content to the target."""
+        """Waits until the half is filled, copies its content to the target and marks it as empty; nothing if it is
+        empty already."""
         if half.target is None:
             return
         if half.done is not None:

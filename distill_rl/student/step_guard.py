@@ -34,14 +34,17 @@ class StepGuard:
         """(loss, gradient norm) of the newest `spike_window` steps that were taken."""
 
     def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
-        """Why a step must be skipped, or None.
+        """Returns why a step must be skipped, or None. Call it once per step: it counts skipped steps and remembers the
+        others.
 
         Args:
+            step: its number, for the error.
             loss: of the global batch.
             norm: of the whole gradient, before clipping.
 
         Raises:
-            NumericsError: `faults.skipped_steps` steps in a row have already been skipped.
+            NumericsError: the step must be skipped, and `faults.skipped_steps` steps in a row have already been
+                skipped.
         """
         reason = self._reason(loss, norm)
         if reason is None:
@@ -56,6 +59,10 @@ class StepGuard:
         return reason
 
     def _reason(self, loss: float, norm: float) -> str | None:
+        """Returns why a step with this loss and gradient norm must be skipped, or None; remembers nothing.
+
+        A spike is looked for only once `spike_window` steps have been taken; never if that is 0.
+        """
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"its {name} must be finite; got {value}"
@@ -73,5 +80,6 @@ class StepGuard:
         return {"in_a_row": self._in_a_row, "seen": [list(pair) for pair in self._seen]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state` returned; missing entries mean a fresh start."""
         self._in_a_row = int(state.get("in_a_row", 0))
         self._seen = [(float(loss), float(norm)) for loss, norm in state.get("seen", [])]

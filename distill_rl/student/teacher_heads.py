@@ -36,7 +36,11 @@ class TeacherHead(OutputLayer):
 
     @torch.no_grad()
     def logits(self, states: HiddenStates) -> DenseLogits:
-        """All logits at once, fp32 [N, n]."""
+        """Returns all logits of the hidden states at once, [N, n] for the n columns held here, with the states' label
+        log-probabilities.
+
+        They are fp32 (fp64 for a head in fp64), computed 256 rows at a time without a gradient.
+        """
         rows, columns = states.hidden.shape[0], self.weight.shape[0]
         head = Head(self.weight, self.bias, self.softcap, self.scale)
         logits = torch.empty(rows, columns, dtype=accumulator(self.weight.dtype), device=self.weight.device)
@@ -53,10 +57,10 @@ def open_heads(
     columns: int,
     tokens: int,
 ) -> list[TeacherHead | None]:
-    """Per teacher its output layer, None for a teacher that does not send hidden states.
+    """Reads per teacher its output layer onto this rank's device; None for a teacher that does not send hidden states.
 
-    If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits. Otherwise it
-    holds all rows, because chunks are compared over the teacher's whole vocabulary.
+    If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits.
+    Otherwise it holds all rows, because chunks are compared over the teacher's whole vocabulary.
 
     Args:
         cross_tokenizer_specs: per teacher, None if its tokenizer is the student's; empty if all are.
@@ -66,20 +70,24 @@ def open_heads(
     Raises:
         ConfigError: a model or tokenizer that cannot be read.
     """
-    own = own_columns(columns, world.mesh[TP])
+    local_columns = own_columns(columns, world.mesh[TP])
     heads: list[TeacherHead | None] = []
     for teacher, spec in zip(teachers, tuple(cross_tokenizer_specs) or (None,) * len(teachers)):
         if teacher.export != "hidden":
             heads.append(None)
         elif spec is None:
-            heads.append(_open(teacher, own, tokens, world.device))
+            heads.append(_open(teacher, local_columns, tokens, world.device))
         else:
             heads.append(_open(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device))
     return heads
 
 
 def _open(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
-    """Reads these rows of a teacher's output layer, pads missing rows with zeros, and masks columns beyond `tokens`."""
+    """Reads `rows` of a teacher's output layer (None: all), pads missing rows with zeros, and masks columns beyond
+    `tokens`.
+
+    On a CPU the weights are converted to fp32.
+    """
     layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
     weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start
     missing = 0 if rows is None else rows.stop - rows.start - len(weight)

@@ -1,4 +1,5 @@
-"""The teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a test."""
+"""The teacher of one rank: a frozen model that turns rows into targets. Runs under Ray, plain `torchrun`, or in a
+test."""
 
 from __future__ import annotations
 
@@ -40,6 +41,18 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
+        """Loads the model, and makes torch deterministic if `train.deterministic` says so. Collective over the
+        tensor-parallel group.
+
+        Args:
+            config: the run's settings.
+            teacher: one of `config.teachers`.
+            world: this rank of the teacher's mesh.
+            vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
+
+        Raises:
+            ConfigError: the teacher's backend is not supported.
+        """
         if teacher.backend != "hf":
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
@@ -58,9 +71,10 @@ class TeacherEngine:
         """Of the last complete `forward`: sum over labelled positions of −log p(label), or of the entropy."""
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
-        """The targets of this rank's part of a global batch. A micro-batch is computed when it is requested.
+        """Yields the targets of this rank's part of a global batch. A micro-batch is computed when it is requested.
 
-        Rows that only fill the batch are computed like any other, so that all slots have one shape.
+        Rows that only fill the batch are computed like any other, so that all slots have one shape. When the last one
+        has been taken, `score` is set.
 
         Yields:
             The rows covered, and their TopKLogprobs, HiddenStates or DenseLogits as tensors in the wire dtype, on this
@@ -77,7 +91,7 @@ class TeacherEngine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of the tensors that `forward` yields."""
+        """Size of the tensors that `forward` yields, in bytes per token, padding included."""
         export, model = self.teacher.export, self.model
         if export == "hidden":
             return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
@@ -87,7 +101,11 @@ class TeacherEngine:
     @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
-        """The target, and the entropy per token if it is the score and does not follow from the target."""
+        """Runs the model on one micro-batch and returns its target, rows flattened to [N, …], in the form that
+        `teacher.export` names.
+
+        Also returns the entropy per token, if it is the score and does not follow from the target, else None.
+        """
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
@@ -100,6 +118,15 @@ class TeacherEngine:
 
     @torch.no_grad()
     def _score(self, target: Wire, entropies: Tensor | None, labels: Tensor) -> Tensor | float:
+        """Returns the sum, over the labelled positions of a micro-batch, of −log p(label) or of the entropy, whichever
+        is the score.
+
+        It is 0 if the score is `static`.
+
+        Args:
+            entropies: from `_target`; None: they follow from the target, or are not the score.
+            labels: int64 [N].
+        """
         if self.teacher.score == "static":
             return 0.0
         assert target.label_logprob is not None
@@ -113,7 +140,7 @@ class TeacherEngine:
 
 
 def wire_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype in which log-probabilities are sent. `auto` means fp16 on GPUs, fp32 on CPUs."""
+    """Returns the dtype in which log-probabilities are sent. `auto` means fp16 on GPUs, fp32 on CPUs."""
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
     return DTYPES[name]

@@ -42,14 +42,20 @@ class TargetHead:
     """Number of tokens whose logits exist at once."""
 
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their masked logits. The caller must drop a chunk's logits before it asks for the next chunk."""
+        """Yields slices of the rows of `hidden`, [N, H], in order, and their logits with padded columns at −inf.
+
+        The caller must drop a chunk's logits before it asks for the next chunk.
+        """
         for start in range(0, hidden.shape[0], self.chunk):
             rows = slice(start, start + self.chunk)
             yield rows, mask_padded_columns(self.logits(hidden[rows]), self.vocabulary_size)
 
 
 def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) -> TopKLogprobs:
-    """Top-k log-probabilities over the whole vocabulary, with the remaining mass and the label's; nothing is renormalised.
+    """Returns the k largest log-probabilities per token over the whole vocabulary, with the remaining mass and the
+    label's.
+
+    Nothing is renormalised. Collective over the tensor-parallel group.
 
     Args:
         hidden: [N, H] last hidden states, the same on every tensor-parallel rank.
@@ -69,11 +75,14 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
 
 
 def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dtype: torch.dtype) -> DenseLogits:
-    """All logits in `wire_dtype`, and the label's log-probability. Arguments as in `topk_targets`.
+    """Returns all logits in `wire_dtype`, not divided by the temperature, and the label's log-probability in fp32 at
+    it.
+
+    Collective. Arguments as in `topk_targets`.
 
     Returns:
-        Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every
-        tensor-parallel rank.
+        Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every tensor-parallel
+        rank.
     """
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
@@ -89,10 +98,12 @@ def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dty
 def hidden_targets(
     hidden: Tensor, labels: Tensor, head: TargetHead, *, with_entropy: bool = False
 ) -> tuple[HiddenStates, Tensor | None]:
-    """The hidden states as they are, and the label's log-probability. Arguments as in `topk_targets`.
+    """Returns the hidden states as they are, with the label's log-probability, and on request entropies.
+
+    Collective. Arguments as in `topk_targets`.
 
     Returns:
-        Plain tensors of N rows, equal on every tensor-parallel rank; and on request the entropies, fp32 [N] in nats.
+        Plain tensors of N rows, equal on every tensor-parallel rank; and the entropies, fp32 [N] in nats, or None.
     """
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
@@ -109,14 +120,26 @@ def hidden_targets(
 def _write(
     whole: dict[str, Tensor], name: str, part: Tensor, rows: slice, num_rows: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes `part` to its rows of the whole tensor. Concatenating parts at the end would need twice the memory."""
+    """Writes `part` to `rows` of `whole[name]`, which is created with `num_rows` rows if missing.
+
+    Concatenating parts at the end would need twice the memory.
+
+    Args:
+        dtype: of the whole tensor if it is created here; None: that of `part`.
+    """
     if name not in whole:
         whole[name] = part.new_empty(num_rows, *part.shape[1:], dtype=dtype or part.dtype)
     whole[name][rows] = part
 
 
 def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:
-    """Entropy per row at `temperature`, fp32 [N] in nats. All tokens outside the top k count as one more outcome."""
+    """Returns the entropy per row at `temperature`, fp32 [N] in nats. All tokens outside the top k count as one more
+    outcome.
+
+    Args:
+        temperature: applied to logits; log-probabilities of the top k already have one.
+        chunk: rows of logits to handle at once.
+    """
     if isinstance(target, DenseLogits):
         rows = (part.float().div_(temperature).log_softmax(1) for part in target.logits.split(chunk))
         return torch.cat([_entropy_of(logprobs) for logprobs in rows])

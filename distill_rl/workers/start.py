@@ -48,9 +48,17 @@ class RunActors:
 
 @contextmanager
 def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[RunActors]:
-    """Starts Ray and all actors, loads the models, opens the rings, and yields the actors ready for step 1.
+    """Starts (or joins) Ray, starts all actors, loads the models, opens the rings, and yields the actors ready for step
+    1.
 
-    After a good run the actors leave their process groups; in any case they are then killed and Ray is ended.
+    If the block succeeds, student and teachers leave their process groups, and a timeline is written if requested.
+    After a failure the actors' output and stacks are kept in `logs`. In any case the actors are then killed and Ray is
+    ended or left.
+
+    Args:
+        total_steps: of the whole run.
+        timer: of the driver; the student group times its waits with it.
+        signals: polled during every wait, which they may end.
 
     Raises:
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
@@ -106,7 +114,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
 
 
 def _remove_torch_counters(pids: Iterable[int]) -> None:
-    """Removes torch's counters of shared GPU buffers, which killed processes leave in shared memory."""
+    """Deletes torch's counters of shared GPU buffers, which killed processes of this node leave in /dev/shm."""
     for pid in pids:
         for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
             with suppress(OSError):  # a file of another user
@@ -131,6 +139,8 @@ class _Actors:
 def _create(
     job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
 ) -> _Actors:
+    """Creates all actors of the run in their reserved places, without waiting for them. The evaluator is None without
+    suites."""
     config = job.config
     threads = threads_per_worker(sum(compute_groups(config)))
     student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
@@ -162,7 +172,8 @@ def _aligner_arguments(job: Job) -> tuple[Any, ...]:
 
 
 def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
-    """A pool of the aligner actors, or, if there are none, of an aligner in this process."""
+    """Returns a pool of the aligner actors, or, if `group` is empty, of an aligner in this process, which is
+    started."""
     local = None
     if not group.actors:
         local = AlignerWorker(0, *_aligner_arguments(job))
@@ -183,15 +194,17 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
-    """Estimated bytes of a rank of the student and of each teacher, by name; None if no evaluator can share a GPU with
-    them."""
+    """Returns the estimated bytes of GPU memory of a rank of the student and of each teacher, by name.
+
+    None if there is no evaluator that could share a GPU with them, or no GPU.
+    """
     if not (gpus and job.config.evaluate.suites):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
 
 
 def _target_bytes(job: Job) -> int:
-    """Bytes of targets in the object store at a time; 0 if they certainly take another transport.
+    """Returns the bytes of targets in the object store at a time; 0 if they certainly take another transport.
 
     This is twice the ring of every teacher replica, because a slot's object is freed only after its successor exists.
     """
@@ -203,7 +216,12 @@ def _target_bytes(job: Job) -> int:
 
 
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:
-    """Identifies all processes and loads all models, at the same time."""
+    """Waits until all actors run, then starts them all and waits until the models are loaded, which happens at the same
+    time.
+
+    Raises:
+        DistillError: an actor fails, or does not answer within `ray.start_timeout_s`.
+    """
     timeout_s = job.config.ray.start_timeout_s
     for group in actors.groups:
         if group.actors:

@@ -36,6 +36,14 @@ class AlignerWorker(Worker):
         self._gauges = Gauges(config.run.name)
 
     def start(self) -> None:
+        """Loads the tokenizers and prepares the aligners; called once, before `build` and `try_row`.
+
+        In an actor to which Ray assigned a GPU, sets CUDA_VISIBLE_DEVICES to that GPU alone.
+
+        Raises:
+            ConfigError: some teacher has another tokenizer, `aligner.dp.backend` is `cuda`, and this node cannot run
+                it.
+        """
         if ray.is_initialized() and ray.get_gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
@@ -67,10 +75,19 @@ class AlignerWorker(Worker):
         self._builder = BatchBuilder(tokenization, self._plan, teachers)
 
     def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
-        """The rows of a batch without the rows in `skip`.
+        """Tokenises a batch, aligns it with teachers of other tokenizers, and lays it out as token rows for every rank.
+
+        Also updates this actor's gauges. Needs `start`.
+
+        Args:
+            skip: row numbers in the data set of documents to leave out; they count as empty.
 
         Returns:
-            The BatchInfo, then one RankBatch per DP rank of the student, then one per DP rank of each teacher in turn.
+            The BatchInfo (a summary, with the documents that could not be aligned); then the student's RankBatches,
+            sub-batch by sub-batch with one per data-parallel rank; then the same for each running teacher in turn.
+
+        Raises:
+            DataError: a document that the user has to fix.
         """
         info, student, teachers = self._builder.build(batch, skip)
         self._gauges.set("aligner_seconds", info.seconds)
@@ -79,15 +96,21 @@ class AlignerWorker(Worker):
         return info, *student, *(part for teacher in teachers for part in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:
-        """Does what `build` does, with one document. It raises, dies or hangs if that document makes `build` do so."""
+        """Builds a batch of this document alone and discards the result, to test whether the document makes `build`
+        fail.
+
+        Returns normally if it does not; otherwise raises, dies or hangs as `build` does.
+        """
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
 
 
 def _require_cuda() -> None:
-    """Repeats the check of preflight, because this aligner may run on another node than the driver.
+    """Checks that this node has what the CUDA alignment backend needs.
+
+    The same check was made before the run on the driver's node, but this actor may be on another one.
 
     Raises:
-        ConfigError: this node lacks something that the CUDA backend needs.
+        ConfigError: something is missing.
     """
     from distill_rl.align.dp.device import missing_for_cuda
 

@@ -26,6 +26,13 @@ class EvalWorker(Worker):
     """One copy of a model, loaded by `load` or `evaluate`. It sees only the GPUs that Ray assigned to it."""
 
     def __init__(self, rank: int, threads: int, run: str = ""):
+        """Restricts this process to the GPUs that Ray assigned to the actor (none: CPU only). No model is loaded yet.
+
+        Args:
+            rank: not used; every actor of a `WorkerGroup` gets its rank first.
+            threads: of the CPU for computation.
+            run: the run's name, as a tag of the gauges.
+        """
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
@@ -38,20 +45,27 @@ class EvalWorker(Worker):
         self._executor.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
-        """Loads a model. Returns its device."""
+        """Loads the model in `folder`, with this actor's GPU share and threads in place of those in `settings`. Returns
+        its device."""
         self._executor.load(folder, backend, self._with_resources(settings))
         return self._executor.device
 
     def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
-        """(index of the item, its output) for every item."""
+        """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order."""
         return list(self._executor.outputs(task, items))
 
     def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
-        """Runs and grades whole suites, and writes the results to disk. Frees the GPU afterwards, except with vllm,
-        which keeps its share for good.
+        """Loads a model, runs and grades whole suites on it, and writes the results to `model.out`.
+
+        Frees the model's memory afterwards, even after an error, except with vllm, which keeps its share of the GPU for
+        good.
+
+        Args:
+            data: folder of the suites' questions, which are read once and kept for later calls with the same arguments.
+            options: the GPU share and threads in its settings are replaced by those of this actor.
 
         Returns:
-            The result of each suite.
+            By suite, its result (score, interval, number of items, …).
         """
         from distill_rl.evals.run import evaluate_models
 
@@ -67,7 +81,8 @@ class EvalWorker(Worker):
                 self._executor.close()
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
-        """The questions of the suites, kept for the next call with the same arguments."""
+        """Returns the suites with their questions: loaded from `data`, or those of the last call if its arguments were
+        the same."""
         from distill_rl.evals.options import load_questions
 
         arguments = (tuple(suites), data, options)

@@ -49,7 +49,8 @@ class Process:
     """Files on its node that receive its stdout and stderr, in this order."""
 
     def kill(self) -> None:
-        """Sends SIGKILL, if the process still exists. Works on its own node only."""
+        """Sends SIGKILL to the process if it still exists and is not a later one with the same pid. Works on its own
+        node only."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if process.create_time() == self.created:
@@ -60,7 +61,10 @@ class Worker:
     """The base of all actors."""
 
     def identify(self) -> Process:
-        """Describes the calling process, and makes it write its stacks to stderr on SIGUSR2 from now on."""
+        """Returns the pid, creation time, node, Ray worker id and log files of the process that runs this actor.
+
+        From now on that process writes the stacks of all its threads to stderr on SIGUSR2.
+        """
         faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
         context = ray.get_runtime_context()
         outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
@@ -83,13 +87,20 @@ class RankWorker(Worker):
     """
 
     def __init__(self, config: Config, threads: int):
+        """Stores the settings; the process group is joined and the model loaded later, by `start` of the subclass."""
         self._config, self._threads = config, threads
         self._store: TCPStore | None = None
         self._transports: dict[str, Transport] = {}
         """By name."""
 
     def serve_store(self, world_size: int) -> tuple[str, int]:
-        """Serves the store through which `world_size` ranks meet. Returns its host and port."""
+        """Opens on this node the store through which `world_size` ranks find each other, without waiting for them.
+
+        This rank, the first of its group, uses it itself when it joins.
+
+        Returns:
+            The store's host and port.
+        """
         from distill_rl.parallel.mesh import serve_store
 
         host = ray.util.get_node_ip_address()
@@ -97,18 +108,20 @@ class RankWorker(Worker):
         return host, self._store.port
 
     def place(self) -> Place:
-        """Where this rank's tensors are; the choice of a transport depends on it."""
+        """Returns where this rank's tensors are (node and device), by which a transport is chosen. Only after
+        `start`."""
         from distill_rl.transport.place import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 
     def close_others(self, names: Sequence[str]) -> None:
-        """Closes this process's transports except those named."""
+        """Closes and forgets all transports of this process except those named in `names`."""
         for name in set(self._transports) - set(names):
             self._transports.pop(name).close()
 
     def stop(self) -> None:
-        """Closes the transports and leaves the process group, together with the other ranks."""
+        """Closes the transports, waits for the other ranks of the process group to do so too, and leaves the group with
+        them."""
         from distill_rl.parallel.mesh import close_world
 
         self.close_others(())
@@ -117,7 +130,13 @@ class RankWorker(Worker):
     def _open_transport(
         self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
     ) -> Transport:
-        """Opens this process's side of a transport."""
+        """Creates this process's side of a transport, keeps it under its name, and returns it.
+
+        Args:
+            ring: the slots to write to, for a teacher rank; None for a reader.
+            source: name of the teacher rank that writes; empty for a reader.
+            backing: kind of memory behind the ring, where the transport uses shared memory.
+        """
         from distill_rl.transport.choose import make
 
         self._transports[name] = make(
@@ -132,7 +151,16 @@ class RankWorker(Worker):
         return self._transports[name]
 
     def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float = 1.0) -> World:
-        """Joins the other ranks at `host:port` in a process group, and sets this process's random seeds and threads."""
+        """Joins the dp × tp ranks of a group, sets this process's random seeds and torch threads, and stores and
+        returns the World.
+
+        Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that Ray
+        assigned, otherwise the CPU.
+
+        Args:
+            host, port: of the store that the first rank serves; that rank ignores them.
+            gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
+        """
         from distill_rl.parallel.mesh import join_store, open_world
 
         _prepare_process(self._config.run.seed, self._threads)
@@ -162,13 +190,18 @@ PROBE_LAYOUT = Layout(0, 1, 256)
 
 
 def probe_tensors(device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Returns the known content of a probe: int32 0, 1, 2, … in `PROBE_LAYOUT`'s one row, under the name `probe`."""
     import torch
 
     return {"probe": torch.arange(PROBE_LAYOUT.tokens_per_row, dtype=torch.int32, device=device)}
 
 
 def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method return the errors of a transport or its device as a `Problem`."""
+    """Decorates a method so that its TransportErrors and RuntimeErrors are returned as a `Problem` (first line of the
+    message).
+
+    The decorated method takes positional arguments only. Other exceptions pass through.
+    """
 
     @wraps(method)
     def reported(*arguments: Any) -> Any:
@@ -181,10 +214,11 @@ def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gpu_index() -> int:
-    """Index, among the GPUs that this process sees, of the one that Ray assigned to it.
+    """Returns the torch index, among the GPUs that this process sees, of the one that Ray assigned to it.
 
     The process may see all GPUs of its node, to map their memory (`session`). Ray's id is a name in
     CUDA_VISIBLE_DEVICES, which may be a subset of the node's GPUs or UUIDs; if that is unset, the id is the index.
+    Returns 0 if the id is not in the list. Only in an actor that has a GPU.
     """
     gpu_id, visible = str(ray.get_gpu_ids()[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")]
@@ -200,7 +234,10 @@ CONTEXT_BYTES = 2**30
 
 
 def limit_gpu_memory(share: float, index: int) -> None:
-    """Limits this process to a share of a GPU's memory, its CUDA context included."""
+    """Makes torch raise an out-of-memory error when this process would use more than `share` of GPU `index`'s memory.
+
+    The share, from 0 to 1, includes about 1 GiB for the CUDA context and libraries, which torch does not count.
+    """
     import torch
 
     total = torch.cuda.get_device_properties(index).total_memory
@@ -208,7 +245,10 @@ def limit_gpu_memory(share: float, index: int) -> None:
 
 
 def _prepare_process(seed: int, threads: int) -> None:
-    """Sets seeds and threads. OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker."""
+    """Seeds Python, NumPy and torch, sets torch's number of threads, and prints stacks if this process crashes.
+
+    OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
+    """
     import torch
 
     faulthandler.enable()

@@ -45,6 +45,15 @@ class StudentWorker(RankWorker):
         vocabulary_size: int,
         threads: int,
     ):
+        """Stores what `start` needs; joins no process group and loads no model.
+
+        Args:
+            rank: dp-major: dp_rank · tp + tp_rank.
+            total_steps: optimizer steps of the whole run, the horizon of the schedule.
+            cross_tokenizer_specs: per running teacher; None for one with the student's tokenizer.
+            vocabulary_size: ids of the student's tokenizer.
+            threads: number of torch threads of this process.
+        """
         super().__init__(config, threads)
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._cross_tokenizer_specs = cross_tokenizer_specs
@@ -54,11 +63,11 @@ class StudentWorker(RankWorker):
         self._far_bytes = 0
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Loads the model.
+        """Joins the student's process group and builds the engine, which loads the model. Waits for the other ranks.
 
         Args:
             host, port: the store through which the ranks meet.
-            gpu_memory: share of the GPU's memory that this process may use.
+            gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
         """
         from distill_rl.student.engine import StudentEngine
 
@@ -72,9 +81,11 @@ class StudentWorker(RankWorker):
         )
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
+        """Opens teachers' rings for reading. Returns for each offer the receipt to send back, or a Problem."""
         return [self._open_ring(offer) for offer in offers]
 
     def read_probes(self, handles: Sequence[Handle]) -> list[Problem | None]:
+        """Checks that probes arrive as they were sent. Returns None for each that does, else a Problem."""
         return [self._read_probe(handle) for handle in handles]
 
     @reporting
@@ -91,16 +102,22 @@ class StudentWorker(RankWorker):
     def train(
         self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
-        """Runs forward_backward on one sub-batch of a batch, and optim_step after the last one.
+        """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
-        All targets of the sub-batch are opened before anything is computed, and the ranks agree on whether to go on.
-        So a teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
+        All targets of the sub-batch are opened before anything is computed, and the ranks agree on whether to go on. So
+        a teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
 
         Args:
+            batch: this rank's rows of the sub-batch.
             sub_batch: counted from 0. It is not run unless it follows the last one that was run.
             last: whether it is the last sub-batch of the batch.
             teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
-            published: what all teachers published, one entry per replica.
+            published: what all teachers published, one entry per replica, teacher by teacher.
+
+        Returns:
+            The sub-batch's metrics, after the last one with those of the optimizer step, of timing and of transport; or
+            a Retryable if nothing was done, because the sub-batch is not the one that is due or a rank cannot read its
+            targets.
         """
         if sub_batch != self._next_sub_batch:
             return Retryable(
@@ -122,9 +139,13 @@ class StudentWorker(RankWorker):
         return metrics | self._take_measurements() if last else metrics
 
     def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
-        """Opens the targets of this rank's rows. Returns a problem if any rank could not open its own.
+        """Opens the targets of this rank's rows until `opened` ends, and agrees with the other ranks on whether all
+        could.
 
-        The ranks need not agree if no teacher has published anything.
+        Collective, unless no teacher has published anything; then nothing is done.
+
+        Returns:
+            None if every rank has opened its targets, else why this rank (or another) could not.
         """
         if not targets.published:
             return None
@@ -136,7 +157,11 @@ class StudentWorker(RankWorker):
         return None if self._engine.all_agree(succeeded) else Retryable(problem)
 
     def _take_measurements(self) -> dict[str, Metric]:
-        """Times and bytes since the last call."""
+        """Returns the step time, fetch time and bytes between nodes added up since the last call, and resets them to
+        zero.
+
+        Also sends them to this process's gauges.
+        """
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
@@ -152,7 +177,11 @@ class StudentWorker(RankWorker):
     def evaluate(
         self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
-        """KD and CE of a sub-batch, without a gradient. The arguments are those of `train`."""
+        """Returns the validation losses (KD and CE) of a sub-batch, without a gradient; a Retryable if targets cannot
+        be read.
+
+        The arguments are those of `train`; `sub_batch` and `last` are ignored.
+        """
         targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
@@ -164,11 +193,12 @@ class StudentWorker(RankWorker):
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
     def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
-        """Per-teacher score; a higher score lowers that teacher's weight.
+        """Returns a score per running teacher; a higher score lowers that teacher's weight. Empty: all weights remain
+        as configured.
 
         The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static, and
-        infinity for a teacher that was lost. Empty if all weights remain as configured. All ranks get the same scores,
-        because each has what all replicas published.
+        infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
+        published.
         """
         lost = [size == 0 for size in teacher_sizes]
         if all(teacher.score == "static" for teacher in self._config.teachers):
@@ -189,6 +219,8 @@ class StudentWorker(RankWorker):
         return self._engine.checkpoint_bytes()
 
     def stop(self) -> None:
+        """Waits for a save in the background, then closes the transports and leaves the process group with the other
+        ranks."""
         self._engine.finish_saving()
         super().stop()
 
@@ -196,14 +228,22 @@ class StudentWorker(RankWorker):
         self._engine.load(directory)
 
     def export(self, directory: str, card: str) -> None:
+        """Writes the student as a Hugging Face folder, with its tokenizer and `card` as model card; collective.
+
+        Learned vocabulary projections, if there are any, go to the folder `projections` beside `directory`.
+        """
         from distill_rl.models.hub import tokenizer_of
 
         self._engine.export(directory, tokenizer_of(self._config.student), card)
         self._engine.export_projections(Path(directory).with_name("projections"))
 
     def copy(self, directory: str) -> str | None:
-        """Writes the weights to a folder for the evaluator. A problem (such as a full disk) is returned, not raised,
-        because training can continue without the evaluation."""
+        """Writes the weights and tokenizer to a folder for the evaluator; collective.
+
+        Returns:
+            None on success, else the problem (such as a full disk), which is not raised because training can continue
+            without the evaluation.
+        """
         from distill_rl.models.export import ExportError
         from distill_rl.models.hub import tokenizer_of
 
@@ -229,6 +269,14 @@ class _FetchedTargets:
         teacher_sizes: Sequence[int],
         published: Sequence[Published],
     ):
+        """Lists each teacher's slots; nothing is read before `open`.
+
+        Args:
+            transports: by name; must include those of all handles whose rows are opened.
+            node_id: of this rank, to count the bytes that come from other nodes.
+            temperature: at which the targets were computed.
+            teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
+        """
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
         self.published = bool(published)
         """Whether any teacher has published anything, for any rank."""
@@ -243,7 +291,9 @@ class _FetchedTargets:
         ]
 
     def open(self, first_row: int, num_rows: int, stack: ExitStack) -> None:
-        """Opens every slot that holds one of these rows, until `stack` ends.
+        """Opens every slot that holds one of these rows of the global batch; they stay readable until `stack` ends.
+
+        Adds to `seconds` and `far_bytes`.
 
         Raises:
             TransportError: a slot can no longer be read.
@@ -262,6 +312,11 @@ class _FetchedTargets:
 
     @contextmanager
     def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Target | None]]:
+        """Yields the targets of rows of the global batch, one entry per teacher, None for a teacher that was lost.
+
+        The rows must have been opened by `open`, whose stack must not have ended. Tensors are flattened to [num_rows·S,
+        …] and read-only.
+        """
         from distill_rl.losses.targets import target_of
 
         start = time.perf_counter()

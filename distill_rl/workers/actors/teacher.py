@@ -51,11 +51,12 @@ class TeacherWorker(RankWorker):
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Loads the model.
+        """Joins the process group of this replica and builds the engine, which loads the model. Waits for the replica's
+        other ranks.
 
         Args:
             host, port: the store through which the ranks of the replica meet.
-            gpu_memory: share of the GPU's memory that this process may use.
+            gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
         """
         from distill_rl.teacher.engine import TeacherEngine
 
@@ -67,7 +68,19 @@ class TeacherWorker(RankWorker):
     def open_ring(
         self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
     ) -> list[Offer]:
-        """Creates this rank's ring, replacing an earlier one. Returns an offer for each student rank that reads it."""
+        """Creates the ring of slots that this rank publishes to, closing an earlier one. Each slot holds one
+        micro-batch.
+
+        Args:
+            transport: its name.
+            source: name of this teacher rank.
+            readers: student ranks that read from it.
+            backing: kind of memory behind a ring in shared memory.
+
+        Returns:
+            An Offer for each reader, in the order of `readers`, with which it opens the ring; a Problem if the ring
+            cannot be made.
+        """
         self.close_others(())
         width = row_width(self._config.data.max_length, on_gpu=self._world.device.type == "cuda")
         positions = self._engine.micro_batch_size * width
@@ -77,17 +90,29 @@ class TeacherWorker(RankWorker):
 
     @reporting
     def accept(self, receipts: Sequence[Receipt]) -> None:
+        """Completes the hand-shake with the readers' receipts. Returns None, or a Problem if the transport refuses
+        one."""
         for receipt in receipts:
             self._ring.accept(receipt)
 
     @reporting
     def publish_probe(self) -> Handle:
-        """Publishes known content in the first slot, for all readers."""
+        """Publishes the known content of `probe_tensors` in the first slot, for all readers. Returns its Handle, or a
+        Problem."""
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
     def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
-        """Computes the targets of a sub-batch and publishes one micro-batch per slot. All ranks of a replica compute;
-        the first one publishes."""
+        """Computes the targets of this replica's rows of a sub-batch and publishes one micro-batch per slot, for the
+        student.
+
+        All ranks of a replica must be called with the same arguments; only the first one publishes.
+
+        Args:
+            slots: at least as many as `batch` has micro-batches; no reader may still use them.
+
+        Returns:
+            On the first rank the handles, times, sizes and the sum of scores; on the others an empty Published.
+        """
         import torch
 
         start = time.perf_counter()

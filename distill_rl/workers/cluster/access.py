@@ -18,9 +18,10 @@ def required() -> bool:
 
 
 def require_token() -> None:
-    """
+    """Checks that the user has a token for Ray, if tokens are in use. A set RAY_AUTH_TOKEN is taken as it is.
+
     Raises:
-        ConfigError: tokens are in use, but Ray would find none, or other users can read its file.
+        ConfigError: there is no readable token file, or other users have permissions on it.
     """
     if required() and not os.environ.get("RAY_AUTH_TOKEN"):
         _token()
@@ -29,7 +30,9 @@ def require_token() -> None:
 def require_entry(gcs: str) -> None:
     """Checks that a cluster accepts this user's token, and that it asks for one at all.
 
-    Ray itself retries a wrong token for minutes, and joins without warning a cluster that runs code for anybody.
+    Ray itself retries a wrong token for minutes, and joins without warning a cluster that runs code for anybody. A
+    cluster that does not answer within seconds passes, because then nothing can be determined. Without tokens, only a
+    refusal is an error.
 
     Args:
         gcs: host:port of the cluster's control service.
@@ -60,7 +63,12 @@ def require_entry(gcs: str) -> None:
 
 
 def _token() -> str:
-    """The token that Ray would use."""
+    """Returns the token that Ray would use: RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else
+    `~/.ray/auth_token`.
+
+    Raises:
+        ConfigError: the file cannot be read, or other users have any permission on it.
+    """
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"].strip()
     configured = os.environ.get("RAY_AUTH_TOKEN_PATH")

@@ -75,24 +75,31 @@ class Calls:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Results in order.
+        """Waits for calls and returns their results in order; fails at the first call that fails.
+
+        Meanwhile polls `interrupted` and the monitor, reports a long wait in the log, and calls `meanwhile`.
 
         Args:
             calls: references; a mapping gives the name of the actor that was called for each.
             what: what is waited for, for messages (`step 12`).
+            timeout_s: for all calls together, in seconds; time spent in `meanwhile` does not count.
             meanwhile: called at every poll; an exception from it ends the wait.
 
         Raises:
-            WorkerError: an actor raised, died, or did not finish within `timeout_s`.
+            Overdue: some have not finished within `timeout_s`.
+            DistillError: an actor raised or died; a WorkerError, unless the error needs a fix by the user or is a lack
+                of GPU memory. Of several errors the likeliest cause is raised: a death, even of an actor that was not
+                called.
         """
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
         for done, pending in self._until_done(names, what, timeout_s, meanwhile):
             if errors := _errors_of(done):
-                raise self._blame(errors | self._late_errors(pending), names, what)
+                raise self._blame(errors | self._errors_within_grace(pending), names, what)
         return ray.get(list(names), timeout=timeout_s)
 
     def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
-        """Waits until all calls have ended, and returns a result or Ray's error for each.
+        """Waits until all calls have ended, in whatever way, and returns the result or Ray's error (not raised) of
+        each.
 
         Raises:
             Overdue: some have not ended within `timeout_s`.
@@ -109,7 +116,14 @@ class Calls:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
-        """Yields, at every poll, the calls that have ended since the last poll and those that have not."""
+        """Yields, at every poll, the calls that have ended since the last poll and those that have not, until none is
+        left.
+
+        Polls `interrupted` and the monitor, and reports a long wait in the log. The arguments are those of `gather`.
+
+        Raises:
+            Overdue: some have not ended within `timeout_s`, the time spent in `meanwhile` not counted.
+        """
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
@@ -137,22 +151,25 @@ class Calls:
             self.monitor.update()
 
     def dead(self) -> list[str]:
-        """Names of actors whose process is gone."""
+        """Returns the names of registered actors whose process is gone, as far as Ray knows; waits up to 2 s for their
+        answers."""
         return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
-        """Errors of dead actors, found by calling every actor: the error of an earlier call may name an actor that
-        could not fetch an object, not the one that died with it."""
+        """Returns the errors of registered actors that are dead, by reference of a call made now to find out.
+
+        The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
+        """
         calls = [actor.identify.remote() for actor in self.actors.values()]
-        return {ref: error for ref, error in self._late_errors(calls).items() if _priority(error) == _DEATH}
+        return {ref: error for ref, error in self._errors_within_grace(calls).items() if _priority(error) == _DEATH}
 
     def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
-        """The error for actors that have not finished within `timeout_s`."""
+        """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
         rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
         return Overdue(", ".join(map(self._where, names)), rule, "no answer", self.when_late, names)
 
-    def _late_errors(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
-        """Errors of calls that fail within a short grace period."""
+    def _errors_within_grace(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+        """Returns the errors of those calls that fail within 2 s; waits that long unless all end earlier."""
         if not pending:
             return {}
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
@@ -161,7 +178,14 @@ class Calls:
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
     ) -> DistillError:
-        """The one error to report: a death if there is one, even of an actor that was not among the calls."""
+        """Returns the one error to report of those that calls raised: a death if there is one, even of an actor not
+        among the calls.
+
+        Args:
+            errors: Ray's errors by call; not empty.
+            names: of the called actors, by call.
+            what: what the actors were doing, for the message.
+        """
         if all(_priority(error) != _DEATH for error in errors.values()):
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
@@ -171,7 +195,14 @@ class Calls:
         return explained
 
     def _explain(self, error: BaseException, name: str, what: str) -> DistillError:
-        """One line that names the actor, its node, what it was doing and the cause, with its last output if it died."""
+        """Converts Ray's error to one of ours: one line with the actor, its node, what it was doing, and the cause.
+
+        For a dead actor it adds why it died and its last output. An error that the user has to fix (exit code 2) is
+        returned as the actor raised it.
+
+        Args:
+            name: of the actor.
+        """
         actor = self._where(name)
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
@@ -196,7 +227,7 @@ class Calls:
 
 
 def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
-    """The errors of calls that have ended."""
+    """Returns the errors of those calls that failed, by reference. All must have ended."""
     errors: dict[ray.ObjectRef, BaseException] = {}
     for ref in refs:
         try:
@@ -207,8 +238,11 @@ def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseExcepti
 
 
 def _priority(error: BaseException) -> int:
-    """Rank of an error among those that could be reported; the lowest wins. Deaths come first, because the other errors
-    are mostly their consequences; then errors that an actor raised, our own before foreign ones."""
+    """Returns the rank of an error among those that could be reported; the lowest is the likeliest cause.
+
+    Deaths are 0, because other errors are mostly their consequences; then come errors that an actor raised, our own (1)
+    before foreign ones (2), then all others (3).
+    """
     if isinstance(error, RayTaskError):
         return 1 if isinstance(error.cause, DistillError) else 2
     return _DEATH if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
@@ -223,7 +257,8 @@ def _actor_id(error: BaseException) -> str:
 
 
 def _death(error: BaseException) -> str:
-    """How the process ended, as one sentence of Ray's message."""
+    """Returns how an actor's process ended, taken from the text of Ray's error; the text's first line if it does not
+    say."""
     text = str(error)
     match = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text) or re.search(r"exit type: (\S+)", text)
     return match.group(1).strip() if match else first_line(error)[:500]

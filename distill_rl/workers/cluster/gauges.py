@@ -46,17 +46,20 @@ class Gauges:
         self._enabled = has_agent() and ray.is_initialized()
 
     def set(self, name: str, value: float, of: str = "") -> None:
-        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored."""
+        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored, and all are without Ray or its
+        metrics agent."""
         if self._enabled and math.isfinite(value):
             self._metric("Gauge", name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
-        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process."""
+        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process; only positive, finite
+        values count."""
         if self._enabled and math.isfinite(value) and value > 0:
             self._metric("Counter", f"{name}_total").inc(value, tags={"of": of})
 
     def _metric(self, kind: str, name: str) -> Any:
-        """The metric of this name, made at its first use by a class of `ray.util.metrics`."""
+        """Returns the metric `distill_rl_<name>` of Ray's class `kind` (`Gauge` or `Counter`), creating it at its first
+        use."""
         from ray.util import metrics
 
         if name not in self._metrics:
@@ -81,6 +84,7 @@ class GaugeSink:
             self._gauges.set(*gauge_of(name, 0.0))
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Sets a gauge for every metric of the record of `step`, and adds its tokens to the counter."""
         self._gauges.set("step", step)
         for name, value in record.items():
             self._gauges.set(*gauge_of(name, value))
@@ -91,10 +95,11 @@ class GaugeSink:
 
 
 def gauge_of(name: str, value: float) -> tuple[str, float, str]:
-    """Converts a metric of a record to a gauge's name, value and tag `of`.
+    """Converts a metric of a record to a gauge's name, its unchanged value and its tag `of`.
 
-    The first two levels of the metric's name become the gauge's name, the rest becomes `of`. All times are
-    `timing_seconds` and all scores `eval_score`, with everything after the first level in `of`.
+    The first two levels of the metric's name (separated by `/`) become the gauge's name, joined by `_`; the rest
+    becomes `of`. All times are `timing_seconds` and all scores `eval_score`, with everything after the first level in
+    `of`.
     """
     first, *rest = name.split("/")
     if first == "timing":
@@ -105,7 +110,11 @@ def gauge_of(name: str, value: float) -> tuple[str, float, str]:
 
 
 def write_targets(path: Path) -> None:
-    """Writes the addresses of the metrics agents of this cluster's nodes, in Prometheus' format (`file_sd_configs`)."""
+    """Writes the addresses of the metrics agents of this cluster's live nodes to `path`, as a `file_sd_configs` file of
+    Prometheus.
+
+    Does nothing if Ray has no metrics agent. A failure to write is only logged. Ray must have been joined.
+    """
     if not has_agent():
         return
     alive = [node for node in ray.nodes() if node["Alive"]]

@@ -33,6 +33,15 @@ class WorkerGroup:
         calls: Calls,
         *arguments: Any,
     ):
+        """Creates one actor per name in its place of the reservation, and registers it with `calls`. Does not wait for
+        them.
+
+        Args:
+            worker: the actor class; its instances get their rank, then `arguments`.
+            names: in rank order.
+            plan: has a placement for every name.
+            placement: the reserved bundles of `plan`.
+        """
         self._remote: Any = ray.remote(worker)
         self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)
@@ -44,6 +53,12 @@ class WorkerGroup:
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
+        """Creates and registers the actor of a rank, without waiting for it. Ray never restarts it or repeats its
+        calls.
+
+        Args:
+            suffix: added to the name under which Ray knows it; `calls` knows it by its plain name.
+        """
         name = self.names[rank]
         placement = self._plan.placements[name]
         strategy = PlacementGroupSchedulingStrategy(
@@ -61,8 +76,11 @@ class WorkerGroup:
         return actor
 
     def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Calls a method with the same arguments on all ranks, or on `ranks`. Returns references with actor names, in
-        the order of the ranks."""
+        """Calls a method with the same arguments on all ranks, or on `ranks`, without waiting.
+
+        Returns:
+            References to the results with the actors' names, in the order of the ranks.
+        """
         return {
             getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
             for rank in (range(len(self.actors)) if ranks is None else ranks)
@@ -73,18 +91,24 @@ class WorkerGroup:
         return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
 
     def identify(self, timeout_s: float) -> None:
-        """Records the ranks' processes, so that they can be monitored and killed."""
+        """Waits until all actors run, and records their processes, here and in `calls`, so that they can be monitored
+        and killed.
+
+        Raises:
+            WorkerError: an actor does not come up within `timeout_s` seconds.
+        """
         self._processes = self.call("identify", what=f"starting {self.names[0]} and its peers", timeout_s=timeout_s)
         for name, process in zip(self.names, self._processes):
             self._calls.processes[name] = process
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Kills ranks and creates new actors in their placements. The caller starts them.
+        """Kills ranks, creates new actors in their placements, and waits until these run. The caller must then `start`
+        them.
 
-        Unfinished calls of the old actors fail.
+        Unfinished calls of the old actors fail. The old processes remain in `processes`, for their logs.
 
         Raises:
-            WorkerError: a new actor does not come up in time.
+            WorkerError: a new actor does not come up within `timeout_s` seconds.
         """
         self._renewals += 1
         for rank in ranks:
@@ -99,7 +123,12 @@ class WorkerGroup:
             self._processes[rank] = self._calls.processes[self.names[rank]] = process
 
     def replace(self, rank: int, timeout_s: float) -> None:
-        """Replaces a rank that belongs to no process group, and starts the new one."""
+        """Kills a rank that belongs to no process group and puts a new actor in its place, ready for calls on return.
+
+        Raises:
+            DistillError: the new actor does not come up, or its `start` fails or is late (`timeout_s` seconds for
+                each).
+        """
         self.renew([rank], timeout_s)
         what = f"starting {self.names[rank]} again"
         self._calls.gather(self.submit("start", ranks=[rank]), what=what, timeout_s=timeout_s)
@@ -115,12 +144,16 @@ class WorkerGroup:
         return {process.worker_id: name for process, name in zip(self._processes, self.names)}
 
     def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
-        """Makes all ranks, or `ranks`, join process groups and load their models.
+        """Makes all ranks, or `ranks`, join process groups and load their models; does not wait for the models.
 
-        A process group is `size` consecutive ranks, which meet through a store that the first of them serves.
+        A process group is `size` consecutive ranks, which meet through a store that the first of them serves; that is
+        waited for. `ranks` must consist of whole process groups.
 
         Returns:
             The calls that load the models, for the caller to wait for.
+
+        Raises:
+            WorkerError: a store is not served within `timeout_s` seconds.
         """
         members = range(len(self.actors)) if ranks is None else ranks
         leaders = [rank for rank in members if rank % size == 0]
@@ -139,7 +172,10 @@ class WorkerGroup:
             self.end(rank)
 
     def end(self, rank: int) -> None:
-        """Kills a rank. On this node SIGKILL comes first, because ray.kill waits 5 s for a stopped process."""
+        """Kills a rank's actor; never raises. It remains in the group, and its calls fail.
+
+        On this node SIGKILL comes first, because ray.kill waits 5 s for a stopped process.
+        """
         with contextlib.suppress(Exception):  # ray.kill below handles what fails here
             process = self._processes[rank]
             if process.node_id == ray.get_runtime_context().get_node_id():
@@ -149,7 +185,11 @@ class WorkerGroup:
 
 
 def stop(groups: Sequence[WorkerGroup]) -> None:
-    """Lets workers shut down in an orderly way, process groups above all. The caller kills those that do not."""
+    """Calls `stop` on all actors, group by group in this order, so that they leave their process groups in an orderly
+    way.
+
+    Waits 15 s at most for each group; a failure is only logged. The actors still run afterwards: the caller kills them.
+    """
     for group in groups:
         try:
             group.call("stop", what="stopping", timeout_s=_STOP_TIMEOUT_S)

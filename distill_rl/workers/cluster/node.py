@@ -76,7 +76,12 @@ class Node:
 
     @classmethod
     def of_job(cls, shared: Path, logs: Path) -> Node:
-        """The node that the environment variables of Slurm and `launch/ray_cluster.sh` describe."""
+        """Returns the node that this process is to run, as the environment variables of Slurm and
+        `launch/ray_cluster.sh` describe it.
+
+        Without Slurm's variables it is the head, named after the host; the first port is then 10000 unless RAY_PORT is
+        set, and the deadline 300 s unless RAY_START_TIMEOUT is.
+        """
         get = os.environ.get
         return cls(
             shared,
@@ -105,7 +110,17 @@ class Node:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the node. Returns 0 if it was asked to end and none of its processes is left."""
+    """Runs one node of a Ray cluster until it is asked to end, then kills all its processes and keeps the end of their
+    logs.
+
+    Blocks signals in this process, makes it a subreaper, and reports progress by files as described at the top.
+
+    Args:
+        arguments: the shared folder and the log folder; None: those of the command line.
+
+    Returns:
+        The exit code: 0 if the node was asked to end and none of its processes is left, else 1.
+    """
     shared, logs = map(Path, sys.argv[1:] if arguments is None else arguments)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -132,11 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(node: Node, folder: Path) -> None:
-    """Starts Ray, reports that it runs, and waits for the request to end.
+    """Starts Ray with its files in `folder`, reports that it runs, and blocks until the node is asked to end.
+
+    A node other than the head first waits for the head's address. Ray still runs on return; the caller ends it.
 
     Raises:
         Stopped: the request came before Ray was up.
-        WorkerError: Ray did not start, or ended by itself.
+        WorkerError: the head's address did not appear by the deadline, a port is taken, Ray did not start, or it ended
+            by itself.
     """
     deadline = time.monotonic() + node.deadline_s
     address = node.shared / "address"
@@ -155,10 +173,14 @@ def _serve(node: Node, folder: Path) -> None:
 
 
 def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
-    """Runs `ray start` until Ray is up. Repeats it if it was only too slow: Ray allows a node 30 s.
+    """Runs `command` (`ray start`) until Ray is up, and returns its process. Its output is appended to the node's log.
+
+    Repeats it until `deadline` (of `time.monotonic`) if Ray ended only because it was too slow: it allows a node 30 s.
+    All descendants of this process are then killed first.
 
     Raises:
-        Stopped, WorkerError.
+        Stopped: the node was asked to end meanwhile.
+        WorkerError: the command ended for another reason, or was not done by the deadline.
     """
     while True:
         log_start = node.log.stat().st_size if node.log.exists() else 0
@@ -177,6 +199,16 @@ def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Po
 
 
 def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str) -> None:
+    """Waits until `condition` is true, checking it about five times a second.
+
+    Args:
+        deadline: in seconds of `time.monotonic`.
+        rule: what is waited for, for the error.
+
+    Raises:
+        Stopped: the node was asked to end first.
+        WorkerError: the deadline has passed.
+    """
     while not condition():
         if _asked_to_end(node):
             raise Stopped
@@ -186,7 +218,11 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
 
 
 def _asked_to_end(node: Node) -> bool:
-    """Waits for a signal, for `_POLL_S` at most. A SIGTERM is recorded as `told-NODE` and otherwise ignored."""
+    """Returns whether SIGUSR2 or the file `stop` asks this node to end; takes up to 0.2 s, in which it waits for a
+    signal.
+
+    Takes one blocked signal at most. A SIGTERM is recorded as `told-NODE`; it and all others are otherwise ignored.
+    """
     received = signal.sigtimedwait(_BLOCKED_SIGNALS, _POLL_S)
     number = received.si_signo if received else None
     if number == signal.SIGTERM and node.shared.exists():
@@ -195,6 +231,16 @@ def _asked_to_end(node: Node) -> bool:
 
 
 def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
+    """Returns the `ray start` command line for this node, from its ports and the SLURM_* and RAY_* environment
+    variables.
+
+    Jobs and nodes that share a machine get different ranges of worker ports.
+
+    Args:
+        ip: this node's address.
+        head: host:port of the head; ignored on the head itself.
+        folder: for Ray's files on this node.
+    """
     # Jobs on one machine differ in RAY_PORT, its nodes in their index: both choose the range of the workers' ports.
     start, per_node, num_ranges = _WORKER_PORTS
     first = start + per_node * ((node.first_port // 100 + node.index) % num_ranges)
@@ -226,7 +272,10 @@ def _environment(node: Node) -> dict[str, str]:
 
 
 def address_of_this_machine(towards: str, interface: str = "") -> str:
-    """This machine's IPv4 address: that of a network interface, or the one used to reach the machine `towards`.
+    """Returns this machine's IPv4 address: that of `interface`, or without one the address used to reach the host
+    `towards`.
+
+    Sends nothing. Without a route to `towards` it is 127.0.0.1.
 
     Raises:
         WorkerError: there is no such interface, or it has no IPv4 address.
@@ -245,9 +294,10 @@ def address_of_this_machine(towards: str, interface: str = "") -> str:
 
 
 def require_free_ports(node: Node) -> None:
-    """
+    """Checks that no process listens on any of the ports that Ray gets on this node.
+
     Raises:
-        WorkerError: a process listens on one of the node's ports.
+        WorkerError: some are taken; the message lists them.
     """
     taken = [port for port in node.ports.values() if not _is_free(port)]
     if taken:
@@ -256,6 +306,7 @@ def require_free_ports(node: Node) -> None:
 
 
 def _is_free(port: int) -> bool:
+    """Returns whether a TCP port can be bound on all interfaces of this machine."""
     with socket.socket() as probe:
         # A port in TIME_WAIT, left by an ended job, is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -267,10 +318,10 @@ def _is_free(port: int) -> bool:
 
 
 def end_descendants() -> list[str]:
-    """Kills all descendants of this process, including those that start meanwhile, and reaps them.
+    """Kills and reaps all descendants of this process, including those that start meanwhile, for 30 s at most.
 
-    This process must be a subreaper: a process whose parent is killed first then becomes its child, and the search, which
-    begins here again and again, finds it.
+    This process must be a subreaper: a process whose parent is killed first then becomes its child, and the search,
+    which begins here again and again, finds it.
 
     Returns:
         `PID NAME` of each process that did not end in time.
@@ -282,7 +333,8 @@ def end_descendants() -> list[str]:
 
 
 def _keep_logs(folder: Path, node: Node) -> None:
-    """Copies the end of what Ray's processes wrote to the run's logs, because their folder on this node is deleted."""
+    """Copies the last 200 kB of each log that Ray has left in `folder` to `ray-NODE` in the run's logs; skips empty
+    ones."""
     kept = node.logs / f"ray-{node.name}"
     for file in folder.glob("session_latest/logs/*.*"):
         if file.suffix in (".out", ".err", ".log") and file.is_file() and (size := file.stat().st_size):

@@ -61,7 +61,10 @@ class Node:
 
 
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Names of the student's ranks, of each running teacher's ranks, and of the aligners. Ranks are dp-major."""
+    """Returns the names of the student's ranks, of each running teacher's ranks (by teacher), and of the aligners.
+
+    Ranks are in the order dp_rank · tp + tp_rank, such as `student-dp0-tp1` and `big/dp0-tp1`.
+    """
     student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
     teachers = {
         teacher.name: [f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel)]
@@ -82,14 +85,14 @@ def place_actors(
     nodes: Sequence[Node] = (),
     needs: Mapping[str, float] | None = None,
 ) -> PlacementPlan:
-    """Plans the bundles and every actor's place in them, as described at the top of this module.
+    """Plans the bundles and every actor's place in them, as described at the top of this module. Reserves nothing.
 
     Every actor gets one logical CPU. Beside an evaluator that is a guest, the ranks are limited to what is left of the
     GPU's memory, divided in proportion to `needs`, so that the evaluator finds its share. Other ranks are not limited.
 
     Args:
-        gpus: number of GPUs in the cluster.
-        nodes: of the cluster, those with most resources first.
+        gpus: number of GPUs in the cluster; 0: all actors run on CPUs.
+        nodes: of the cluster, those with most resources first. Empty: no bundle is pinned to a node.
         needs: memory that a rank of the student (`student`) and of each teacher needs, by name; None: equal needs.
 
     Raises:
@@ -138,7 +141,7 @@ def place_actors(
 
 
 def _colocated(groups: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The i-th rank of every group that has so many, for each i."""
+    """Returns the names in bundle i: the i-th rank of every group that has so many, for each i."""
     return [[group[i] for group in groups if i < len(group)] for i in range(max(map(len, groups)))]
 
 
@@ -147,7 +150,12 @@ def _bundle(num_cpus: int, num_gpus: float) -> dict[str, float]:
 
 
 def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
-    """`left`, a share of a GPU's memory, divided among ranks in proportion to their needs."""
+    """Divides `left`, a share of a GPU's memory, among ranks in proportion to their needs. Returns each rank's share by
+    name.
+
+    Args:
+        needs: by `student` or teacher name; None: equal needs.
+    """
     if needs is None:
         return {name: left / len(ranks) for name in ranks}
     # The key of `student-dp0-tp0` is `student`, that of `big/dp0-tp0` is `big`.
@@ -157,6 +165,12 @@ def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float]
 
 
 def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool) -> ConfigError:
+    """Returns the error for guests that take a whole GPU or more, naming the settings to lower.
+
+    Args:
+        guests: actor names with their shares of the GPU.
+        aligners_share: whether aligners have shares.
+    """
     keys = ["aligner.num_gpus"] if aligners_share else []
     if EVALUATOR in guests:
         keys.append("evaluate.gpu_share")
@@ -171,10 +185,16 @@ def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool) -> Config
 def _pinned_nodes(
     config: Config, bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
 ) -> Sequence[str] | None:
-    """A node for each of the first bundles; None if Ray may put every bundle where it likes.
+    """Returns the node id for each of the first bundles; None or empty if Ray may put every bundle where it likes.
+
+    Disaggregated runs separate student and teachers; otherwise the ranks of a student replica are kept on one node.
 
     Args:
-        bundles: those of the ranks.
+        bundles: those of the ranks, the student's first.
+        num_student: how many of them are the student's, if disaggregated.
+
+    Raises:
+        ConfigError: disaggregated ranks are on different nodes, and the transport works only within one.
     """
     if config.ray.placement != "disaggregated":
         return _replica_nodes(bundles, config.student.parallel, nodes)
@@ -187,10 +207,10 @@ def _pinned_nodes(
 def _separate_nodes(
     bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
 ) -> list[str] | None:
-    """A node for every bundle, such that no node has ranks of both the student and a teacher.
+    """Returns a node id for every bundle, such that no node has ranks of both the student and a teacher.
 
-    Nodes are filled one after the other, first with the student's bundles, then, from a fresh node on, with those of
-    the teachers. None if the cluster has too few nodes.
+    Nodes are filled one after the other, first with the student's bundles, the first `num_student`, then, from a fresh
+    node on, with those of the teachers. None if the cluster has too few nodes.
     """
     unused = list(nodes)
     chosen: list[str] = []
@@ -210,7 +230,7 @@ def _separate_nodes(
 def _replica_nodes(
     bundles: Sequence[Mapping[str, float]], parallel: ParallelConfig, nodes: Sequence[Node]
 ) -> list[str] | None:
-    """A node for every bundle with a rank of the student, the same for all ranks of a replica.
+    """Returns a node id for every bundle with a rank of the student, the same for all ranks of a replica.
 
     Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only
     one replica or one node, or if some replica fits on no node.
@@ -232,7 +252,8 @@ def _replica_nodes(
 
 
 def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
-    """Takes resources from a node's room, if it has all of them."""
+    """Subtracts `needed` from a node's `room` and returns True; if any of it is missing, changes nothing and returns
+    False."""
     if any(room[resource] < amount for resource, amount in needed.items()):
         return False
     room.subtract(needed)  # type: ignore[arg-type]
@@ -241,10 +262,13 @@ def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
 
 @contextmanager
 def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
-    """Reserves all bundles at once. Calls `interrupted`, which may raise, at every poll.
+    """Reserves all bundles at once in the cluster, for as long as the block runs. Yields Ray's placement group.
+
+    Calls `interrupted`, which may raise, at every poll of the wait.
 
     Raises:
-        ConfigError: the cluster cannot provide them within `timeout_s`; the message gives needed and available amounts.
+        ConfigError: the cluster cannot provide them within `timeout_s` seconds; the message gives needed and available
+            amounts.
     """
     labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
     pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
@@ -266,7 +290,11 @@ def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], 
 
 
 def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """Per resource, how much is asked for, how much the cluster has, and how much is free; on one line."""
+    """Returns one line that says per resource how much the plan asks for, how much the cluster has, and how much is
+    free.
+
+    It ends with the nodes to which bundles are pinned, if any.
+    """
     asked: Counter[str] = Counter()
     for bundle in plan.bundles:
         asked.update(bundle)

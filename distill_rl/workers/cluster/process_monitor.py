@@ -42,17 +42,19 @@ class NodeMonitor:
     """Inspects and kills processes of one node. An object in the driver, an actor on every other node."""
 
     def states(self, processes: Sequence[Process]) -> list[str]:
-        """psutil's status of each process (`running`, `sleeping`, `stopped`, …), or `gone`."""
+        """Returns psutil's status of each process (`running`, `sleeping`, `stopped`, …), or `gone` for ended ones and
+        zombies."""
         return [_state(process) for process in processes]
 
     def kill(self, process: Process) -> None:
         process.kill()
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """The stacks of each process, thread by thread; empty for one that cannot write them.
+        """Makes each process write its stacks, and returns them, thread by thread; empty for one that cannot write
+        them.
 
         SIGUSR2 makes a worker append its stacks to its stderr (`Worker.identify`). They are complete once every log has
-        grown and none has grown since the last poll.
+        grown and none has grown since the last poll; after 3 s they are returned as they are.
         """
         starts = [_size(process) for process in processes]
         signalled = []
@@ -75,7 +77,8 @@ class NodeMonitor:
         ]
 
     def tails(self, processes: Sequence[Process]) -> list[str]:
-        """The end of each process's stderr, or of its stdout if stderr is empty; without noise."""
+        """Returns the last 16 KiB of each process's stderr, or of its stdout if stderr is empty, without empty lines
+        and Ray's marks."""
         texts = [
             [_without_noise(_read(path, -_TAIL_BYTES)) for path in reversed(process.logs)] for process in processes
         ]
@@ -100,6 +103,12 @@ class ProcessMonitor:
     """
 
     def __init__(self, config: FaultsConfig, processes: Mapping[str, Process], folder: Path):
+        """Inspects nothing before the first `update`.
+
+        Args:
+            processes: the workers' processes by name; read anew at every update, so that the caller may add to it.
+            folder: where `stacks/<worker>.txt` are written.
+        """
         self._config, self._processes, self._folder = config, processes, folder
         self._local_monitor = NodeMonitor()
         self._remote_monitors: dict[str, Any] = {}
@@ -111,7 +120,12 @@ class ProcessMonitor:
         self._fates: dict[Process, str] = {}
 
     def update(self) -> None:
-        """Records the state of every worker's process, at most once a second, and kills those stopped for too long."""
+        """Records the state of every worker's process, and kills those that have been stopped (SIGSTOP) for
+        `faults.stopped_s`.
+
+        Does nothing within a second of the last update. Never waits for other nodes; their states arrive with a later
+        update.
+        """
         now = time.monotonic()
         if now - self._updated_at < _UPDATE_EVERY_S:
             return
@@ -132,28 +146,34 @@ class ProcessMonitor:
                 self._kill(process)
 
     def report(self, names: Collection[str], what: str, seconds: float, limit_s: float) -> None:
-        """Logs the workers that are waited for and their states."""
+        """Logs a warning with the workers that are waited for and their last known states.
+
+        Args:
+            what: what is waited for.
+            seconds: how long it has taken so far; `limit_s` is the deadline.
+        """
         states = ", ".join(f"{self.where(name)} is {self._states.get(name, 'state unknown')}" for name in sorted(names))
         log.warning("waiting %.0f s for %s: %s; the limit is %g s", seconds, what, states, limit_s)
 
     def where(self, name: str) -> str:
-        """A worker's name and node, for messages."""
+        """Returns a worker's name and host, for messages; the name alone while the host is unknown."""
         process = self._processes.get(name)
         return f"{name} on {process.host}" if process and process.host else name
 
     def fate(self, name: str) -> str:
-        """Why the monitor killed a worker; empty if it did not."""
+        """Returns why the monitor killed a worker's present process; empty if it did not."""
         process = self._processes.get(name)
         return self._fates.get(process, "") if process else ""
 
     def last_words(self, name: str, lines: int = 3) -> str:
-        """The last lines that a worker printed, joined to one line."""
+        """Returns the last lines that a worker printed, joined to one line; empty if it is unknown or its node does not
+        answer."""
         process = self._processes.get(name)
         text = self._ask("tails", {name: process}).get(name, "") if process else ""
         return " | ".join(printable(line.strip())[:200] for line in text.splitlines()[-lines:])
 
     def dump_stacks(self) -> None:
-        """Writes the stacks of all workers that can still report them to `stacks/`."""
+        """Writes the stacks of all workers that can still report them to `stacks/<worker>.txt`. Takes seconds."""
         processes = dict(self._processes)
         for name, text in self._ask("stacks", processes).items():
             if text:
@@ -164,11 +184,18 @@ class ProcessMonitor:
             log.info("stacks of the workers are in %s", self._folder / "stacks")
 
     def close(self) -> None:
+        """Kills the monitors on other nodes, without waiting."""
         for actor in self._remote_monitors.values():
             _end(actor)
 
     def _update_remote(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
-        """Records answers to earlier queries and sends new ones. Never blocks: each node answers in its own time."""
+        """Records answers to earlier queries and sends new ones. Never blocks: each node answers in its own time.
+
+        If a node fails to answer within 10 s, its workers' states are forgotten, and a new monitor is started there.
+
+        Args:
+            nodes: processes by name, by id of a node other than this.
+        """
         for node, (ref, names, asked_at) in list(self._pending.items()):
             done, _ = ray.wait([ref], timeout=0, fetch_local=False)
             if not done and time.monotonic() - asked_at < _ANSWER_WITHIN_S:
@@ -186,6 +213,7 @@ class ProcessMonitor:
                 self._pending[node] = _Query(ref, list(processes), time.monotonic())
 
     def _monitor_on(self, node: str) -> Any:
+        """Returns the NodeMonitor actor on another node, created at its first use."""
         if node not in self._remote_monitors:
             self._num_monitors += 1  # numbered, because Ray frees a dead actor's name only some time later
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -195,14 +223,18 @@ class ProcessMonitor:
         return self._remote_monitors[node]
 
     def _kill(self, process: Process) -> None:
+        """Kills a process on any node; on another node without waiting for it."""
         if process.node_id == _this_node():
             process.kill()
         else:
             self._monitor_on(process.node_id).kill.remote(process)
 
     def _ask(self, method: str, processes: Mapping[str, Process]) -> dict[str, str]:
-        """Calls a method of NodeMonitor for processes on any node. Returns the results by name, without those of nodes
-        that do not answer."""
+        """Calls a method of NodeMonitor for processes on any node and waits up to 10 s per node.
+
+        Returns:
+            The results by name, without those of nodes that do not answer.
+        """
         answers: dict[str, str] = {}
         for node, on_node in _by_node(processes).items():
             arguments = list(on_node.values())
@@ -220,7 +252,11 @@ class ProcessMonitor:
 
 
 def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
-    """Copies the output of this node's workers to the run's logs, by name. Ray deletes its own copy."""
+    """Copies what this node's workers wrote to stdout and stderr to `folder`, as `<worker>.out` and `.err`.
+
+    Empty and unreadable files are skipped, and so are those of other nodes, which do not exist here. Ray deletes its
+    own copy.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, process in processes:
         for path in map(Path, process.logs):
@@ -230,6 +266,7 @@ def keep_logs(processes: Iterable[tuple[str, Process]], folder: Path) -> None:
 
 
 def _end(actor: Any) -> None:
+    """Kills an actor; never raises. None is allowed."""
     with suppress(Exception):
         ray.kill(actor)
 
@@ -239,6 +276,7 @@ def _this_node() -> str:
 
 
 def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
+    """Returns the processes grouped by the id of their node, by name within a node."""
     nodes: dict[str, dict[str, Process]] = {}
     for name, process in processes.items():
         nodes.setdefault(process.node_id, {})[name] = process
@@ -246,6 +284,8 @@ def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
 
 
 def _state(process: Process) -> str:
+    """Returns psutil's status of a process; `gone` if it has ended, is a zombie, or its pid belongs to a later
+    process."""
     try:
         present = psutil.Process(process.pid)
         status = present.status()
@@ -256,13 +296,15 @@ def _state(process: Process) -> str:
 
 
 def _size(process: Process) -> int:
+    """Returns the size in bytes of the file that a process writes its stderr to; 0 if there is none."""
     with suppress(OSError, IndexError):
         return Path(process.logs[-1]).stat().st_size
     return 0
 
 
 def _read(path: str, start: int) -> str:
-    """The text of a file from a byte on; a negative number counts from the end."""
+    """Returns the text of a file from byte `start` on; a negative one counts from the end. Empty if it cannot be
+    read."""
     with suppress(OSError), Path(path).open("rb") as file:
         file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
         return file.read().decode("utf-8", "replace")

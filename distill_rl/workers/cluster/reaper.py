@@ -29,8 +29,11 @@ _POLL_S = 0.05
 
 @contextmanager
 def reaper(directory: Path, roots: Iterable[psutil.Process]) -> Iterator[None]:
-    """While the block runs, the death of this process ends `roots` with all their descendants, and removes the
-    directory."""
+    """Starts a guard process: if this process dies while the block runs, even by SIGKILL, the guard cleans up after it.
+
+    It kills `roots` with all their descendants and removes `directory`. When the block ends in any other way, it ends
+    without doing anything.
+    """
     process = subprocess.Popen(
         [sys.executable, "-I", __file__, str(directory), *(str(root.pid) for root in roots)],
         stdin=subprocess.PIPE,
@@ -47,7 +50,7 @@ def reaper(directory: Path, roots: Iterable[psutil.Process]) -> Iterator[None]:
 
 
 def with_descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
-    """The processes that run among `roots` and their descendants."""
+    """Returns those of `roots` and of all their descendants that run at present (no zombies)."""
     processes = set(roots)
     for root in roots:
         with suppress(psutil.NoSuchProcess):
@@ -56,7 +59,8 @@ def with_descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """False for zombies, too: reaping them is up to their parent, which may be an init process that never does it."""
+    """Returns whether a process exists and is no zombie: reaping zombies is up to their parent, which may never do
+    it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -64,10 +68,13 @@ def runs(process: psutil.Process) -> bool:
 
 
 def end(processes: Iterable[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
-    """Waits until the processes and their descendants have ended, and kills them meanwhile unless `kill` is false.
+    """Kills the processes and their descendants until none is left, or, if `kill` is false, only waits for that.
+
+    Args:
+        patience_s: seconds after which to give up; may be infinite.
 
     Returns:
-        Those that still run after `patience_s`.
+        Those that still run; empty if all have ended.
     """
     deadline = time.monotonic() + patience_s
     while (family := with_descendants(processes)) and time.monotonic() < deadline:
@@ -80,6 +87,13 @@ def end(processes: Iterable[psutil.Process], patience_s: float, *, kill: bool = 
 
 
 def main(directory: str, *roots: str) -> None:
+    """Waits for the driver to close stdin; if it did so without a word, kills the roots' processes and removes the
+    directory.
+
+    Args:
+        directory: Ray's directory.
+        roots: process ids; those that do not exist are ignored.
+    """
     family: set[psutil.Process] = set()
     for pid in roots:
         with suppress(psutil.NoSuchProcess):

@@ -69,14 +69,17 @@ def nodes() -> list[Node]:
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Joins the cluster at `ray.address`, or starts Ray here with `num_cpus` logical CPUs and ends it afterwards.
+    """Joins the Ray cluster at `ray.address`, or starts Ray on this machine, for as long as the block runs.
+
+    At its end the cluster is left, or the Ray that was started here is ended with every process that it started.
 
     Args:
+        num_cpus: least number of logical CPUs of a Ray started here, unless `ray.num_cpus` gives one.
         target_bytes: size of the teachers' targets that the object store of a Ray started here must hold at once.
-        started: called as soon as Ray runs, before any pending signal reaches its handlers.
+        started: called as soon as Ray runs, before any pending signal reaches its handlers, which Ray replaces.
 
     Raises:
-        ConfigError: there is no cluster at the address, or too little room in /dev/shm.
+        ConfigError: there is no cluster at the address, it refuses this user, or there is too little room in /dev/shm.
         WorkerError: Ray did not start.
     """
     # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
@@ -95,6 +98,20 @@ def ray_session(
 
 @contextmanager
 def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[None]:
+    """Starts Ray on this machine, in a directory of its own, and ends it with all its processes when the block ends.
+
+    If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this
+    process if tokens are in use.
+
+    Args:
+        num_cpus: least number of logical CPUs, unless `settings.num_cpus` gives one.
+        store: bytes of the object store.
+        started: called when Ray runs or has failed to start, while signals are still blocked.
+
+    Raises:
+        ConfigError: tokens are in use, and there is no usable one.
+        WorkerError: Ray did not start.
+    """
     directory = _private_directory() / secrets.token_hex(2)
     if access.required():
         if os.environ.get(
@@ -143,6 +160,13 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
+    """Joins the Ray cluster at `address` (host:port or `auto`) with a namespace of its own, and leaves it when the
+    block ends.
+
+    Raises:
+        ConfigError: no cluster answers, it refuses this user's token, or it asks for no token although tokens are in
+            use.
+    """
     access.require_token()
     _require_answer(address)
     try:
@@ -165,7 +189,9 @@ def _joined_ray(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Fails fast: Ray itself tries for minutes to reach a cluster that is not there or does not accept its token.
+    """Checks within seconds that a cluster answers at `address` and accepts this user's token; `auto` is not checked.
+
+    Ray itself tries for minutes to reach a cluster that is not there or does not accept its token.
 
     Raises:
         ConfigError: the address is malformed, no process answers there, or the cluster refuses this user.
@@ -184,9 +210,11 @@ def _require_answer(address: str) -> None:
 
 @cache
 def _private_directory() -> Path:
-    """This process's directory for Ray's files and token, which only this user can enter. Removed at exit.
+    """Returns this process's directory for Ray's files and token, created at the first call, which only this user can
+    enter.
 
-    It is in /tmp whatever TMPDIR is, because Ray's socket paths must stay under 107 bytes.
+    Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is,
+    because Ray's socket paths must stay under 107 bytes.
     """
     remove_abandoned(TMP, "drl-*-*")
     directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
@@ -196,8 +224,11 @@ def _private_directory() -> Path:
 
 @cache
 def _token_file() -> Path:
-    """A file, readable by this user only, with the user's token (RAY_AUTH_TOKEN) or a new one. There is one per
-    process, because Ray reads it once."""
+    """Returns a file, written at the first call and readable by this user only, with a token: RAY_AUTH_TOKEN or a new
+    one.
+
+    There is one per process, because Ray reads it once.
+    """
     path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -207,9 +238,10 @@ def _token_file() -> Path:
 
 @contextmanager
 def _allowed_environment() -> Iterator[None]:
-    """Reduces this process's environment to what Ray's processes may inherit while they start.
+    """Reduces this process's environment, while the block runs, to what Ray's processes may inherit; then restores it.
 
-    A runtime environment would do the same, but Ray would discard the workers that it had started in advance.
+    Variables that were set in the block remain. A runtime environment would do the same, but Ray would discard the
+    workers that it had started in advance.
     """
     original = dict(os.environ)
     os.environ.clear()
@@ -223,7 +255,8 @@ def _allowed_environment() -> Iterator[None]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables on which all nodes of a joined cluster must agree; they are not inherited from the driver there."""
+    """Returns the variables on which all nodes of a joined cluster must agree, with the driver's values, for Ray's
+    runtime environment: there, workers do not inherit them from the driver."""
     shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
     variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
     return variables | _FOR_WORKERS
@@ -236,11 +269,16 @@ def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_store_bytes(target_bytes: int) -> int:
-    """Size of the object store: what the targets in flight need, but at most 80 % of the free space in /dev/shm. Ray
-    spills the rest to disk.
+    """Returns the size of the object store: what the targets in flight need, but at most 80 % of the free space in
+    /dev/shm.
+
+    If that is too little, Ray spills the rest to /tmp, and a warning is logged.
+
+    Args:
+        target_bytes: size of the targets that exist at once.
 
     Raises:
-        ConfigError: the disk has too little room for the rest.
+        ConfigError: /tmp has too little room for the rest.
     """
     free = object_store_room()
     wanted = _SPARE_OBJECT_STORE + target_bytes
@@ -256,10 +294,10 @@ def _object_store_bytes(target_bytes: int) -> int:
 
 @contextmanager
 def _kill_on_sigterm(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Kills Ray's processes as soon as Ray has sent them SIGTERM.
+    """While the block runs, kills (SIGKILL) each of the processes as soon as it has been sent SIGTERM and blocks it.
 
-    They do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before killing it. They
-    must not be killed any earlier, because the driver has to leave the cluster first.
+    Ray's processes do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before
+    killing it. They must not be killed any earlier, because the driver has to leave the cluster first.
     """
     done = threading.Event()
 
@@ -280,7 +318,7 @@ def _kill_on_sigterm(processes: Iterable[psutil.Process]) -> Iterator[None]:
 
 
 def _has_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a process was sent a signal that it blocks; False if that cannot be determined."""
+    """Returns whether a process was sent signal `number`, which it blocks; False if that cannot be determined."""
     try:
         match = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:

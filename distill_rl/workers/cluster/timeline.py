@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def write_timeline(path: Path, names: Mapping[str, str]) -> None:
-    """Writes a trace for chrome://tracing or ui.perfetto.dev. Call it while Ray still runs.
+    """Writes a trace of the run's calls for chrome://tracing or ui.perfetto.dev. Ray must still run; takes a few
+    seconds.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
-    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a
-    cluster, so the trace of a long run covers its end. A failure is only logged; it does not end the run.
+    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a cluster,
+    so the trace of a long run covers its end. A failure is only logged; it does not end the run.
 
     Args:
         path: written atomically.
@@ -39,13 +40,14 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> None:
 
 
 def trace(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str]) -> dict[str, Any]:
-    """Converts Ray's events to a trace in Chrome's format that starts at time 0.
+    """Converts Ray's events to a trace in Chrome's format (for JSON) whose first event is at time 0.
 
     Perfetto needs numbers for processes and threads, with their names in separate events. A process of the trace is a
     node, named by its address; a thread is a row.
 
     Args:
-        rows: names by Ray's `tid`; events of other threads are left out.
+        events: as `ray.timeline()` returns them, times in microseconds, in any order.
+        rows: names by Ray's `tid`, in the order in which they are shown; events of other threads are left out.
     """
     kept = sorted((event for event in events if event["tid"] in rows), key=lambda event: event["ts"])
     start = kept[0]["ts"] if kept else 0.0
@@ -68,7 +70,8 @@ def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]
 
 
 def _read(rows: Mapping[str, str]) -> list[dict[str, Any]]:
-    """This run's events, once no more arrive. Each read takes about a second."""
+    """Returns Ray's events whose `tid` is in `rows`, once no more arrive. Each of up to six reads takes about a
+    second."""
     events: list[dict[str, Any]] = []
     for _ in range(_MAX_READS):
         previous, events = events, [event for event in ray.timeline() if event["tid"] in rows]

@@ -66,16 +66,17 @@ class Evaluations:
         record: Callable[[int, Mapping[str, float]], None],
         stopping: Callable[[], bool],
     ):
+        """Starts nothing; see the class for the arguments."""
         self._group, self._config, self._calls, self._folder = group, config, calls, folder
         self._copy, self._record, self._stopping = copy, record, stopping
         self._waiting: deque[int] = deque()
         self._running: _Running | None = None
 
     def recover(self, step: int) -> None:
-        """Takes over from an earlier start of the run, which now resumes from `step`.
+        """Takes over from an earlier start of the run, which now resumes from `step`; call it before the first `start`.
 
         Weights and results of later steps are deleted, because those steps are trained again. Weights that were not
-        evaluated are queued.
+        evaluated are queued, and the first evaluation is started; without suites they are deleted.
         """
         pattern = re.compile(rf"({re.escape(_WEIGHTS)}|step-)(\d+)")
         unevaluated = []
@@ -95,6 +96,7 @@ class Evaluations:
         """Copies the current weights and queues their evaluation, then waits until no other one is unfinished.
 
         Does not wait while the run is stopping. If the copy fails, logs why and returns. Does nothing without suites.
+        Collective over the student's ranks, so call it between two steps.
         """
         if self._group is None:
             return
@@ -108,7 +110,12 @@ class Evaluations:
         self.collect()
 
     def collect(self, *, wait_s: float = 0.0) -> None:
-        """Records the running evaluation if it has finished, and then starts the next one in the queue."""
+        """Records the running evaluation if it has finished, failed or is overdue, and then starts the next one in the
+        queue.
+
+        A failure is only logged. Returns at once, or after `wait_s` seconds if the running one has not finished by
+        then.
+        """
         if self._running:
             overdue = time.monotonic() > self._running.deadline
             if not overdue and not ray.wait(list(self._running.call), timeout=wait_s, fetch_local=False)[0]:
@@ -127,10 +134,18 @@ class Evaluations:
             self.collect(wait_s=_POLL_S)
 
     def score(self, model: Path, step: int) -> Mapping[str, Result]:
-        """Evaluates an exported student on all items. Returns the result of each suite.
+        """Evaluates an exported student on all items, after all earlier evaluations, and waits for the result.
+
+        Records the scores under `step`, prints them, and writes the results to `evals/student`.
+
+        Args:
+            model: its folder.
+
+        Returns:
+            The result of each suite; empty without suites.
 
         Raises:
-            DistillError: the evaluation failed.
+            DistillError: the evaluation failed or took longer than `evaluate.timeout_s`.
         """
         if self._group is None:
             return {}
@@ -143,7 +158,11 @@ class Evaluations:
         return results
 
     def _end(self, running: _Running) -> None:
-        """Records an evaluation that has ended or is overdue. A failure costs only its scores."""
+        """Records and prints the scores of an evaluation that has ended or is overdue, and deletes its copy of the
+        weights.
+
+        A failure costs only its scores: it is logged, and the evaluator is replaced.
+        """
         self._running = None
         try:
             if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
@@ -159,7 +178,11 @@ class Evaluations:
         shutil.rmtree(self._weights(running.step), ignore_errors=True)
 
     def _submit(self, model: Model, limit: int | None) -> dict[ray.ObjectRef, str]:
-        """Calls the evaluator with at most `limit` items per suite; None: all items."""
+        """Calls the evaluator on `model` without waiting. Returns the call, whose result maps suites to results.
+
+        Args:
+            limit: most items per suite; None: all items.
+        """
         assert self._group is not None
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
@@ -175,7 +198,7 @@ class Evaluations:
         return self._group.submit("evaluate", model, suites, data, options)
 
     def _replace(self) -> None:
-        """Starts a new evaluator for the next evaluation, because the old one may be dead or hang."""
+        """Replaces the evaluator, which may be dead or hang, and waits for the new one. A failure is only logged."""
         assert self._group is not None
         try:
             self._group.replace(0, self._config.ray.start_timeout_s)
@@ -187,12 +210,12 @@ class Evaluations:
 
 
 def scores(results: Mapping[str, Result]) -> dict[str, float]:
-    """Scores of suites as metrics."""
+    """Returns the suites' scores as metrics, by `eval/SUITE`."""
     return {f"eval/{suite}": result["score"] for suite, result in results.items()}
 
 
 def report(what: str, results: Mapping[str, Result]) -> None:
-    """Prints one line per suite."""
+    """Prints one line per suite with its score, the score's interval and the number of items; `what` names the model."""
     for suite, result in results.items():
         low, high = result["interval"]
         say(f"evaluated {what} on {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}], {result['num_items']} items")

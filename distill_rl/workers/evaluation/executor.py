@@ -71,6 +71,14 @@ class RayExecutor:
         interrupted: Callable[[], None] = lambda: None,
         logs: Path | None = None,
     ):
+        """Starts nothing; that is left to the first `load`.
+
+        Args:
+            shards: number of actors and their resources.
+            started: called as soon as Ray runs, because Ray replaces signal handlers.
+            interrupted: called at every poll of a wait; may raise.
+            logs: folder for the actors' output if the evaluation fails; None: it is not kept.
+        """
         self.device = ""
         self._shards, self._started, self._logs = shards, started, logs
         self._calls = Calls(
@@ -88,6 +96,8 @@ class RayExecutor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        """Ends the actors and Ray; in an orderly way if the block succeeded, otherwise keeping the actors' output in
+        `logs`."""
         if self._group is not None and kind is None:
             self._calls.interrupted = lambda: None
             stop([self._group])  # gives an engine the chance to end its processes
@@ -96,6 +106,10 @@ class RayExecutor:
         self._open.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
+        """Makes every actor load the model in `folder`, in place of an earlier one, and waits for it. Sets `device`.
+
+        The first call starts (or joins) Ray and the actors.
+        """
         if self._group is None:
             self._group = self._start_actors(settings.tensor_parallel)
         self._backend, self._batch_size = backend, settings.batch_size
@@ -103,6 +117,15 @@ class RayExecutor:
         self.device = self._calls.gather(started, what=f"loading {folder}", timeout_s=self._shards.deadline_s)[0]
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+        """Distributes the items over the actors in chunks, and yields (index into `items`, output) chunk by chunk, as
+        they finish.
+
+        The order of the chunks is not that of the items. A model must have been loaded.
+
+        Raises:
+            Overdue: a call is not done within twice `Shards.deadline_s`, because one before it may be queued.
+            DistillError: an actor failed or died.
+        """
         assert self._group is not None
         waiting = deque(chunks(items, task, self._backend, self._batch_size))
         # Every rank once per call that it may have queued: taken when a call is submitted, returned when it is done.
@@ -126,7 +149,18 @@ class RayExecutor:
                 yield [(chunk[index], output) for index, output in outputs]
 
     def _start_actors(self, tensor_parallel: int) -> WorkerGroup:
-        """Starts one actor per shard, each in its own bundle."""
+        """Starts (or joins) Ray and one actor per shard, each with its own reserved resources, and waits until they
+        run.
+
+        All of it ends when the executor's block ends.
+
+        Args:
+            tensor_parallel: GPUs over which each actor splits its model; 1: none.
+
+        Raises:
+            ConfigError: the cluster lacks the resources.
+            WorkerError: an actor does not come up.
+        """
         settings, count = self._shards.ray, self._shards.count
         self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
@@ -144,7 +178,13 @@ class RayExecutor:
         return group
 
     def _gpus_each(self, gpus: float, tensor_parallel: int) -> float:
-        """
+        """Returns the number of GPUs per actor, a fraction if actors share one; 0 in a cluster without GPUs.
+
+        It is `tensor_parallel` if that exceeds 1, else `Shards.gpus_each` if set, else an even share of one GPU.
+
+        Args:
+            gpus: in the cluster.
+
         Raises:
             ConfigError: the cluster has too few GPUs for tensor parallelism.
         """

@@ -43,6 +43,15 @@ class BadRows:
     """
 
     def __init__(self, path: Path, budget: int):
+        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
+
+        Args:
+            path: JSON lines with source, row and reason; rows are appended to it.
+            budget: most rows that may be listed.
+
+        Raises:
+            AlignmentError: more than the budget are listed already.
+        """
         self._path, self._budget = path, budget
         self.rows: set[tuple[str, int]] = set()
         """(`train` or `validation`, row)"""
@@ -53,13 +62,17 @@ class BadRows:
         self._check("see there")
 
     def of(self, batch: DocumentBatch) -> tuple[int, ...]:
-        """The known bad rows of this batch."""
+        """Returns the row numbers of this batch that are known to be bad, sorted."""
         return tuple(sorted({row for source, row in self.rows if source == batch.source} & set(batch.row_numbers)))
 
     def add(self, source: str, bad: BadRow) -> None:
-        """
+        """Lists a row as left out, in the file and in memory, and logs why. Does nothing if it is listed already.
+
+        Args:
+            source: `train` or `validation`.
+
         Raises:
-            AlignmentError: this is one more than `aligner.max_bad_rows`.
+            AlignmentError: this is one more than `aligner.max_bad_rows`. The row is listed all the same.
         """
         if (source, bad.row) in self.rows:
             return
@@ -70,6 +83,7 @@ class BadRows:
         self._check(f"the last: {bad.reason}")
 
     def _check(self, detail: str) -> None:
+        """Raises an AlignmentError if more rows are listed than the budget allows; `detail` ends its message."""
         if len(self.rows) > self._budget:
             rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
             remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
@@ -87,6 +101,14 @@ class AlignerPool:
     def __init__(
         self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_parts: int, bad_rows: BadRows
     ):
+        """Takes over actors that are created but need not have started; calls nothing.
+
+        Args:
+            group: the actors. If it is empty, `local` does the work in this process.
+            local: an object with the methods of `AlignerWorker`, for an empty group.
+            num_parts: number of values that `build` returns besides its BatchInfo.
+            bad_rows: rows to leave out; rows that turn out to be bad are added.
+        """
         self._group, self._calls, self._config, self._local = group, calls, config, local
         self._num_parts, self._bad_rows, self.restarts = num_parts, bad_rows, 0
         self._deadline_s = config.aligner.deadline_s
@@ -98,14 +120,23 @@ class AlignerPool:
         return self._group.names or ["driver"]
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to the next aligner. Blocks only in an empty pool, where this process does the work."""
+        """Hands a batch to its aligner and returns at once, with references to the results; `settle` must be called for
+        it later.
+
+        In an empty pool, this process does the work, rows that fail included, before it returns.
+        """
         pending = PendingBatch(batch, batch.index % len(self.names), None, [])
         self._build(pending)
         self.unsettled.append(pending)
         return pending
 
     def overdue(self, pending: PendingBatch) -> bool:
-        """Whether a batch that is not being waited for has been at the head of its aligner's queue for `deadline_s`."""
+        """Returns whether a batch has been first in its aligner's queue, unfinished, for longer than
+        `aligner.deadline_s`.
+
+        The time counts from the first call that sees it there. For a batch that has been submitted and not settled;
+        False in an empty pool.
+        """
         if not self._group.actors or _outcome(pending.info) != "unknown":
             return False
         for earlier in self.unsettled:
@@ -124,10 +155,18 @@ class AlignerPool:
         return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
 
     def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
-        """Waits for a batch. Returns its BatchInfo, and whether its references were replaced on the way.
+        """Waits until a batch is aligned, repeating it and leaving out rows that fail, as described at the top of this
+        module.
+
+        New bad rows are recorded. Aligners that died or hang are replaced.
+
+        Returns:
+            The BatchInfo, and whether `pending.info` and `pending.parts` were replaced on the way, so that calls that
+            were given the old ones must be made again.
 
         Raises:
-            DistillError: the data need a fix by the user, or more rows are bad than the budget allows.
+            DistillError: the data need a fix by the user, more rows are bad than the budget allows, or more aligners
+                were replaced than `faults.aligner_restarts`.
         """
         what = f"aligning batch {pending.documents.index + 1}"
         self.unsettled = [other for other in self.unsettled if other is not pending]
@@ -147,7 +186,10 @@ class AlignerPool:
         return info, pending.info is not first_info
 
     def _build(self, pending: PendingBatch) -> None:
-        """Calls the aligner that is now at the batch's index in the pool."""
+        """Calls the batch's aligner, without its known bad rows, and stores the new references in `pending`.
+
+        In an empty pool the work is done here, and the references are to finished results.
+        """
         batch, pending.first_in_line_since = pending.documents, None
         if not self._group.actors:
             pending.info, *pending.parts = [ray.put(part) for part in self._build_here(batch)]
@@ -157,6 +199,14 @@ class AlignerPool:
         pending.info, *pending.parts = build.remote(batch, self._bad_rows.of(batch))
 
     def _build_here(self, batch: DocumentBatch) -> tuple[Any, ...]:
+        """Aligns a batch in this process and returns what `AlignerWorker.build` does.
+
+        If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
+        them.
+
+        Raises:
+            DistillError: the data need a fix by the user, or too many rows are bad.
+        """
         try:
             return self._local.build(batch, self._bad_rows.of(batch))
         except DistillError:
@@ -173,7 +223,13 @@ class AlignerPool:
         return self._local.build(batch, self._bad_rows.of(batch))
 
     def _attempt(self, pending: PendingBatch, what: str) -> BatchInfo | None:
-        """Waits for a batch; None after a failure that may be retried. The aligner can work again by then."""
+        """Waits for a batch until its deadline. Returns its BatchInfo, or None after a failure that may be retried.
+
+        After None the aligner at the batch's index has been replaced if it died or hangs, so that it can work again.
+
+        Raises:
+            DistillError: a retry cannot help.
+        """
         try:
             return self._wait(pending, what)
         except DistillError as error:
@@ -183,13 +239,23 @@ class AlignerPool:
             return None
 
     def _wait(self, pending: PendingBatch, what: str) -> BatchInfo:
+        """Waits for a batch's BatchInfo, for what remains of the deadline since it was first seen at the head of the
+        queue.
+
+        Raises:
+            DistillError: the aligner raised, died or is late.
+        """
         since = pending.first_in_line_since
         waited_s = 0.0 if since is None else time.monotonic() - since
         names = {pending.info: self.names[pending.aligner]}
         return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited_s))[0]
 
     def _recover(self, pending: PendingBatch, call: ray.ObjectRef, error: DistillError) -> None:
-        """Replaces the aligner if it died or does not answer. Raises what a retry cannot help.
+        """Prepares the batch's aligner for a retry after `error`: replaces it if it died or does not answer, else does
+        nothing.
+
+        Args:
+            call: the call that failed.
 
         Raises:
             DistillError: `error`, if the user has to fix its cause.
@@ -210,7 +276,12 @@ class AlignerPool:
         self._group.replace(pending.aligner, timeout_s=self._config.ray.start_timeout_s)
 
     def _find_bad_rows(self, pending: PendingBatch) -> None:
-        """Tries each row on its own and records those that fail."""
+        """Tries each row that is not known to be bad on its own, and records those that fail. Aligners that die are
+        replaced.
+
+        Raises:
+            DistillError: as for `settle`.
+        """
         for document in self._not_known_bad(pending.documents):
             row = int(document["row"])
             calls = self._group.submit("try_row", document, ranks=[pending.aligner])
@@ -227,7 +298,10 @@ class AlignerPool:
 
 
 def _outcome(call: ray.ObjectRef) -> Literal["done", "raised", "unknown"]:
-    """How a call ended, if it has. Unless this is unknown, the actor that was called is alive and free."""
+    """Returns how a call ended, without waiting; `unknown` if it has not ended or its actor died.
+
+    After `done` or `raised`, the actor that was called is alive and free.
+    """
     try:
         ray.get(call, timeout=0)
     except RayTaskError:

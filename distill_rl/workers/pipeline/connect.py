@@ -64,10 +64,13 @@ class Connector:
         """Routes whose probe arrived, by source."""
 
     def connect(self) -> dict[str, Choice]:
-        """Opens all rings. Returns the proven transport of each teacher rank that publishes.
+        """Opens and proves all rings, with a second choice where the first fails, and logs the transports in use.
+
+        Returns:
+            The proven transport of each teacher rank that publishes, by its name.
 
         Raises:
-            ConfigError: a transport that was requested by name does not work from a teacher to a student rank.
+            ConfigError: no transport that the settings allow works from a teacher to a student rank.
         """
         places = self._places(self._student)
         routes = [
@@ -83,7 +86,7 @@ class Connector:
         return chosen
 
     def reconnect(self, teacher: TeacherConfig, group: WorkerGroup, rank: int) -> None:
-        """Opens the ring of a replacement replica, whose first rank is `rank`.
+        """Opens and proves the ring of a replacement replica, whose first rank is `rank`.
 
         Raises:
             ConfigError: as for `connect`.
@@ -91,7 +94,13 @@ class Connector:
         self._join([self._route(teacher, group, rank // teacher.parallel.tp, self._places(self._student))])
 
     def _join(self, routes: Sequence[Route]) -> None:
-        """Opens routes, and those that fail once more by their second choice."""
+        """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`.
+
+        Before the second try, the student closes all transports that no other route uses.
+
+        Raises:
+            ConfigError: a route fails again, or has no second choice.
+        """
         problems = self._open(routes)
         failed = [route for route in routes if route.source in problems]
         retries = [self._second_choice(route, problems[route.source]) for route in failed]
@@ -112,6 +121,12 @@ class Connector:
         return self._gather(group.submit("place", ranks=ranks))
 
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
+        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows; opens
+        nothing.
+
+        Args:
+            places: of all student ranks, in rank order.
+        """
         dp, rank = teacher.parallel.dp, replica * teacher.parallel.tp
         students = self._config.student.parallel
         (place,) = self._places(group, [rank])
@@ -126,6 +141,12 @@ class Connector:
         return Route(group, rank, source, readers, num_slots, choice)
 
     def _second_choice(self, route: Route, problem: str) -> Route:
+        """Returns the route to try after `route` has failed: shared memory as a file, for others the object store.
+
+        Raises:
+            ConfigError: there is none: the object store itself failed, or the transport was requested by name and is
+                not shared memory.
+        """
         if route.choice.name == "shared_memory":
             log.info("%s: shared memory is tried as a file: %s", route.source, problem)
             return replace(route, backing="file")
@@ -140,8 +161,12 @@ class Connector:
         return replace(route, choice=Choice(FALLBACK, reason))
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
-        """Runs the hand-shake on all routes, stage by stage. Returns the first problem of each route that failed, by
-        source, in the order of the routes. A route that fails a stage takes no part in the later ones."""
+        """Runs the hand-shake on all routes, stage by stage; a route that fails a stage takes no part in the later
+        ones.
+
+        Returns:
+            The first problem of each route that failed, by source, in the order of the routes; empty if all work.
+        """
         problems: dict[str, str] = {}
         opening: dict[Route, tuple[Any, ...]] = {
             route: (route.choice.name, route.source, route.num_slots, route.readers, route.backing) for route in routes
@@ -159,10 +184,13 @@ class Connector:
     def _call_teachers(
         self, method: str, arguments: Mapping[Route, tuple[Any, ...]], problems: dict[str, str]
     ) -> dict[Route, Any]:
-        """Calls a method on the publishing rank of each route, all at the same time.
+        """Calls a method on the publishing rank of each route, all at the same time, and waits for the answers.
+
+        Args:
+            arguments: of the method, by route.
 
         Returns:
-            The answers; those that are problems go to `problems` instead.
+            The answers by route, without those that are problems; these are added to `problems`, by source.
         """
         calls: Refs = {}
         for route, route_arguments in arguments.items():
@@ -174,13 +202,15 @@ class Connector:
     def _call_readers(
         self, method: str, items: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
     ) -> dict[Route, list[Any]]:
-        """Calls a method once on every student rank, with its items of all routes.
+        """Calls a method once on every student rank, with the list of its items of all routes, and waits for the
+        answers.
 
         Args:
             items: per route, one item for each of its readers.
 
         Returns:
-            Per route the answers of its readers. A route with a problem goes to `problems` instead.
+            Per route the answers of its readers, in their order. A route with a problem is left out, and its first one
+            added to `problems`, by source.
         """
         inboxes: list[list[tuple[Route, Offer | Handle]]] = [[] for _ in self._student.actors]
         for route, route_items in items.items():

@@ -40,6 +40,13 @@ class Pipeline:
     """
 
     def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
+        """Calls nobody.
+
+        Args:
+            teachers: groups that have started and whose rings are open.
+            plan: into how many sub-batches and parts a batch is divided.
+            rings: the number of slots per ring, and how many of them a sub-batch takes.
+        """
         self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
@@ -51,33 +58,53 @@ class Pipeline:
         """Teachers that the run continues without."""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to an aligner and, if there is room, to the teachers."""
+        """Hands a batch to an aligner and, as far as their rings have room, to the teachers. Does not wait for them.
+
+        The caller must release the returned batch in the end (`PendingBatch.lease`).
+        """
         pending = self.aligners.submit(batch)
         self._split(pending)
         self._advance()
         return pending
 
     def settle(self, pending: PendingBatch) -> BatchInfo:
-        """Makes a batch the current one and waits for its alignment. If the alignment had to be repeated, the teachers
-        are called again with the new rows."""
+        """Makes a batch the current one, which goes first from now on, and waits for its alignment.
+
+        If the alignment had to be repeated, the teachers are called again with the new rows. Sub-batches without rows
+        are dropped from `pending`.
+
+        Raises:
+            DistillError: as for `AlignerPool.settle`.
+        """
         self._current = pending
         self._advance()
         return self._wait_for_alignment(pending)
 
     def check_aligners(self) -> None:
-        """Replaces an aligner that hangs on a later batch: teachers called on that batch would be blocked behind it."""
+        """Settles the batches whose alignment is overdue, which replaces an aligner that hangs. Call it during every
+        long wait.
+
+        Otherwise teachers called on such a batch, although a later one, would be blocked behind it.
+        """
         for pending in list(self.aligners.unsettled):
             if self.aligners.overdue(pending):
                 self._wait_for_alignment(pending)
 
     def finish(self, sub_batch: SubBatch) -> None:
-        """Releases a sub-batch whose readers have all returned."""
+        """Gives back the slots of a sub-batch whose readers have all returned, drops its references, and calls teachers
+        with the room."""
         self._release([sub_batch])
         self._advance()
 
     def resubmit(self, name: str, replica: int) -> None:
-        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with, in
-        the original order and with the original slots, which exist in its new ring too."""
+        """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with.
+
+        The calls keep their order and slots, which exist in the new ring too. Of sub-batches that the student is done
+        with, only the call of the replica's first rank is kept; it had succeeded.
+
+        Args:
+            name: of the teacher.
+        """
         t = self._index(name)
         for sub_batch in self._open:
             if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed
@@ -87,7 +114,11 @@ class Pipeline:
                 sub_batch.teacher_calls[t][replica] = self._call(t, replica, sub_batch, sub_batch.slots[name])
 
     def lose(self, name: str) -> None:
-        """Continues without a teacher. Sub-batches that were waiting for it keep the other teachers' targets."""
+        """Continues without a teacher: it is not called any more, and its slots are free.
+
+        Sub-batches that the student is not done with keep the other teachers' targets; the student must be called on
+        them again.
+        """
         self.lost.add(name)
         t = self._index(name)
         for sub_batch in self._open:
@@ -97,10 +128,14 @@ class Pipeline:
         self._advance()
 
     def occupancy(self) -> dict[str, float]:
-        """Per teacher, the largest share of its ring in use since the last call."""
+        """Returns, by teacher, the largest share (0 to 1) of its ring in use since the last call."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
     def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
+        """Waits for a batch's alignment, drops sub-batches without rows, and calls teachers on what there is room for.
+
+        If the alignment was repeated, the sub-batches are made anew and queued again.
+        """
         info, replaced = self.aligners.settle(pending)
         if replaced:  # the first references failed, and so did the calls that were given them
             self._release(pending.sub_batches)
@@ -112,7 +147,11 @@ class Pipeline:
         return info
 
     def _split(self, pending: PendingBatch) -> None:
-        """Cuts the references to an aligner's results into sub-batches and queues them."""
+        """Makes the sub-batches of a batch from the references to an aligner's results (`pending.parts`), and queues
+        them.
+
+        They replace those that the batch had.
+        """
         parts = iter(pending.parts)
         plan = self._plan
 
@@ -133,7 +172,11 @@ class Pipeline:
             self._call_teachers(self._queue.pop(0)[1])
 
     def _has_room(self, pending: PendingBatch) -> bool:
-        """Whether every ring has free slots for one more sub-batch of this batch."""
+        """Returns whether every ring has free slots for one more sub-batch of this batch.
+
+        For a batch other than the current one, room for a sub-batch of the current one must remain. Lost teachers do
+        not count.
+        """
         current = self._current.sub_batches if self._current else []
         for name, ledger in self._ledgers.items():
             if name in self.lost:
@@ -147,6 +190,10 @@ class Pipeline:
         return True
 
     def _call_teachers(self, sub_batch: SubBatch) -> None:
+        """Takes slots for a sub-batch, calls all teachers that are not lost on it, and adds it to the open ones.
+
+        Every ring must have room (`_has_room`).
+        """
         slots: dict[str, tuple[Slot, ...]] = {}
         calls: list[list[Refs]] = []
         for t, (teacher, _) in enumerate(self._teachers):
@@ -160,12 +207,15 @@ class Pipeline:
         self._open.append(sub_batch)
 
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
-        """Calls `forward` on the ranks of one replica."""
+        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls in rank
+        order."""
         teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
         return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)
 
     def _release(self, sub_batches: Sequence[SubBatch]) -> None:
+        """Removes sub-batches from the queue and from the open ones, gives their slots back, and drops their
+        references."""
         gone = {id(sub_batch) for sub_batch in sub_batches}
         self._queue = [entry for entry in self._queue if id(entry[1]) not in gone]
         self._open = [sub_batch for sub_batch in self._open if id(sub_batch) not in gone]

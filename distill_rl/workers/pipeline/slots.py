@@ -1,4 +1,5 @@
-"""Which slots of a teacher's rings are free, as the driver keeps account of them: handed out and not yet returned means in use."""
+"""Which slots of a teacher's rings are free, as the driver keeps account of them: handed out and not yet returned means
+in use."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class SlotLedger:
         return self.num_slots - self.free
 
     def take(self, count: int) -> tuple[Slot, ...]:
-        """
+        """Takes `count` free slots, those that were returned first going first, with new generations.
+
         Raises:
             RuntimeError: fewer slots are free; check `free` first.
         """
@@ -49,6 +51,6 @@ class SlotLedger:
         self._free.extend(slot.index for slot in slots)
 
     def occupancy(self) -> float:
-        """The largest share of the slots in use at once since the last call."""
+        """Returns the largest share (0 to 1) of the slots in use at once since the last call."""
         peak, self._peak = self._peak, self.held
         return peak / self.num_slots

@@ -17,7 +17,9 @@ def describe_transport(
     occupancy: Mapping[str, float],
     lost: Collection[str] = (),
 ) -> dict[str, Metric]:
-    """Times and bytes of one batch.
+    """Returns the metrics of one batch about the transport and the teachers' times, by name; empty without teachers.
+
+    These are bytes, bytes per token, and by teacher the use of its ring and the seconds of `forward` and `publish`.
 
     Args:
         stats: what was measured, by sub-batch, running teacher and replica.
@@ -49,7 +51,9 @@ def describe_transport(
 
 
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
-    """
+    """Returns the metrics of one batch about its alignment, by name: counts of documents, tokens, rows and chunks, and
+    seconds.
+
     Args:
         queue: batches that the aligners had not finished when the student was ready for this one.
     """
@@ -68,6 +72,13 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
 
 
 def _describe_pair(alignment: AlignmentInfo, num_labels: int, suffix: str) -> dict[str, Metric]:
+    """Returns the metrics about the chunks of one teacher with another tokenizer: their number, how many are one to
+    one, the share of labels covered, the share of documents aligned exactly, and documents by alignment method.
+
+    Args:
+        num_labels: of the student in the batch.
+        suffix: of the metrics' names, to tell teachers apart.
+    """
     chunks, documents = alignment.num_chunks, sum(alignment.methods.values())
     metrics = {
         f"align/chunks{suffix}": Metric(chunks, "sum"),

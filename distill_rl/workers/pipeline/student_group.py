@@ -48,23 +48,44 @@ class StudentGroup:
     _recovery: TeacherRecovery
 
     def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
-        """forward_backward of every sub-batch; the last call ends with the optimizer step."""
+        """Trains the student on a batch, one optimizer step in all, waiting for its alignment, its targets and the
+        student.
+
+        Dead teachers are recovered from on the way. `batch.metrics` is set to the metrics of alignment, transport and
+        faults.
+
+        Returns:
+            The student's metrics, merged over ranks and sub-batches.
+
+        Raises:
+            DistillError: a worker failed and cannot be recovered from.
+        """
         step = f"step {batch.documents.index + 1}"
         return self._run(_Progress("train", step, ("wait_aligner", "wait_teachers", "student")), batch)
 
     def evaluate(self, batch: PendingBatch) -> dict[str, Metric]:
-        """Validation losses of one batch."""
+        """Returns the validation losses of one batch, without training on it; otherwise like `train_step`."""
         what = f"validation batch {batch.documents.index}"
         return self._run(_Progress("evaluate", what, ("validation",) * 3), batch)
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
-        """Calls a method in which all ranks take part (save, load, export). Returns their results in rank order."""
+        """Calls a method in which all ranks take part (save, load, export) and waits for it, `ray.step_timeout_s` at
+        most.
+
+        Returns:
+            The results in rank order.
+        """
         return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
     def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
-        """Waits for the alignment, then calls the student on every sub-batch as soon as its teachers have been called.
+        """Waits for a batch's alignment, then calls the student on every sub-batch whose teachers have been called, and
+        waits.
 
-        The student is called only after the alignment is known to exist: no earlier fault can reach its state.
+        The student is called only after the alignment is known to exist: no earlier fault can reach its state. Sets
+        `batch.metrics`.
+
+        Returns:
+            The student's metrics, merged over ranks and sub-batches.
         """
         queue = self._pipeline.aligners.queue
         with self._timer.part(progress.timers[0]):
@@ -84,7 +105,11 @@ class StudentGroup:
         return merge(progress.results)
 
     def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
-        """Calls every rank with its rows and with what all teachers publish. Ray starts the calls when that exists."""
+        """Calls every rank with its rows and with what all teachers publish, without waiting. Ray starts a call when
+        that exists.
+
+        The sub-batch is then TRAINING, with these calls in place of earlier ones.
+        """
         tp, published = self._config.student.parallel.tp, sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = [ref for teacher in published for ref in teacher]
@@ -95,7 +120,10 @@ class StudentGroup:
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
-        """Waits for the oldest running sub-batch and frees its slots. Recovers from a teacher's death."""
+        """Waits for the oldest running sub-batch, collects its results in `progress`, and frees its slots.
+
+        Recovers from teachers' deaths, as often as the budget allows.
+        """
         sub_batch = progress.running[0]
         while True:
             try:
@@ -113,6 +141,14 @@ class StudentGroup:
     def _wait(
         self, progress: _Progress, sub_batch: SubBatch
     ) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
+        """Waits for the teachers' and then the student's calls of a sub-batch, timing both.
+
+        Returns:
+            What was measured, by teacher and replica, and the metrics of each student rank.
+
+        Raises:
+            DistillError: a call failed or was late, or the student could not read its targets.
+        """
         calls = sub_batch.all_teacher_calls
         with self._timer.part(progress.timers[1]):
             returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
@@ -127,7 +163,10 @@ class StudentGroup:
         return stats, results
 
     def _recover(self, progress: _Progress, error: DistillError) -> None:
-        """Replaces dead teachers and calls the student again on the sub-batches that it could not begin.
+        """Replaces dead teachers, or gives one up, and calls the student again on the sub-batches that it could not
+        begin.
+
+        Sub-batches that the student has finished are marked DONE.
 
         Raises:
             DistillError: `error`, if it cannot be recovered from (no teacher is dead, another worker is, or the student
@@ -144,7 +183,8 @@ class StudentGroup:
                     self._call_student(progress, sub_batch)
 
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
-        """Whether the student has finished a sub-batch (True) or never began it (False).
+        """Waits until the calls of a sub-batch have ended, and returns whether the student has finished it or never
+        began it.
 
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
@@ -158,10 +198,12 @@ class StudentGroup:
         return not any(isinstance(outcome, Retryable) for outcome in outcomes)
 
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
+        """Waits until all calls have ended, and returns a result or Ray's error (not raised) of each."""
         timeout_s = self._config.ray.step_timeout_s
         return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
+        """Waits for calls, replacing aligners that hang meanwhile, and returns their results in order."""
         return self._calls.gather(
             calls, what=what, timeout_s=self._config.ray.step_timeout_s, meanwhile=self._pipeline.check_aligners
         )

@@ -55,19 +55,23 @@ class SubBatch:
     student_calls: Refs = field(default_factory=dict)
 
     def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:
+        """Notes the slots taken, by teacher, and the calls made, by teacher and replica: QUEUED becomes TEACHING."""
         assert self.state is State.QUEUED
         self.state, self.slots, self.teacher_calls = State.TEACHING, slots, calls
 
     def call_student(self, calls: Refs) -> None:
+        """Notes the calls of the student's ranks, in place of earlier ones: TEACHING or TRAINING becomes TRAINING."""
         assert self.state in (State.TEACHING, State.TRAINING)
         self.state, self.student_calls = State.TRAINING, calls
 
     def finish(self) -> None:
+        """Notes that the student's calls have returned: TRAINING becomes DONE."""
         assert self.state is State.TRAINING
         self.state = State.DONE
 
     def release(self) -> dict[str, tuple[Slot, ...]]:
-        """Drops all references. Returns the slots that were held."""
+        """Drops all references to rows and calls, and returns the slots that were held, by teacher, for the caller to
+        give back."""
         slots, self.slots, self.state = self.slots, {}, State.RELEASED
         for references in (self.student, self.teachers, self.teacher_calls, self.student_calls):
             references.clear()
@@ -104,13 +108,15 @@ class PendingBatch:
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Keeps the batch for one step; it is released when the block ends, whatever happens."""
+        """Keeps the batch while the block runs; its references are dropped when the block ends, whatever happens."""
         try:
             yield
         finally:
             self.release()
 
     def release(self) -> None:
+        """Drops the references to rows, targets and calls. The slots that sub-batches still held are not given back to
+        their ledgers."""
         self.parts.clear()
         for sub_batch in self.sub_batches:
             sub_batch.release()

@@ -45,7 +45,10 @@ class TeacherRecovery:
     """Replicas with a dead rank, each with its ranks."""
 
     def counts(self) -> dict[str, Metric]:
-        """Restarts and losses since the run began; empty while there have been none."""
+        """Returns the metrics of restarts and losses since the run began; those that are 0 are left out.
+
+        Logs a warning if teachers have been lost.
+        """
         counts = {
             "faults/teacher_restarts": self._restarts,
             "faults/teachers_lost": len(self._pipeline.lost),
@@ -56,10 +59,14 @@ class TeacherRecovery:
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
     def find_dead(self, error: DistillError) -> None:
-        """Finds the replicas with a dead rank and ends their other ranks. An overdue teacher counts as dead.
+        """Finds the teacher replicas with a dead rank and kills their other ranks, after a call has failed with
+        `error`.
+
+        Waits a few seconds for a death to become known. An overdue teacher counts as dead. `replace_dead` must follow.
 
         Raises:
-            DistillError: `error`, if no teacher is dead, or a rank of the student is dead too.
+            DistillError: `error`, if the user has to fix its cause, no teacher is dead, or a rank of the student is
+                dead too.
         """
         teacher_ranks = {name for _, group in self._teachers for name in group.names}
         if error.exit_code == 2 or not teacher_ranks:  # the user has to fix the cause, or there is nothing to recover
@@ -84,16 +91,28 @@ class TeacherRecovery:
                 group.end(rank)  # the survivors would wait for the dead rank, and the student for them
 
     def replace_dead(self, error: DistillError) -> None:
-        """Starts replacements for what `find_dead` found.
+        """Replaces the replicas that `find_dead` has noted and calls them again on open sub-batches, or gives their
+        teacher up.
+
+        Args:
+            error: the failure that led here, for messages.
 
         Raises:
-            WorkerError: the budget is spent, and `faults.lost_teacher` is `fail` or no other teacher is left.
+            WorkerError: the budget `faults.teacher_restarts` is spent, and `faults.lost_teacher` is `fail` or no other
+                teacher is left.
+            DistillError: a replacement failed for a cause that the user has to fix, or because the student died.
         """
         for teacher, group, ranks in self._dead:
             if teacher.name not in self._pipeline.lost:
                 self._replace(teacher, group, ranks, error)
 
     def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
+        """Starts a replica again, as often as the run's budget of restarts allows, and resubmits its calls; else gives
+        up its teacher.
+
+        Raises:
+            DistillError: as for `replace_dead`.
+        """
         cause = error
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
@@ -111,6 +130,11 @@ class TeacherRecovery:
         self._give_up(teacher, group, cause)
 
     def _start(self, teacher: TeacherConfig, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Replaces the actors of a replica, waits until they have loaded the model, and opens their ring.
+
+        Raises:
+            DistillError: any of this fails, or takes longer than `ray.start_timeout_s`.
+        """
         timeout_s = self._config.ray.start_timeout_s
         group.renew(ranks, timeout_s)
         started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
@@ -118,6 +142,11 @@ class TeacherRecovery:
         self._connector.reconnect(teacher, group, ranks[0])
 
     def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
+        """Kills all ranks of a teacher and makes the run continue without it, the others' weights scaled up.
+
+        Raises:
+            WorkerError: `faults.lost_teacher` is `fail`, or no other teacher with a weight is left.
+        """
         gone = {*self._pipeline.lost, teacher.name}
         left = [other.name for other, _ in self._teachers if other.name not in gone and other.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:
@@ -134,7 +163,7 @@ class TeacherRecovery:
 
 
 def _replicas(teacher: TeacherConfig) -> list[range]:
-    """The ranks of each replica."""
+    """Returns the ranks of each replica of a teacher, in its group's order."""
     dp, tp = teacher.parallel.dp, teacher.parallel.tp
     return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
 
