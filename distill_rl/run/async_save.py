@@ -55,7 +55,6 @@ class Saver:
         dead: Callable[[], bool] = lambda: False,
         interrupted: Callable[[], None] = lambda: None,
     ):
-        """Saves nothing; see the class for the arguments. Use it as a context manager, which ends a save in flight."""
         self._store, self._collective, self._in_background = store, collective, in_background
         self._deadline_s, self._dead, self._interrupted = deadline_s, dead, interrupted
         self._in_flight: _BackgroundSave | None = None
@@ -165,12 +164,6 @@ class _BackgroundSave:
     """A save that the ranks write, with the thread that commits it."""
 
     def __init__(self, store: CheckpointStore, draft: Draft, what: str, deadline_s: float):
-        """Starts the thread that waits for the ranks and commits the draft.
-
-        Args:
-            what: what is saved, for messages.
-            deadline_s: seconds that the ranks may take to write.
-        """
         self._store, self.draft, self.what = store, draft, what
         self._deadline_s = deadline_s
         self.error: CheckpointError | None = None

@@ -84,18 +84,6 @@ class StudentEngine:
         total_steps: int,
         cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None] = (),
     ):
-        """Loads the model (and projections and output layers of teachers, where needed) and builds optimizer and
-        schedule.
-
-        Collective over the mesh. Seeds torch, and makes it deterministic if `train.deterministic` says so.
-
-        Args:
-            config: the run's settings.
-            world: this rank of the student's mesh.
-            vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
-            total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
-            cross_tokenizer_specs: per teacher, None for one with the student's tokenizer; empty if all have it.
-        """
         student = config.student
         be_deterministic(config.train.deterministic, world.device)
         self.config = config

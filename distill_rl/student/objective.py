@@ -106,8 +106,6 @@ class Objective(nn.Module):
         cross_tokenizer: Sequence[CrossTokenizerLoss | None] = (),
         heads: Sequence[TeacherHead | None] = (),
     ):
-        """Prepares the loss; trainable projections become parameters of this module. The arguments are those of the
-        class."""
         super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()

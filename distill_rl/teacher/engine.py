@@ -41,18 +41,6 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        """Loads the model, and makes torch deterministic if `train.deterministic` says so. Collective over the
-        tensor-parallel group.
-
-        Args:
-            config: the run's settings.
-            teacher: one of `config.teachers`.
-            world: this rank of the teacher's mesh.
-            vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
-
-        Raises:
-            ConfigError: the teacher's backend is not supported.
-        """
         if teacher.backend != "hf":
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)

@@ -87,7 +87,6 @@ class RankWorker(Worker):
     """
 
     def __init__(self, config: Config, threads: int):
-        """Stores the settings; the process group is joined and the model loaded later, by `start` of the subclass."""
         self._config, self._threads = config, threads
         self._store: TCPStore | None = None
         self._transports: dict[str, Transport] = {}

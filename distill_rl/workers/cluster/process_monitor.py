@@ -103,12 +103,6 @@ class ProcessMonitor:
     """
 
     def __init__(self, config: FaultsConfig, processes: Mapping[str, Process], folder: Path):
-        """Inspects nothing before the first `update`.
-
-        Args:
-            processes: the workers' processes by name; read anew at every update, so that the caller may add to it.
-            folder: where `stacks/<worker>.txt` are written.
-        """
         self._config, self._processes, self._folder = config, processes, folder
         self._local_monitor = NodeMonitor()
         self._remote_monitors: dict[str, Any] = {}

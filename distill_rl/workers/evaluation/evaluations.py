@@ -66,7 +66,6 @@ class Evaluations:
         record: Callable[[int, Mapping[str, float]], None],
         stopping: Callable[[], bool],
     ):
-        """Starts nothing; see the class for the arguments."""
         self._group, self._config, self._calls, self._folder = group, config, calls, folder
         self._copy, self._record, self._stopping = copy, record, stopping
         self._waiting: deque[int] = deque()

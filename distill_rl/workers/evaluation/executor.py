@@ -71,14 +71,6 @@ class RayExecutor:
         interrupted: Callable[[], None] = lambda: None,
         logs: Path | None = None,
     ):
-        """Starts nothing; that is left to the first `load`.
-
-        Args:
-            shards: number of actors and their resources.
-            started: called as soon as Ray runs, because Ray replaces signal handlers.
-            interrupted: called at every poll of a wait; may raise.
-            logs: folder for the actors' output if the evaluation fails; None: it is not kept.
-        """
         self.device = ""
         self._shards, self._started, self._logs = shards, started, logs
         self._calls = Calls(

@@ -43,15 +43,6 @@ class BadRows:
     """
 
     def __init__(self, path: Path, budget: int):
-        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
-
-        Args:
-            path: JSON lines with source, row and reason; rows are appended to it.
-            budget: most rows that may be listed.
-
-        Raises:
-            AlignmentError: more than the budget are listed already.
-        """
         self._path, self._budget = path, budget
         self.rows: set[tuple[str, int]] = set()
         """(`train` or `validation`, row)"""
@@ -101,14 +92,6 @@ class AlignerPool:
     def __init__(
         self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_parts: int, bad_rows: BadRows
     ):
-        """Takes over actors that are created but need not have started; calls nothing.
-
-        Args:
-            group: the actors. If it is empty, `local` does the work in this process.
-            local: an object with the methods of `AlignerWorker`, for an empty group.
-            num_parts: number of values that `build` returns besides its BatchInfo.
-            bad_rows: rows to leave out; rows that turn out to be bad are added.
-        """
         self._group, self._calls, self._config, self._local = group, calls, config, local
         self._num_parts, self._bad_rows, self.restarts = num_parts, bad_rows, 0
         self._deadline_s = config.aligner.deadline_s

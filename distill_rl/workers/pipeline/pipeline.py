@@ -40,13 +40,6 @@ class Pipeline:
     """
 
     def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
-        """Calls nobody.
-
-        Args:
-            teachers: groups that have started and whose rings are open.
-            plan: into how many sub-batches and parts a batch is divided.
-            rings: the number of slots per ring, and how many of them a sub-batch takes.
-        """
         self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
