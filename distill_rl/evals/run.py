@@ -117,6 +117,16 @@ class _ModelRun:
     """One model on all suites."""
 
     def __init__(self, model: Model, suites: Sequence[LoadedSuite], options: Options, interrupted: Callable[[], None]):
+        """Hashes the model's files and reads its earlier results of all suites; does not load the model.
+
+        The result folder must be locked. With the option `clean` or `replace_others` results may be deleted here.
+
+        Args:
+            interrupted: called while this waits; may raise.
+
+        Raises:
+            ConfigError: the folder holds results of other settings, or the file of a user's suite cannot be read.
+        """
         self.model, self.options, self._interrupted = model, options, interrupted
         self._hash = hash_model(model.folder, interrupted)
         self._model_is_loaded = False

@@ -164,6 +164,12 @@ class _BackgroundSave:
     """A save that the ranks write, with the thread that commits it."""
 
     def __init__(self, store: CheckpointStore, draft: Draft, what: str, deadline_s: float):
+        """Starts the thread that waits for the ranks and commits the draft.
+
+        Args:
+            what: what is saved, for messages.
+            deadline_s: seconds that the ranks may take to write.
+        """
         self._store, self.draft, self.what = store, draft, what
         self._deadline_s = deadline_s
         self.error: CheckpointError | None = None

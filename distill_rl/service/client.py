@@ -34,6 +34,13 @@ class Service:
     """
 
     def __init__(self, address: str | None = None):
+        """Connects to a cluster, after checking that it answers and requires a token.
+
+        Sets RAY_API_SERVER_ADDRESS in this process's environment.
+
+        Args:
+            address: `http://HOST:PORT` of the cluster's dashboard; None: $RAY_API_SERVER_ADDRESS, or DEFAULT_ADDRESS.
+        """
         self.address = _checked(address or os.environ.get(_ADDRESS) or DEFAULT_ADDRESS)
         access.require_token()
         _require_answer(self.address)

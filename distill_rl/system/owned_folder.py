@@ -24,6 +24,12 @@ class OwnedFolder:
     """
 
     def __init__(self, root: Path, prefix: str):
+        """Makes the folder and locks it for this process; `path` is its path.
+
+        Args:
+            root: an existing folder.
+            prefix: start of the folder's name.
+        """
         while True:
             self.path = root / f"{prefix}{secrets.token_hex(4)}"
             self.path.mkdir(mode=0o700)

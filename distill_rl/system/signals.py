@@ -40,6 +40,11 @@ class Signals:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Handlers that are installed when this object is entered; the main thread must do that.
+
+        Args:
+            clock: seconds, monotonic.
+        """
         self.preempted = False
         self._clock = clock
         self._asked_at = 0.0

@@ -47,6 +47,14 @@ class Child:
     """
 
     def __init__(self, deadline_s: float, memory_bytes: int):
+        """Starts the process, without waiting until it is ready.
+
+        Its environment holds no secrets, and its stderr is dropped. `reap` must be called in the end.
+
+        Args:
+            deadline_s: processor time of one item in seconds, after which SIGPROF kills the process.
+            memory_bytes: address space that it may allocate in addition to what it has after loading a suite.
+        """
         arguments = os.getpid(), deadline_s, memory_bytes
         command = [sys.executable, "-P", "-m", "distill_rl.evals.grading.judge", *map(str, arguments)]
         self._process = subprocess.Popen(

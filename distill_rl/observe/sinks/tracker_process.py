@@ -47,6 +47,11 @@ class Wandb:
     """
 
     def __init__(self, start: Mapping[str, Any]):
+        """Starts a run of W&B, or continues that whose id is stored in the run's folder.
+
+        Args:
+            start: `name` of the run, `folder` (for the id and W&B's files) and `config` (the settings to show).
+        """
         import wandb
 
         run_id = RunId(Path(start["folder"]), "wandb")
@@ -75,6 +80,12 @@ class Mlflow:
 
     def __init__(self, start: Mapping[str, Any]):
         # MLflow only maintains its file store and requires this opt-in; its other store needs database packages.
+        """Creates a run of MLflow, with its settings, and its experiment if necessary; or continues that whose id is
+        stored in the run's folder. An error while the settings are sent is only printed.
+
+        Args:
+            start: `name` of the run, `folder` (for the id and, without a tracking URI, MLflow's files) and `config`.
+        """
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunStatus
         from mlflow.tracking import MlflowClient

@@ -26,6 +26,13 @@ class EvalWorker(Worker):
     """One copy of a model, loaded by `load` or `evaluate`. It sees only the GPUs that Ray assigned to it."""
 
     def __init__(self, rank: int, threads: int, run: str = ""):
+        """Restricts this process to the GPUs that Ray assigned to the actor (none: CPU only). No model is loaded yet.
+
+        Args:
+            rank: not used; every actor of a `WorkerGroup` gets its rank first.
+            threads: of the CPU for computation.
+            run: the run's name, as a tag of the gauges.
+        """
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))

@@ -269,6 +269,14 @@ class _FetchedTargets:
         teacher_sizes: Sequence[int],
         published: Sequence[Published],
     ):
+        """Lists each teacher's slots; nothing is read before `open`.
+
+        Args:
+            transports: by name; must include those of all handles whose rows are opened.
+            node_id: of this rank, to count the bytes that come from other nodes.
+            temperature: at which the targets were computed.
+            teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
+        """
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
         self.published = bool(published)
         """Whether any teacher has published anything, for any rank."""

@@ -33,6 +33,15 @@ class WorkerGroup:
         calls: Calls,
         *arguments: Any,
     ):
+        """Creates one actor per name in its place of the reservation, and registers it with `calls`. Does not wait for
+        them.
+
+        Args:
+            worker: the actor class; its instances get their rank, then `arguments`.
+            names: in rank order.
+            plan: has a placement for every name.
+            placement: the reserved bundles of `plan`.
+        """
         self._remote: Any = ray.remote(worker)
         self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)

@@ -43,6 +43,15 @@ class BadRows:
     """
 
     def __init__(self, path: Path, budget: int):
+        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
+
+        Args:
+            path: JSON lines with source, row and reason; rows are appended to it.
+            budget: most rows that may be listed.
+
+        Raises:
+            AlignmentError: more than the budget are listed already.
+        """
         self._path, self._budget = path, budget
         self.rows: set[tuple[str, int]] = set()
         """(`train` or `validation`, row)"""
