@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 @contextmanager
-def reaper(directory: Path, roots: Iterable[psutil.Process]) -> Iterator[None]:
+def reaper(directory: Path, roots: Collection[psutil.Process]) -> Iterator[None]:
     """Starts a guard process: if this process dies while the block runs, even by SIGKILL, the guard cleans up after it.
 
     It kills `roots` with all their descendants and removes `directory`. When the block ends in any other way, it ends
@@ -49,7 +49,7 @@ def reaper(directory: Path, roots: Iterable[psutil.Process]) -> Iterator[None]:
             process.communicate(b"ended", timeout=_TIMEOUT_S)
 
 
-def with_descendants(roots: Iterable[psutil.Process]) -> set[psutil.Process]:
+def with_descendants(roots: Collection[psutil.Process]) -> set[psutil.Process]:
     """Returns those of `roots` and of all their descendants that run at present (no zombies)."""
     processes = set(roots)
     for root in roots:
@@ -67,7 +67,7 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
-def end(processes: Iterable[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
+def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
     """Kills the processes and their descendants until none is left, or, if `kill` is false, only waits for that.
 
     Args:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -293,7 +293,7 @@ def _object_store_bytes(target_bytes: int) -> int:
 
 
 @contextmanager
-def _kill_on_sigterm(processes: Iterable[psutil.Process]) -> Iterator[None]:
+def _kill_on_sigterm(processes: Collection[psutil.Process]) -> Iterator[None]:
     """While the block runs, kills (SIGKILL) each of the processes as soon as it has been sent SIGTERM and blocks it.
 
     Ray's processes do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before
