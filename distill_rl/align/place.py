@@ -15,7 +15,7 @@ _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for 
 
 
 def encode(text: str) -> bytes:
-    """UTF-8.
+    """The text's UTF-8 bytes.
 
     Raises:
         ValueError: a lone surrogate, which UTF-8 cannot encode.
@@ -88,6 +88,7 @@ def place_by_bytes(
 
 
 def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
+    """Whether the tokenizer may put a dummy space before the token at index `section`: 0, or behind a special token."""
     return vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
 
 
@@ -111,6 +112,7 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
     """Whether a special token of the template has stripped white space at the beginning or end of one of the spans.
 
     Args:
+        ids: int32 [n]: the tokens that `positions` belongs to.
         spans: int64 [k, 2], ascending: start and stop in bytes.
     """
     special = vocabulary.special.take(ids.astype(np.intp)) & (positions.ends > positions.starts)
@@ -173,8 +175,11 @@ def _check_groups(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compares each group's bytes with those that it covers, byte by byte and all groups at once.
 
+    One leading space may be added or missing where the tokenizer does that (`dummy`, `drops_spaces`).
+
     Args:
         ids, group: intp [n], int64 [n]: the tokens and their groups.
+        text: UTF-8.
         starts, stops: int64 [groups]: the bytes of the text that each group covers.
     Returns:
         bool [groups]: whether the group spells what it covers; bool [groups]: whether it does so behind a dummy space.
