@@ -275,8 +275,7 @@ class TokenAligner:
 
         Raises:
             ValueError: different texts without spans; only one side has spans, or the sides have different numbers of
-                them;
-                ids with spans that are not those of their text; a lone surrogate; a negative limit.
+                them; ids with spans that are not those of their text; a lone surrogate; a negative limit.
         """
         if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
             counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]

@@ -18,8 +18,7 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
     Args:
         options: for the tokenizer's `apply_chat_template`, above the defaults; with `tokenize=True` the result is what
-            that
-            method then returns.
+            that method then returns.
 
     Raises:
         ValueError: a tokenizer without a chat template.

@@ -185,8 +185,7 @@ def same_spelling(
 
     Args:
         vocabularies, ids, chunks: of the student and of the teacher; chunks are −1 for a token in none, and must not
-            decrease
-            otherwise.
+            decrease otherwise.
     """
     count = _as_chunks(chunks).count
     sides = [_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks)]

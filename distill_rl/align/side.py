@@ -35,13 +35,14 @@ class Side:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
-        """From int32 ids [n], leaving out those whose mask is 0.
+        """The side made of int32 ids [n], without those whose mask is 0.
 
         Args:
+            mask: [n], nonzero where there is a token; None: no padding.
             name: what to call the ids in an error.
 
         Raises:
-            ValueError: an id outside of the vocabulary.
+            ValueError: an id outside of the vocabulary that is not masked.
         """
         real = as_slice(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
         wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
@@ -89,6 +90,12 @@ class Side:
         return first, later
 
     def _without_spaces(self, places: tuple[int, ...]) -> Side:
+        """This side with the leading space taken off the tokens at these indices into `ids`, whose bytes must begin
+        with one.
+
+        A token that was nothing but the space leaves the side, since it no longer spells text. Returns the side itself
+        if there are no indices.
+        """
         if not places:
             return self
         lengths = self.lengths.copy()
@@ -108,7 +115,7 @@ class Side:
         )
 
     def spell(self) -> np.ndarray:
-        """uint8: the bytes of all tokens, without dummy spaces taken off."""
+        """uint8: the bytes of all tokens that spell text, one after another, without dummy spaces taken off."""
         starts = self.vocabulary.starts.take(self.ids)
         starts[list(self.without_space)] += 1
         return gather_bytes(self.vocabulary.flat, starts, self.lengths, self.ends)
@@ -123,7 +130,11 @@ class Side:
         return spread(chunk, self.tokens, self.size)
 
     def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
-        """int64: number of bytes before each of these textless tokens."""
+        """int64: number of bytes that the side spells before each of these textless tokens.
+
+        Args:
+            tokens: int [k]: positions among all tokens, of tokens that spell nothing.
+        """
         if isinstance(self.tokens, slice):
             before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
         else:

@@ -88,7 +88,13 @@ Solver = Callable[[list[Problem]], list[tuple[np.ndarray, np.ndarray, int]]]
 
 
 def load_backend(name: str) -> Solver:
-    """The solver of a backend, imported on this call.
+    """The function that solves problems with this backend; its module is imported on this call.
+
+    It takes a list of `Problem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
+    defines them.
+
+    Args:
+        name: numba | numpy | cuda.
 
     Raises:
         ValueError: an unknown name; "cuda" where it cannot run (`device.require_cuda`).

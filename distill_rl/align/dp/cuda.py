@@ -107,7 +107,11 @@ def _align(  # type: ignore[no-untyped-def]
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
+    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
+    chunks.
+
+    Marks are those of `trace_back`. Every backend returns the same ones.
+    """
     return [result for group in _groups(problems) for result in _launch(group)]
 
 
@@ -126,6 +130,12 @@ def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
 
 
 def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions in order, as `solve`
+    does.
+
+    Needs at least one problem and device memory for all their cells.
+    """
+
     def joined(name: str) -> np.ndarray:
         return cuda.to_device(np.concatenate([getattr(problem, name) for problem in problems]))
 

@@ -41,9 +41,10 @@ def missing_for_cuda() -> Missing | None:
 
 
 def require_cuda() -> None:
-    """
+    """Returns if the CUDA backend can run on this machine; initialises the CUDA driver.
+
     Raises:
-        ValueError: the CUDA backend cannot run on this machine.
+        ValueError: it cannot; the message names what is missing and the remedy.
     """
     if missing := missing_for_cuda():
         raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")

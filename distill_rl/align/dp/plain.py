@@ -24,7 +24,11 @@ from distill_rl.align.dp.problem import (
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
+    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
+    chunks.
+
+    Marks are those of `trace_back`. Every backend returns the same ones.
+    """
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
@@ -80,7 +84,12 @@ def _fill(problem: Problem) -> np.ndarray:
 
 
 def _better(best: np.ndarray, move: np.ndarray, where: np.ndarray | bool, score: np.ndarray, new_move: int) -> None:
-    """Replaces score and move of the cells in `where` in which `score` is higher than the best so far."""
+    """Replaces score and move, in place, of the cells in `where` in which `score` is higher than the best so far.
+
+    Args:
+        best, move, score: [cells of a row].
+        where: bool [cells of a row], or True for all.
+    """
     higher = where & (score > best)
     best[higher] = score[higher]
     move[higher] = new_move
