@@ -444,8 +444,7 @@ class TokenAligner:
 
 
 def _alignment(ids: Sequence[np.ndarray], chunks: Chunks, method: str, exact: bool, stop_pairs: StopPairs) -> Alignment:
-    """Puts ids (student, teacher), their chunks and stop pairs into an `Alignment`; an exact one has no `lossy_ends`.
-    """
+    """Puts ids (student, teacher), their chunks and stop pairs into an `Alignment`; an exact one has no `lossy_ends`."""
     return Alignment(
         student_ids=ids[0],
         teacher_ids=ids[1],

@@ -81,8 +81,7 @@ class Tokenization:
         return _encoded(ids).cut(self.max_length)
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on. Raises as `encode` does.
-        """
+        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on. Raises as `encode` does."""
         text, spans = render_document(
             self.tokenizer, document["messages"], document["row"], find_assistant=self.assistant_only
         )

@@ -149,8 +149,7 @@ def _choose_column(columns: Sequence[str], data: DataConfig) -> tuple[Kind, str]
 
 
 def _no_column(name: str, key: str, columns: Sequence[str], kind: Kind) -> DataError:
-    """The error for data without the column `key`, with the most similar one of `columns` as a hint; it is not raised.
-    """
+    """The error for data without the column `key`, with the most similar one of `columns` as a hint; it is not raised."""
     close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     setting = "data.messages_key" if kind == "messages" else "data.text_key"

@@ -99,8 +99,7 @@ class CanonicalTables:
             self._tables = self._tabulate(np.arange(student.size + 1), np.arange(teacher.size + 1))
 
     def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
-        """Both sides' canonical tokens for these ids, int64; the ids of equal strings are equal across the two sides.
-        """
+        """Both sides' canonical tokens for these ids, int64; the ids of equal strings are equal across the two sides."""
         return _intern(
             _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
         )
