@@ -137,7 +137,11 @@ class TokenAligner:
             self._windows.solve_ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
 
     def warm_up(self) -> None:
-        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for. Once per process."""
+        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for; it may use the GPU of a
+        GPU backend.
+
+        Takes seconds, once per process. Calling it is optional, and no result depends on it.
+        """
         no_ids = np.zeros(0, np.int32)
         self.align_ids(no_ids, no_ids)
         if self.method == "dp" or (self.method == "auto" and (self.student.lossy or self.teacher.lossy)):
@@ -148,9 +152,12 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns ids without their text, by comparing the bytes that the two sides spell.
 
+        Chunks cover all given positions; a masked position is in none. Chunks of tokens whose bytes differ on the two
+        sides need the method auto or dp; with the others, only the equal bytes at the beginning are aligned.
+
         Args:
             student_ids, teacher_ids: integers [n], [m]: lists, numpy arrays, or torch tensors in host memory.
-            student_mask, teacher_mask: [n], [m], 0 at padding, whatever the id at that position.
+            student_mask, teacher_mask: [n], [m], 0 at padding, whatever the id at that position; None: no padding.
 
         Raises:
             ValueError: floats, bools, text or None instead of integers; an id that lies outside of the vocabulary and
@@ -212,15 +219,16 @@ class TokenAligner:
     def tokenize_messages(self, messages: Sequence[Message], side: str, *, rendered: str | None = None) -> Tokenized:
         """Tokenises a chat rendered with the template of `side` (student | teacher).
 
-        Text in a message that looks like a special token is tokenised as text; what the template writes is not.
+        Contents and rendered text are normalised first; the messages are not modified. Text in a message that looks
+        like a special token is tokenised as text; what the template writes is not.
 
         Args:
-            rendered: the template's output for these messages, if the caller already has it.
+            rendered: the template's output for these messages; None: it is rendered here.
 
         Returns:
             the tokens with their offsets and the spans of the messages' contents.
         Raises:
-            ValueError: a tokenizer without a chat template; a text with a lone surrogate.
+            ValueError: a tokenizer without a chat template; a text with a lone surrogate; another name of a side.
         """
         i = _SIDES.index(side)
         tokenizer = self._tokenizers[i]
@@ -295,7 +303,8 @@ class TokenAligner:
         )
 
     def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns two tokenizations of the same text, by the first of these steps that `self.method` allows and that works.
+        """Aligns two tokenizations of the same text, by the first of these steps that `self.method` allows and that
+        works.
 
         1. Both sides' tokens spell the text: chunks end where both sides end a token.
         2. The sides spell the same bytes, but not those of the text (two tokenizers that make the same change): as in
@@ -303,6 +312,12 @@ class TokenAligner:
         3. Positions from the tokenizers' offsets: chunks between shared positions where the tokens spell what they
            cover.
         4. Bytes at both ends and the dynamic programme in between, without chunks that the positions contradict.
+
+        Args:
+            texts: both sides' texts in UTF-8.
+
+        Raises:
+            ValueError: the two texts differ.
         """
         if texts[0] != texts[1]:
             raise ValueError(

@@ -62,7 +62,7 @@ class Alignment:
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """Number of chunks of each kind, student tokens to teacher tokens: 1:1, 1:n, n:1, m:n."""
+        """Number of chunks by kind, student tokens to teacher tokens, under the keys "1:1", "1:n", "n:1" and "m:n"."""
         single_student, single_teacher = (size == 1 for size in self.chunk_sizes())
         one_to_one = int(np.count_nonzero(single_student & single_teacher))
         one_to_many = int(np.count_nonzero(single_student)) - one_to_one
@@ -71,12 +71,16 @@ class Alignment:
         return dict(zip(COUNTS, (one_to_one, one_to_many, many_to_one, many_to_many)))
 
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
-        """The beginning of both sides, up to the last common boundary within the limits.
+        """The beginning of both sides, up to the last common boundary within the limits; the alignment itself if it
+        fits.
 
         Common boundaries are the ends of chunks, of lossy stretches and of paired special tokens. If a row is not exact
         and the last such boundary leaves more than half of a limit unused, each side is cut at its own limit instead:
         the student can still learn from text that the teacher's tokens do not match. A chunk that the cut divides
-        becomes no chunk.
+        becomes no chunk. What is cut off is counted in `dropped`.
+
+        Args:
+            num_student_tokens, num_teacher_tokens: most tokens of each side; None: no limit for the teacher.
 
         Raises:
             ValueError: a negative limit.

@@ -34,7 +34,7 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:
-    """Where each message's content stands in a rendered chat, as it is or stripped.
+    """Where each message's content stands in a rendered chat, as it is or stripped; one span per message, in order.
 
     With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
     what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
@@ -42,9 +42,11 @@ def content_spans(rendered: str, messages: Sequence[Message], render: Render | N
     content before it.
 
     Args:
-        render: messages → text with the same template.
+        rendered: the chat template's text for these messages.
+        render: messages → text with the same template; None: only the search is used.
     Returns:
-        Character spans in order; an empty one for a content that is empty or that the template does not write.
+        (start, stop) in characters of `rendered`; an empty span for a content that is empty, is not text, or that the
+            template does not write.
     """
     contents = [message.get("content") or "" for message in messages]
     contents = [content if isinstance(content, str) else "" for content in contents]

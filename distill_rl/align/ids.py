@@ -48,7 +48,7 @@ class IdAligner:
         self._compiled, self._window = compiled, window
 
     def _equal(self, student: Side, teacher: Side) -> bool:
-        """Whether two sides with equal numbers of bytes spell the same bytes."""
+        """Whether two sides spell the same bytes; both must spell equally many."""
         if not self._compiled:
             return student.spell().tobytes() == teacher.spell().tobytes()
         from distill_rl.align.compare import same_bytes

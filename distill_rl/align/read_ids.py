@@ -67,7 +67,9 @@ def _not_integers(name: str, ids: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """The type of a value, and as much of it as fits on a line."""
+    """The type of a value, its device unless that is the CPU, and as much of the value as fits on a line, for a
+    message.
+    """
     if value is None:
         return "None"
     dtype = getattr(value, "dtype", None)

@@ -65,9 +65,10 @@ class Side:
         return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
 
     def readings(self) -> Iterator[Side]:
-        """Variants of this side without spaces that may be dummies: before the text, and behind special tokens.
+        """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
 
-        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged.
+        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged. No variant
+        comes twice, so a side without such spaces is the only one.
         """
         first, later = self._possible_dummies()
         seen: list[tuple[int, ...]] = []
@@ -143,7 +144,7 @@ class Side:
 
 
 def _select(positions: Indices, chosen: Indices) -> Indices:
-    """positions[chosen]; the result is a slice if both are slices."""
+    """positions[chosen], where `chosen` holds indices into `positions`; the result is a slice if both are slices."""
     if not isinstance(positions, slice):
         return positions[chosen]
     if isinstance(chosen, slice):

@@ -81,7 +81,10 @@ def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.nda
 
 
 def as_slice(positions: np.ndarray) -> slice | np.ndarray:
-    """Ascending positions as a slice if they are contiguous: slicing an array makes a view, indexing makes a copy."""
+    """Ascending positions as a slice if they are contiguous, otherwise the array itself.
+
+    Slicing an array makes a view, indexing makes a copy.
+    """
     if not len(positions):
         return slice(0, 0)
     first, stop = int(positions[0]), int(positions[-1]) + 1
@@ -178,7 +181,7 @@ def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks
 
 
 def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> Chunks:
-    """Chunks inside spans of two texts that read the same.
+    """Chunks inside spans of two texts that read the same, and the lossy stretches in them.
 
     Steps:
 

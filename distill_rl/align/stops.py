@@ -34,7 +34,14 @@ def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_id
 
 
 def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
-    """(the last bos before any byte, byte position → the first stop token at it)."""
+    """Position of the last bos before any byte, None if there is none; byte position → position of the first stop token
+    at it.
+
+    Stop tokens before the first byte count only if the side spells nothing, and never those up to that bos.
+
+    Args:
+        ids: int32: all ids of the side.
+    """
     roles = side.vocabulary.roles
     places = side.bytes_before(side.textless)
     textless_ids = ids[side.textless]

@@ -109,10 +109,15 @@ def _before_turn(tokenizer: Any, messages: Sequence[Message], through: str) -> t
 
 
 def _turn_in(rest: str, last: str, content: str) -> str | None:
-    """The turn that `rest` starts with, or None; `last` is how the template renders it as the last turn of a chat.
+    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it.
 
     Some templates write more before the content of the last turn than of earlier ones (an empty block of thought), so
     the turn is also searched for without what precedes its content.
+
+    Args:
+        rest: the whole rendered chat from the turn on.
+        last: the turn as the template renders it at the end of a chat.
+        content: the turn's stripped content.
     """
     place = last.find(content)
     if place < 0:

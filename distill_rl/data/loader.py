@@ -28,10 +28,15 @@ class Rows(Protocol):
 
 
 def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
-    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream`; different streams are independent.
+    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream` on every machine; different streams are
+    independent.
 
     Sorts the raw 64-bit output of Philox: numpy guarantees that output across versions, but not the output of
     `Generator.permutation`.
+
+    Args:
+        seed: any integer; taken modulo 2⁶⁴.
+        stream: what the order is for, such as (purpose, epoch).
     """
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=stream)).random_raw(n)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)

@@ -110,7 +110,10 @@ def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Lo
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can only be a hub data set: it has the form of a hub name, and nothing local has that name."""
+    """Whether `path` can only be a hub data set: it has the form of a hub name, and nothing local has that name.
+
+    A name with an owner is not one if a folder with the owner's name exists here. Asks no hub.
+    """
     if not _HUB_NAME.fullmatch(path) or path.endswith(files.SUFFIXES) or Path(path).exists():
         return False
     owner, slash, _ = path.partition("/")

@@ -51,7 +51,8 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
 
 
 def require_between_nodes(name: str) -> None:
-    """Refuses a transport that cannot connect teachers and student on different nodes.
+    """Refuses a transport by name that cannot connect teachers and student on different nodes; other names, `auto` too,
+    pass.
 
     Raises:
         ConfigError: `name` works only within one node.

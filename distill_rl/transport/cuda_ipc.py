@@ -207,8 +207,10 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             opened.require_writer(slot, "its writer must live until it was read")  # or the views may have been reused
 
     def close(self) -> None:
-        """Closes all rings that this side has opened or writes. Readers must be closed before their writer, whose
-        memory must outlive their mappings of it."""
+        """Closes all rings that this side has opened or writes; the transport is unusable afterwards.
+
+        Readers must be closed before their writer, whose memory must outlive their mappings of it.
+        """
         for opened in self._opened.values():
             opened.close()
         if self._written is not None:
@@ -256,9 +258,9 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
     """Allocates the words of a ring in shared memory and its slots on the GPU; frees the words again if that fails.
 
     Raises:
-        TransportError: expandable segments are on, there is too little shared memory, or the GPU's allocator gives no
-            allocation of its own.
-        torch.OutOfMemoryError: the GPU has too little memory.
+        TransportError: expandable segments are on, there is too little shared memory, or the slots would share an
+            allocation with something else.
+        GpuMemoryError: the GPU has too little memory.
     """
     if variable := expandable_segments(os.environ):
         raise TransportError(
@@ -292,6 +294,7 @@ def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tens
 
     Raises:
         TransportError: the buffer is not a whole allocation.
+        GpuMemoryError: the GPU has too little memory.
     """
     torch.cuda.empty_cache()  # if memory is short, a pool gives back only its own
     with torch.inference_mode(False), torch.cuda.device(device):
@@ -415,13 +418,13 @@ def wait_for(event: torch.cuda.Event, writer: int, *, deadline_s: float, what: s
     """Returns once the GPU has reached `event`. Unlike `event.synchronize()`, it also ends if that never happens.
 
     Args:
-        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends, and
-            an event behind that work may never be reached.
-        deadline_s: how long to wait.
+        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends,
+            and an event behind that work may never be reached.
+        deadline_s: how long to wait, in seconds.
         what: what the event marks, for messages (`slot 3 is read`).
 
     Raises:
-        TransportError: the writer has ended, or the deadline has passed.
+        TransportError: the writer has ended, or the deadline has passed, before the event was reached.
     """
     deadline, pause = time.monotonic() + deadline_s, _FIRST_PAUSE_S
     while not event.query():

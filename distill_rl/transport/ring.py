@@ -104,7 +104,7 @@ class _State:
         self._words, self._ring = words, ring
 
     def _word(self, index: int, reader: int | None = None) -> int:
-        """Position of a slot's generation, or of one reader's acknowledgement."""
+        """Index in the words of a slot's generation or, with `reader`, of that reader's acknowledgement."""
         line = 1 + index * (1 + len(self._ring.readers))
         if reader is not None:
             line += 1 + self._ring.readers.index(reader)
@@ -184,7 +184,7 @@ class SlotReader(_State):
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[None]:
-        """The block reads the slot. It is acknowledged if it ends without an error.
+        """The block reads the slot. It is acknowledged to the writer if it ends without an error.
 
         Raises:
             TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.

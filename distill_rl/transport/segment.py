@@ -135,7 +135,11 @@ class Segment:
             self._folder = None
 
     def close(self) -> None:
-        """Frees the memory as soon as nobody holds a view of it."""
+        """Frees the memory as soon as nobody holds a view of it, and removes the file if it is one; may be called
+        again.
+
+        Nobody can attach the segment afterwards.
+        """
         self.forget_name()
         if self._fd >= 0:
             os.close(self._fd)

@@ -151,10 +151,10 @@ def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], st
 
 
 def _fold_bytes(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
-    """The folded bytes, and whether the token may continue a join.
+    """The folded bytes of a token, and whether it may follow another token inside a join.
 
-    A space before a letter or digit is removed; the token then begins a new word (False). Bytes that are not UTF-8 are
-    returned as they are.
+    A space before a letter or digit is removed; the token then begins a new word and may not (False). Bytes that are
+    not UTF-8 are returned as they are.
     """
     try:
         text = fold(spelling.decode())

@@ -38,7 +38,7 @@ def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def _fill(problem: Problem) -> np.ndarray:
-    """uint8 [cells]: the move into every cell of the strip.
+    """uint8 [cells]: the best move into every cell of the problem's strip, in the order of `Problem.offsets`.
 
     All moves but the column gap depend on rows above only, so a whole row takes them at once. The column gap depends on
     the cell to the left; with gap score g, S[i, j] = maxₖ≤ⱼ (best[k] − g·k) + g·j, which is a running maximum.

@@ -135,10 +135,15 @@ def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int
 
 
 def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no-untyped-def]
-    """Follows the moves from the last cell to (0, 0). Without types, because two of the backends compile it.
+    """Follows the moves from the last cell to (0, 0), and marks the tokens that are paired on the way.
 
-    Writes into int32 `row_marks` [n] and `column_marks` [m]: the index, counted from the END of the window, of the equal
-    pair or join that a token belongs to, or −1. Returns the number of pairs and joins.
+    Writes into int32 `row_marks` [n] and `column_marks` [m]: the index, counted from the END of the window, of the
+    equal pair or join that a token belongs to, or −1. Returns the number of pairs and joins. Without types, because two
+    of the backends compile it.
+
+    Args:
+        moves: uint8 [cells]: the move into each cell.
+        low, offsets: of the `Problem`.
     """
     i, j, count = len(row_marks), len(column_marks), 0
     while i > 0 or j > 0:

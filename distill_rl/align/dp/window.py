@@ -55,11 +55,15 @@ class WindowSolver:
     def solve_ahead(self, rows: Iterable[Callable[[], object]]) -> None:
         """Solves the windows of all rows in one call of the backend, as a GPU needs it.
 
-        Aligns every row twice: here, to collect the windows that it asks for, and later by the caller, who then gets the
-        stored solutions. These are kept until the next call.
+        Aligns every row twice: here, to collect the windows that it asks for, and later by the caller, who then gets
+        the stored solutions. These are kept until the next call.
 
         Args:
-            rows: functions that each align one row. Exceptions are suppressed, since the caller's call raises them again.
+            rows: functions that each align one row by calling this object. Their exceptions are suppressed, since the
+                caller's call raises them again.
+
+        Raises:
+            ValueError: the backend is unknown or cannot run here, or the band is below 1.
         """
         self._collected, self._solved = [], {}
         try:

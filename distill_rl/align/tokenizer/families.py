@@ -98,7 +98,7 @@ class Description:
 
     @property
     def metaspace(self) -> str:
-        """The letter that stands for a space in this tokenizer's pieces; empty if there is none."""
+        """The letter that stands for a space in this tokenizer's pieces, usually ▁; empty if there is none."""
         for part in (*self.pre_tokenizers, *self.decoders):
             if part["type"] == "Metaspace":
                 return str(part.get("replacement") or METASPACE)
@@ -174,7 +174,10 @@ class _Letters(dict[int, int]):
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
+    """Yields the parts of a normalizer, pre-tokenizer or decoder, in order and with nested sequences flattened.
+
+    Nothing for None.
+    """
     if component is None:
         return
     inner = next((component[key] for key in ("normalizers", "pretokenizers", "decoders") if key in component), None)

@@ -46,7 +46,11 @@ class Retokenizer:
         self._space = description.metaspace or " "
 
     def pieces(self, spellings: list[bytes]) -> Iterator[list[int]]:
-        """The ids of each byte string, in order; empty if the tokenizer cannot spell it. Deterministic."""
+        """Yields this tokenizer's ids of each byte string, in order; an empty list if it cannot spell one.
+        Deterministic.
+
+        The four ways of the class are tried for each. Strings are encoded in batches of `BATCH`.
+        """
         for begin in range(0, len(spellings), BATCH):
             batch = spellings[begin : begin + BATCH]
             texts = [_text(spelling) for spelling in batch]

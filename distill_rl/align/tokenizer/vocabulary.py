@@ -66,7 +66,10 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """From a fast transformers tokenizer, or from a `tokenizers.Tokenizer`, whose roles are unknown.
+        """Reads a fast transformers tokenizer, or a `tokenizers.Tokenizer`, of which only the unknown token's role is
+        known.
+
+        It encodes test strings to see what the tokenizer does to a text. The tokenizer is not modified.
 
         Raises:
             ValueError: a slow tokenizer; a tokenizer without tokens.
@@ -83,8 +86,10 @@ class Vocabulary:
         return [flat[start:stop] for start, stop in pairwise(self.starts.tolist())]
 
     def ids_by_bytes(self) -> dict[bytes, int]:
-        """Bytes → the id that spells them. Plain pieces take precedence over byte-fallback ones, then lower ids over
-        higher."""
+        """Bytes → the id that spells them, for all ids that spell any.
+
+        Of several ids, plain pieces take precedence over byte-fallback ones, then lower ids over higher.
+        """
         spellings = self.spellings()
         ids: dict[bytes, int] = {}
         for fallback in (False, True):
