@@ -68,8 +68,7 @@ def check_column(
         first_row: row number of the column's first value.
 
     Raises:
-        DataError: the column's type is wrong, or a row is one that `check_value` would refuse; names the first such
-            row.
+        DataError: the column's type is wrong, or a row is one that `check_value` would refuse; names such a row.
     """
     if kind == "text":
         _require_string(column.type, what, first_row)
@@ -111,7 +110,7 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
         first_row: row number of the chunk's first value.
 
     Raises:
-        DataError: names the first row that breaks a rule.
+        DataError: names the first row that breaks a rule; the rules are checked one after another.
     """
     check_type(chunk.type, "messages", what)
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
